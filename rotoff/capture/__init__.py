@@ -1,0 +1,1 @@
+"""Stages from a model."""

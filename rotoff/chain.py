@@ -1,0 +1,288 @@
+"""The chain: what each stage of a model costs in bytes and seconds, with nothing of the model itself.
+
+Stages count from 1 to L; a_0 is the chain's input and a_i the output of stage i. Symbols of the papers:
+u_F ``forward_time``, u_B ``backward_time``, |a_i| ``output_bytes``, |ā_i| ``saved_bytes``, |δ_i| ``grad_bytes``,
+o_F and o_B the transient bytes, β the bandwidths.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ChainError
+
+FORMAT = "rotoff.chain"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way of keeping what a stage's backward needs; form 0 is all that autograd saves.
+
+    saved_bytes: bytes of ā_i in this form, its output included. backward_time: seconds of B, redo included.
+    forward_transient_bytes, backward_transient_bytes: held beyond all values while F or B runs.
+    """
+
+    saved_bytes: int
+    backward_time: float
+    forward_transient_bytes: int = 0
+    backward_transient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Costs of one stage, in bytes and seconds; see the module's docstring for the papers' symbols.
+
+    Left out, `grad_bytes` is `output_bytes`, transients are 0, and `checkpoint_transient_bytes`
+    is `forward_transient_bytes`.
+
+    Raises:
+        ChainError: naming the stage, the field and the value, for anything but finite numbers at or above 0.
+    """
+
+    name: str = ""
+    forward_time: float = 0.0
+    backward_time: float = 0.0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    grad_bytes: int | None = None
+    forward_transient_bytes: int = 0
+    checkpoint_transient_bytes: int | None = None
+    backward_transient_bytes: int = 0
+    forms: tuple[Form, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        where = f"stage {self.name!r}" if self.name else "a stage"
+        put = object.__setattr__
+        put(self, "forward_time", _seconds(self.forward_time, "forward_time", where))
+        put(self, "backward_time", _seconds(self.backward_time, "backward_time", where))
+        for name in ("output_bytes", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes"):
+            put(self, name, _bytes(getattr(self, name), name, where))
+        put(self, "grad_bytes", _bytes(_default(self.grad_bytes, self.output_bytes), "grad_bytes", where))
+        transient = _default(self.checkpoint_transient_bytes, self.forward_transient_bytes)
+        put(self, "checkpoint_transient_bytes", _bytes(transient, "checkpoint_transient_bytes", where))
+        put(self, "forms", tuple(_checked_form(form, k, where) for k, form in enumerate(self.forms, start=1)))
+
+    def form(self, k: int) -> Form:
+        """Form `k` of ā: 0 is the stage's own costs (``F_all``), 1 to K its smaller forms (``F_sel``)."""
+        if k == 0:
+            return Form(self.saved_bytes, self.backward_time, self.forward_transient_bytes, self.backward_transient_bytes)
+        if not 1 <= k <= len(self.forms):
+            raise IndexError(f"stage {self.name!r} has forms 0 to {len(self.forms)}, not {k}")
+        return self.forms[k - 1]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A training step as a chain of L ≥ 1 stages and one link to the host.
+
+    Args:
+        stages: stages 1 to L, as a sequence of `Stage`.
+        d2h_bandwidth, h2d_bandwidth: bytes per second from device to host and back.
+        input_bytes: bytes of a_0. input_grad_bytes: bytes of δ_0 (0 where the input needs no gradient).
+        duplex: whether both directions can move at once.
+        meta: anything worth keeping with it (model, shapes, device, versions); `extra` holds a file's unknown fields.
+
+    Raises:
+        ChainError: where a field is missing, negative, NaN or of the wrong type, or there is no stage.
+    """
+
+    stages: tuple[Stage, ...]
+    d2h_bandwidth: float
+    h2d_bandwidth: float
+    input_bytes: int = 0
+    input_grad_bytes: int = 0
+    duplex: bool = True
+    name: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "stages", tuple(self.stages))
+        if not self.stages:
+            raise ChainError("the chain has no stages; it needs at least one")
+        for stage in self.stages:
+            if not isinstance(stage, Stage):
+                raise ChainError(f"a stage is {stage!r}, not a rotoff.Stage")
+        for name in ("d2h_bandwidth", "h2d_bandwidth"):
+            value = _seconds(getattr(self, name), name, "the chain")
+            if value == 0:
+                raise ChainError(f"{name} of the chain is 0; give bytes per second above 0 (mode='remat' uses no link)")
+            put(self, name, value)
+        for name in ("input_bytes", "input_grad_bytes"):
+            put(self, name, _bytes(getattr(self, name), name, "the chain"))
+        if not isinstance(self.duplex, bool):
+            raise ChainError(f"duplex of the chain is {self.duplex!r}; give true or false")
+
+    def __len__(self) -> int:
+        """L, the number of stages."""
+        return len(self.stages)
+
+    def stage(self, i: int) -> Stage:
+        """Stage i, counted from 1."""
+        if not 1 <= i <= len(self.stages):
+            raise IndexError(f"the chain has stages 1 to {len(self.stages)}, not {i}")
+        return self.stages[i - 1]
+
+    def output_bytes(self, i: int) -> int:
+        """Bytes of a_i; a_0 is the chain's input."""
+        return self.input_bytes if i == 0 else self.stage(i).output_bytes
+
+    def grad_bytes(self, i: int) -> int:
+        """Bytes of δ_i, the gradient of a_i."""
+        if i == 0:
+            return self.input_grad_bytes
+        grad = self.stage(i).grad_bytes
+        assert grad is not None
+        return grad
+
+    @property
+    def compute_time(self) -> float:
+        """Seconds of one step that keeps everything: every forward and backward once, nothing moved."""
+        return math.fsum(s.forward_time + s.backward_time for s in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The chain as the JSON object of its file format; `from_dict` is the reverse."""
+        head = {"format": FORMAT, "version": VERSION, "name": self.name}
+        link = {"d2h_bandwidth": self.d2h_bandwidth, "h2d_bandwidth": self.h2d_bandwidth, "duplex": self.duplex}
+        ends = {"input_bytes": self.input_bytes, "input_grad_bytes": self.input_grad_bytes}
+        meta = {"meta": dict(self.meta)} if self.meta else {}
+        return {**self.extra, **head, **link, **ends, **meta, "stages": [_stage_to_dict(s) for s in self.stages]}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Chain:
+        """The chain that a JSON object of the file format describes; unknown fields are kept in `extra`.
+
+        Raises:
+            ChainError: where the object is not such a chain; the sentence names the field.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise ChainError(f'not a chain: the field "format" must be "{FORMAT}"')
+        if data.get("version") != VERSION:
+            raise ChainError(f"a chain of version {data.get('version')!r}; this rotoff reads version {VERSION}")
+        for name in ("d2h_bandwidth", "h2d_bandwidth", "input_bytes", "stages"):
+            if name not in data:
+                raise ChainError(f"the chain misses the field {name!r}")
+        if not isinstance(data["stages"], list):
+            raise ChainError(f"stages of the chain is {data['stages']!r}, not a list")
+        known = {"name", "d2h_bandwidth", "h2d_bandwidth", "duplex", "input_bytes", "input_grad_bytes", "meta"}
+        values = {key: data[key] for key in known if key in data}
+        if not isinstance(values.get("meta", {}), Mapping):
+            raise ChainError(f"meta of the chain is {values['meta']!r}, not an object")
+        extra = {key: data[key] for key in data if key not in known | {"format", "version", "stages"}}
+        stages = tuple(_stage_from_dict(item, i) for i, item in enumerate(data["stages"], start=1))
+        return cls(stages=stages, extra=extra, **values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the chain as JSON to `path`."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Chain:
+        """Read a chain from the JSON file at `path`.
+
+        Raises:
+            ChainError: where the file is not a chain. OSError: where it cannot be read.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ChainError(f"{path} is not JSON: {error}") from error
+        try:
+            return cls.from_dict(data)
+        except ChainError as error:
+            raise ChainError(f"{path}: {error}") from error
+
+
+_FORM_FIELDS = ("saved_bytes", "backward_time", "forward_transient_bytes", "backward_transient_bytes")
+_STAGE_FIELDS = (
+    "name",
+    "forward_time",
+    "backward_time",
+    "output_bytes",
+    "saved_bytes",
+    "grad_bytes",
+    "forward_transient_bytes",
+    "checkpoint_transient_bytes",
+    "backward_transient_bytes",
+)
+
+
+def _stage_to_dict(stage: Stage) -> dict[str, Any]:
+    data: dict[str, Any] = {**stage.extra, **{name: getattr(stage, name) for name in _STAGE_FIELDS}}
+    if stage.forms:
+        data["forms"] = [{name: getattr(form, name) for name in _FORM_FIELDS} for form in stage.forms]
+    return data
+
+
+def _stage_from_dict(data: Any, i: int) -> Stage:
+    if not isinstance(data, Mapping):
+        raise ChainError(f"stage {i} is {data!r}, not an object")
+    for name in ("forward_time", "backward_time", "output_bytes", "saved_bytes"):
+        if name not in data:
+            raise ChainError(f"stage {i} misses the field {name!r}")
+    values = {name: data[name] for name in _STAGE_FIELDS if name in data}
+    extra = {key: data[key] for key in data if key not in (*_STAGE_FIELDS, "forms")}
+    forms = data.get("forms") or []
+    if not isinstance(forms, list):
+        raise ChainError(f"forms of stage {i} is {forms!r}, not a list")
+    try:
+        stage = Stage(**values, extra=extra)
+        return Stage(**values, extra=extra, forms=tuple(_form_from_dict(f, k, stage) for k, f in enumerate(forms, start=1)))
+    except ChainError as error:
+        raise ChainError(f"stage {i}: {error}") from error
+
+
+def _form_from_dict(data: Any, k: int, stage: Stage) -> Form:
+    if not isinstance(data, Mapping):
+        raise ChainError(f"form {k} is {data!r}, not an object")
+    for name in ("saved_bytes", "backward_time"):
+        if name not in data:
+            raise ChainError(f"form {k} misses the field {name!r}")
+    default = {name: getattr(stage, name) for name in ("forward_transient_bytes", "backward_transient_bytes")}
+    return Form(**{name: data.get(name, default.get(name)) for name in _FORM_FIELDS})
+
+
+def _checked_form(form: Form, k: int, where: str) -> Form:
+    where = f"form {k} of {where}"
+    if not isinstance(form, Form):
+        raise ChainError(f"{where} is {form!r}, not a rotoff.Form")
+    return Form(
+        saved_bytes=_bytes(form.saved_bytes, "saved_bytes", where),
+        backward_time=_seconds(form.backward_time, "backward_time", where),
+        forward_transient_bytes=_bytes(form.forward_transient_bytes, "forward_transient_bytes", where),
+        backward_transient_bytes=_bytes(form.backward_transient_bytes, "backward_transient_bytes", where),
+    )
+
+
+def _default(value: int | None, other: int) -> int:
+    return other if value is None else value
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise ChainError(f"{name} of {where} is {value!r}; give a number")
+    real = float(value)
+    if not math.isfinite(real) or real < 0:
+        raise ChainError(f"{name} of {where} is {value!r}; give a finite number at or above 0")
+    return real
+
+
+def _seconds(value: Any, name: str, where: str) -> float:
+    return _number(value, name, where)
+
+
+def _bytes(value: Any, name: str, where: str) -> int:
+    real = _number(value, name, where)
+    number = int(value)
+    if number != real and not isinstance(value, int):
+        raise ChainError(f"{name} of {where} is {value!r}; give a whole number of bytes")
+    return number

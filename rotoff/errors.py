@@ -1,0 +1,60 @@
+"""Every error that rotoff raises on purpose; each message names the value, the limit and the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RotoffError(Exception):
+    """Base of all errors of this package."""
+
+
+class ChainError(RotoffError, ValueError):
+    """A chain, or a chain file, that does not describe a training step."""
+
+
+class LimitError(RotoffError, ValueError):
+    """A memory limit that is not a number of bytes."""
+
+
+class OptionError(RotoffError, ValueError):
+    """An option outside its range, such as an unknown mode."""
+
+
+class SequenceFormatError(RotoffError, ValueError):
+    """Text or a file that is not a sequence of operations."""
+
+
+class InvalidSequenceError(RotoffError, ValueError):
+    """A sequence that the machine refuses.
+
+    Attributes:
+        op: the operation refused, or None where the sequence ends too early.
+        index: its 0-based position in the sequence.
+    """
+
+    def __init__(self, reason: str, op: Any = None, index: int | None = None) -> None:
+        self.op = op
+        self.index = index
+        self.reason = reason
+        super().__init__(reason if op is None else f"op {index} ({op}): {reason}")
+
+
+class InfeasibleError(RotoffError):
+    """No sequence of the asked mode fits the limit.
+
+    Attributes:
+        min_mem_limit: the smallest limit in bytes that works in that mode.
+    """
+
+    def __init__(self, message: str, min_mem_limit: int) -> None:
+        self.min_mem_limit = min_mem_limit
+        super().__init__(message)
+
+
+class MeasureError(RotoffError):
+    """A model that cannot be measured as a chain of stages."""
+
+
+class ExecutionError(RotoffError, RuntimeError):
+    """A training step that cannot be run as planned; the original exception is its cause."""

@@ -1,0 +1,1 @@
+"""A chain from a model."""

@@ -1,0 +1,234 @@
+"""Sequences of operations: what a plan is, as values, as text and as a file; ``parse(str(op)) == op``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+from .errors import SequenceFormatError
+
+FORMAT = "rotoff.sequence"
+VERSION = 1
+
+
+class Value(NamedTuple):
+    """a_i (``saved`` false) or ā_i (``saved`` true), as text ``a i`` or ``abar i``."""
+
+    saved: bool
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{'abar' if self.saved else 'a'} {self.stage}"
+
+
+def a(i: int) -> Value:
+    """a_i, the output of stage i; a_0 is the chain's input."""
+    return Value(False, i)
+
+
+def abar(i: int) -> Value:
+    """ā_i, all that stage i's backward needs besides its input."""
+    return Value(True, i)
+
+
+class OpKind(Enum):
+    """The operations of the machine; the papers' F_∅ is ``F_none``."""
+
+    F_ALL = "F_all"
+    F_SEL = "F_sel"
+    F_CK = "F_ck"
+    F_NONE = "F_none"
+    B = "B"
+    OFFLOAD = "offload"
+    FREE = "free"
+    PREFETCH = "prefetch"
+    WAIT = "wait"
+    DROP = "drop"
+
+
+FORWARDS = frozenset({OpKind.F_ALL, OpKind.F_SEL, OpKind.F_CK, OpKind.F_NONE})
+COMPUTES = FORWARDS | {OpKind.B}
+TRANSFERS = frozenset({OpKind.OFFLOAD, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT, OpKind.DROP})
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    kind: what it does. stage: the stage it runs, or the stage of the value it moves. form: k of ``F_sel i k``, else 0.
+    saved: for moves, whether the value is ā_i rather than a_i.
+    """
+
+    kind: OpKind
+    stage: int
+    form: int = 0
+    saved: bool = False
+
+    @property
+    def value(self) -> Value:
+        """The value that a move acts on, or that a forward makes."""
+        if self.kind in TRANSFERS:
+            return Value(self.saved, self.stage)
+        return Value(self.kind in (OpKind.F_ALL, OpKind.F_SEL), self.stage)
+
+    def __str__(self) -> str:
+        if self.kind in TRANSFERS:
+            return f"{self.kind.value} {self.value}"
+        if self.kind is OpKind.F_SEL:
+            return f"F_sel {self.stage} {self.form}"
+        return f"{self.kind.value} {self.stage}"
+
+
+_KINDS = {kind.value: kind for kind in OpKind}
+_VALUES = {"a": False, "abar": True}
+
+
+def parse(text: str) -> Op:
+    """The operation that `text` names, the reverse of ``str(op)``.
+
+    Raises:
+        SequenceFormatError: where `text` is not an operation.
+    """
+    words = text.split() if isinstance(text, str) else []
+    kind = _KINDS.get(words[0]) if words else None
+    if kind in TRANSFERS and len(words) == 3 and words[1] in _VALUES and _is_number(words[2]):
+        return Op(kind, int(words[2]), saved=_VALUES[words[1]])
+    if kind is OpKind.F_SEL and len(words) == 3 and _is_number(words[1]) and _is_number(words[2]) and int(words[2]) > 0:
+        return Op(kind, int(words[1]), form=int(words[2]))
+    if kind in COMPUTES and kind is not OpKind.F_SEL and len(words) == 2 and _is_number(words[1]):
+        return Op(kind, int(words[1]))
+    raise SequenceFormatError(f'{text!r} is not an operation; operations read "F_all 3", "F_sel 3 1", "B 3", "offload abar 3"')
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit()
+
+
+def F_all(i: int) -> Op:
+    return Op(OpKind.F_ALL, i)
+
+
+def F_sel(i: int, k: int) -> Op:
+    return Op(OpKind.F_SEL, i, form=k)
+
+
+def F_ck(i: int) -> Op:
+    return Op(OpKind.F_CK, i)
+
+
+def F_none(i: int) -> Op:
+    return Op(OpKind.F_NONE, i)
+
+
+def B(i: int) -> Op:
+    return Op(OpKind.B, i)
+
+
+def offload(v: Value) -> Op:
+    return Op(OpKind.OFFLOAD, v.stage, saved=v.saved)
+
+
+def free(v: Value) -> Op:
+    return Op(OpKind.FREE, v.stage, saved=v.saved)
+
+
+def prefetch(v: Value) -> Op:
+    return Op(OpKind.PREFETCH, v.stage, saved=v.saved)
+
+
+def wait(v: Value) -> Op:
+    return Op(OpKind.WAIT, v.stage, saved=v.saved)
+
+
+def drop(v: Value) -> Op:
+    return Op(OpKind.DROP, v.stage, saved=v.saved)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The operations of one training step, in program order.
+
+    mode: what was asked of the solver. mem_limit: bytes that it was made for, or None. meta, extra: kept, not read.
+    """
+
+    ops: tuple[Op, ...]
+    mode: str = ""
+    mem_limit: int | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ops", tuple(self.ops))
+        for op in self.ops:
+            if not isinstance(op, Op):
+                raise SequenceFormatError(f"{op!r} is not a rotoff.Op; use rotoff.parse(text)")
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops)
+
+    @overload
+    def __getitem__(self, index: int) -> Op: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Op, ...]: ...
+    def __getitem__(self, index: int | slice) -> Op | tuple[Op, ...]:
+        return self.ops[index]
+
+    def __str__(self) -> str:
+        return "\n".join(str(op) for op in self.ops)
+
+    @classmethod
+    def from_text(cls, lines: str | Iterable[str], **fields: Any) -> Sequence:
+        """A sequence from one operation a line (blank lines are skipped), or from a list of such texts."""
+        rows = lines.splitlines() if isinstance(lines, str) else lines
+        return cls(tuple(parse(row) for row in rows if not isinstance(row, str) or row.strip()), **fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sequence as the JSON object of its file format; `from_dict` is the reverse."""
+        meta = {"meta": dict(self.meta)} if self.meta else {}
+        head = {"format": FORMAT, "version": VERSION, "mode": self.mode, "mem_limit": self.mem_limit}
+        return {**self.extra, **head, **meta, "ops": [str(op) for op in self.ops]}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Sequence:
+        """The sequence that a JSON object of the file format describes; unknown fields are kept in `extra`."""
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise SequenceFormatError(f'not a sequence: the field "format" must be "{FORMAT}"')
+        if data.get("version") != VERSION:
+            raise SequenceFormatError(f"a sequence of version {data.get('version')!r}; this rotoff reads version {VERSION}")
+        ops, mode, limit, meta = data.get("ops"), data.get("mode", ""), data.get("mem_limit"), data.get("meta", {})
+        if not isinstance(ops, list) or not isinstance(mode, str) or not isinstance(meta, Mapping):
+            raise SequenceFormatError('a sequence needs "ops", a list of texts; "mode" is text and "meta" an object')
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+            raise SequenceFormatError(f'"mem_limit" of the sequence is {limit!r}; give a number of bytes')
+        known = {"format", "version", "ops", "mode", "mem_limit", "meta"}
+        extra = {key: data[key] for key in data if key not in known}
+        limit = None if limit is None else int(limit)
+        return cls.from_text(ops, mode=mode, mem_limit=limit, meta=meta, extra=extra)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sequence as JSON to `path`."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Sequence:
+        """Read a sequence from the JSON file at `path`.
+
+        Raises:
+            SequenceFormatError: where the file is not a sequence. OSError: where it cannot be read.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SequenceFormatError(f"{path} is not JSON: {error}") from error
+        try:
+            return cls.from_dict(data)
+        except SequenceFormatError as error:
+            raise SequenceFormatError(f"{path}: {error}") from error
