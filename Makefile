@@ -1,0 +1,76 @@
+# Set-up and checks, from nothing: `make demo` and `make test` in a fresh clone do all that they need.
+#
+#   make demo        train a small GPT under memory limits in every mode and print the table (a few minutes)
+#   make test        the tests, against the installed wheel and not the source tree
+#   make test-all    also the slow ones
+#   make lint        ruff and mypy
+#   make quickstart  the README's quick start
+#   make dist        sdist and wheel, into dist/
+#   make clean       remove all that these made, .venv included
+#
+# PYTHON  the interpreter to start from. If it has a torch that rotoff is tested with, that torch is used as it is.
+# TORCH   what pip installs otherwise; pip's options may follow, such as another index.
+# ARGS    passed on to the example or to pytest: make demo ARGS="--steps 20", make test ARGS="-k chain".
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := $(shell find rotoff -name '*.py' -o -name '*.pyx' -o -name 'py.typed') \
+           pyproject.toml setup.py MANIFEST.in README.md LICENSE
+HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split('.')[:2])) < (2, 14))"
+
+# Whatever the caller's shell has on it, `import rotoff` must find the wheel; and children of the tests inherit this.
+unexport PYTHONPATH
+export PYTHONNOUSERSITE = 1
+
+.PHONY: demo quickstart test test-all lint dist clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/compare_modes.py $(ARGS)
+
+quickstart: $(VENV)/installed
+	$(BIN)/python examples/quickstart.py
+
+# The console script pytest, unlike `python -m pytest`, leaves the current directory out of sys.path.
+test: $(VENV)/installed
+	ROTOFF_TEST_INSTALLED=1 $(BIN)/pytest $(ARGS)
+
+test-all: $(VENV)/installed
+	ROTOFF_TEST_INSTALLED=1 $(BIN)/pytest -m "" $(ARGS)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+dist: $(VENV)/wheel
+
+clean:
+	rm -rf $(VENV) build dist rotoff.egg-info rotoff/_dp.c
+
+# An interpreter, and a torch: the one that PYTHON has if it will do, else a new one.
+$(VENV)/torch:
+	@echo "Setting up $(VENV) (once)"
+	rm -rf $(VENV)
+	if $(PYTHON) $(HAS_TORCH) 2>/dev/null; \
+	then $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else $(PYTHON) -m venv $(VENV); fi
+	$(BIN)/python $(HAS_TORCH) 2>/dev/null || $(PIP) install $(TORCH)
+	touch $@
+
+# The wheel is built from the sdist, each in an environment of its own, so that nothing forgotten or stale gets in.
+$(VENV)/wheel: $(VENV)/torch $(SOURCES)
+	$(PIP) install "build>=1.2"
+	rm -rf dist build rotoff.egg-info
+	$(BIN)/python -m build . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
+	touch $@
+
+# The wheel by itself first: pip would take a rebuilt one of the same version for the one that it has.
+$(VENV)/installed: $(VENV)/wheel
+	$(PIP) install --force-reinstall --no-deps dist/rotoff-*.whl
+	$(PIP) install "$$(ls dist/rotoff-*.whl)[dev]"
+	touch $@

@@ -1,0 +1,45 @@
+"""Settings for all tests: hypothesis profiles, threads, and the skip of what needs a CUDA device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples on every run unless asked otherwise, so that a red run is red again for whoever looks into it:
+# HYPOTHESIS_PROFILE=explore searches anew. No deadline: the first call of a kernel or of torch is slow.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", derandomize=True, max_examples=50, **_COMMON)
+settings.register_profile("explore", max_examples=1000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+try:
+    import torch
+except ImportError:  # planning is tested without it
+    torch = None  # type: ignore[assignment]
+else:
+    torch.set_num_threads(1)
+
+
+def pytest_report_header() -> str:
+    import rotoff
+
+    return f"rotoff {rotoff.__version__} from {os.path.dirname(rotoff.__file__)}, torch {torch and torch.__version__}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch is not None and torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Every test starts from the same random state, whatever ran before it."""
+    if torch is not None:
+        torch.manual_seed(0)
+    yield
