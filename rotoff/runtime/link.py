@@ -29,6 +29,7 @@ class Link(ABC):
 
     device: torch.device
     duplex: bool
+    capacity: int  # host bytes that `reserve` has secured
     recording = False  # whether `access` wants to be told what compute touches
 
     @abstractmethod
@@ -54,6 +55,10 @@ class Link(ABC):
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
         """Hold the compute lane until the copy has ended; raises what the copy raised. Waiting twice is harmless."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block the host until all copies begun so far have ended; for measuring and for giving up, never within a step."""
 
     @abstractmethod
     def close(self) -> None:
