@@ -1,0 +1,147 @@
+"""Pinned host memory of exact size: anonymous pages registered with CUDA, as one range of bytes that grows by segments.
+
+PyTorch's own pinned allocator rounds a request up to a power of two and never gives it back; a plan knows its bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..errors import ExecutionError
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_CURE = 'plan fewer host bytes with a larger mem_limit or with mode="remat", or give the process more memory'
+
+
+class Segment(Protocol):
+    """Host bytes in one piece: `tensor` is 1-d uint8; `close` gives them back, after which nothing may use them."""
+
+    tensor: torch.Tensor
+
+    def close(self) -> None: ...
+
+
+class Slab:
+    """One range of host bytes, addressed from 0, over the segments that were added to it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._segments: list[tuple[int, Segment]] = []
+
+    def add(self, segment: Segment) -> None:
+        """Lengthen the range by `segment`; what lies before it stays where it is."""
+        self._segments.append((self.nbytes, segment))
+        self.nbytes += segment.tensor.numel()
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        """The bytes from `offset` on as views, in order: one, or more where they lie across segments.
+
+        Raises:
+            rotoff.ExecutionError: where they are not all inside of the slab.
+        """
+        end = offset + nbytes
+        if offset < 0 or end > self.nbytes:
+            raise ExecutionError(f"a copy at host bytes {offset} to {end} leaves the {self.nbytes} bytes reserved")
+        for start, segment in self._segments:
+            low, high = max(offset - start, 0), min(end - start, segment.tensor.numel())
+            if low < high:
+                yield segment.tensor[low:high]
+
+    def close(self) -> None:
+        """Give all segments back; closing twice is harmless."""
+        while self._segments:
+            _, segment = self._segments.pop()
+            self.nbytes -= segment.tensor.numel()
+            segment.close()
+
+
+class PinnedSegment:
+    """`nbytes` bytes of page-locked memory that `device` copies from and to at full speed and without the host's help.
+
+    Raises:
+        rotoff.ExecutionError: where the host cannot give or lock them.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        free = available_bytes()
+        if free is not None and nbytes > free:  # locking more than there is invites the kernel to kill the process
+            raise ExecutionError(f"{nbytes} bytes of pinned host memory are needed and {free} are available; {_CURE}")
+        self._device = device
+        self._address = 0
+        try:
+            self.tensor = _anonymous(nbytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ExecutionError(f"the host cannot give {nbytes} bytes of memory ({error}); {_CURE}") from error
+        with torch.cuda.device(device):
+            code = int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, _PORTABLE))
+            if code == 0:
+                self._address = self.tensor.data_ptr()
+                return
+            _clear_last_error(device)
+        try:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            reason = f"registering them gives CUDA error {code}, allocating them {str(error).splitlines()[0]!r}"
+            raise ExecutionError(f"{nbytes} bytes of host memory cannot be pinned: {reason}; {_CURE}") from error
+
+    def close(self) -> None:
+        """Unlock the memory and let it go; no copy may be under way."""
+        address, self._address = self._address, 0
+        if address:
+            with torch.cuda.device(self._device):
+                if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+                    _clear_last_error(self._device)
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def available_bytes() -> int | None:
+    """Host bytes that this process can still take without swapping or being killed; None where the system does not say."""
+    figures = [_meminfo(), *_cgroup_room()]
+    known = [figure for figure in figures if figure is not None]
+    return max(min(known), 0) if known else None
+
+
+def _anonymous(nbytes: int) -> torch.Tensor:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A forked child (a data loader's worker) must neither see these pages nor make the parent copy a locked one on write.
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            with suppress(OSError):  # a kernel without the one shares a little more, without the other locks slower
+                pages.madvise(getattr(mmap, advice))
+    return torch.frombuffer(pages, dtype=torch.uint8)  # the tensor keeps the mapping, and the mapping goes with it
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """CUDA keeps a failed call's error for the next kernel launch to trip over; launch one that may."""
+    with suppress(RuntimeError):
+        torch.empty(1, dtype=torch.uint8, device=device).fill_(1)
+
+
+def _meminfo() -> int | None:
+    try:
+        rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+
+
+def _cgroup_room() -> Iterator[int | None]:
+    """What the process's control group has left, by version 2's files or version 1's; its page cache counts as free."""
+    for folder, limit, used in (
+        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            total, now = int((folder / limit).read_text()), int((folder / used).read_text())
+            rows = (folder / "memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        stat = {words[0]: int(words[1]) for words in map(str.split, rows) if len(words) == 2 and words[1].isdigit()}
+        cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+        yield total - now + cache
