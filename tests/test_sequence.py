@@ -1,0 +1,188 @@
+"""Operations and sequences as values, as text and as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rotoff
+from rotoff import Op, OpKind, Sequence, SequenceFormatError
+from rotoff import sequence as ops
+from rotoff.sequence import a, abar
+
+TEXTS = {
+    "F_all 3": ops.F_all(3),
+    "F_sel 3 1": ops.F_sel(3, 1),
+    "F_ck 12": ops.F_ck(12),
+    "F_none 2": ops.F_none(2),
+    "B 1": ops.B(1),
+    "offload a 4": ops.offload(a(4)),
+    "offload abar 4": ops.offload(abar(4)),
+    "free a 4": ops.free(a(4)),
+    "prefetch abar 10": ops.prefetch(abar(10)),
+    "wait abar 10": ops.wait(abar(10)),
+    "drop a 7": ops.drop(a(7)),
+}
+
+
+@pytest.mark.parametrize(("text", "op"), TEXTS.items())
+def test_an_operation_is_one_line_of_text(text: str, op: Op) -> None:
+    assert str(op) == text
+    assert rotoff.parse(text) == op
+    assert rotoff.parse(f"  {text.replace(' ', '   ')} ") == op
+
+
+def draw_op(kind: OpKind, stage: int, form: int, saved: bool) -> Op:
+    moves = kind in ops.TRANSFERS
+    return Op(kind, stage, form if kind is OpKind.F_SEL else 0, saved if moves else False)
+
+
+operations = st.builds(draw_op, st.sampled_from(OpKind), st.integers(0, 10**6), st.integers(1, 9), st.booleans())
+
+
+@given(operations)
+def test_parse_is_the_reverse_of_str(op: Op) -> None:
+    assert rotoff.parse(str(op)) == op
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "F_all", "F_all x", "F_all -1", "F_all 1 2", "F_all 1.0", "f_all 1", "F_all1", "F_all ١"),
+        *("F_sel 1", "F_sel 1 0", "F_sel 1 -1", "F_sel 1 x", "B", "B a 1", "B abar 1"),
+        *("offload 1", "offload b 1", "offload a", "offload a x", "offload a 1 2", "load a 1", "wait Abar 1"),
+    ],
+)
+def test_what_is_not_an_operation(text: str) -> None:
+    with pytest.raises(SequenceFormatError) as caught:
+        rotoff.parse(text)
+    assert str(caught.value).startswith(f"{text!r} is not an operation")
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("thing", [None, 3, ["F_all", "1"], ops.F_all(1)])
+def test_what_is_not_text_is_no_operation(thing: Any) -> None:
+    with pytest.raises(SequenceFormatError, match="is not an operation"):
+        rotoff.parse(thing)
+
+
+def test_operations_are_frozen_values() -> None:
+    op = ops.F_all(1)
+    assert len({op, ops.F_all(1), ops.F_ck(1)}) == 2
+    with pytest.raises(AttributeError):
+        op.stage = 2  # type: ignore[misc]
+
+
+def test_an_operation_knows_its_value() -> None:
+    values = [(ops.F_all(3), abar(3)), (ops.F_sel(3, 1), abar(3)), (ops.F_ck(3), a(3)), (ops.F_none(3), a(3))]
+    values += [(ops.offload(a(2)), a(2)), (ops.wait(abar(2)), abar(2))]
+    for op, value in values:
+        assert op.value == value
+
+
+STEP = """
+F_ck 1
+F_all 2
+
+B 2
+F_all 1
+B 1
+"""
+
+
+def test_a_sequence_is_a_sequence_of_operations() -> None:
+    sequence = Sequence.from_text(STEP, mode="remat", mem_limit=100)
+    assert [str(op) for op in sequence] == ["F_ck 1", "F_all 2", "B 2", "F_all 1", "B 1"]
+    assert str(sequence) == "F_ck 1\nF_all 2\nB 2\nF_all 1\nB 1"
+    assert len(sequence) == 5
+    assert sequence[0] == ops.F_ck(1)
+    assert sequence[-2:] == (ops.F_all(1), ops.B(1))
+    assert (sequence.mode, sequence.mem_limit) == ("remat", 100)
+    assert Sequence.from_text(str(sequence), mode="remat", mem_limit=100) == sequence
+
+
+def test_only_operations_make_a_sequence() -> None:
+    with pytest.raises(SequenceFormatError, match=r"'F_all 1' is not a rotoff\.Op; use rotoff\.parse"):
+        Sequence(("F_all 1",))  # type: ignore[arg-type]
+
+
+def test_a_file_reads_back(tmp_path: Path) -> None:
+    sequence = Sequence.from_text(list(TEXTS), mode="joint", mem_limit=2**40, meta={"solver": "x"})
+    sequence.save(tmp_path / "sequence.json")
+    back = Sequence.load(str(tmp_path / "sequence.json"))
+    assert back == sequence
+    assert back.meta == {"solver": "x"}
+
+
+def test_the_file_has_the_fields_of_the_format(tmp_path: Path) -> None:
+    Sequence.from_text(STEP).save(tmp_path / "sequence.json")
+    assert json.loads((tmp_path / "sequence.json").read_text()) == {
+        "format": "rotoff.sequence",
+        "version": 1,
+        "mode": "",
+        "mem_limit": None,
+        "ops": ["F_ck 1", "F_all 2", "B 2", "F_all 1", "B 1"],
+    }
+
+
+def test_unknown_fields_are_kept(tmp_path: Path) -> None:
+    data = {"format": "rotoff.sequence", "version": 1, "ops": ["F_all 1", "B 1"], "seed": 3, "mem_limit": 10.5}
+    Sequence.from_dict(data).save(tmp_path / "sequence.json")
+    back = json.loads((tmp_path / "sequence.json").read_text())
+    assert back["seed"] == 3
+    assert back["mem_limit"] == 10
+
+
+@given(st.lists(operations, max_size=20), st.text(max_size=5), st.none() | st.integers(1, 2**50))
+def test_every_sequence_survives_its_file_format(items: list[Op], mode: str, limit: int | None) -> None:
+    sequence = Sequence(tuple(items), mode, limit)
+    assert Sequence.from_dict(json.loads(json.dumps(sequence.to_dict()))) == sequence
+
+
+GOOD = {"format": "rotoff.sequence", "version": 1, "ops": ["F_all 1", "B 1"]}
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (None, 'the field "format" must be "rotoff.sequence"'),
+        ([], 'the field "format" must be "rotoff.sequence"'),
+        ({**GOOD, "format": "rotoff.chain"}, 'the field "format" must be "rotoff.sequence"'),
+        ({**GOOD, "version": 2}, "version 2; this rotoff reads version 1"),
+        ({**GOOD, "ops": "F_all 1"}, '"ops", a list of texts'),
+        ({**GOOD, "ops": None}, '"ops", a list of texts'),
+        ({**GOOD, "ops": [1]}, "1 is not an operation"),
+        ({**GOOD, "ops": ["F_all 1", "G 1"]}, "'G 1' is not an operation"),
+        ({**GOOD, "mode": 3}, '"mode" is text'),
+        ({**GOOD, "meta": 3}, '"meta" an object'),
+        ({**GOOD, "mem_limit": "6 GiB"}, "\"mem_limit\" of the sequence is '6 GiB'"),
+        ({**GOOD, "mem_limit": True}, '"mem_limit" of the sequence is True'),
+    ],
+)
+def test_what_is_not_a_sequence(data: Any, sentence: str) -> None:
+    with pytest.raises(SequenceFormatError, match=sentence):
+        Sequence.from_dict(data)
+
+
+@pytest.mark.xfail(strict=True, reason="the limit of a file is read as a number, whatever the number is")
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), -1, 0])
+def test_a_limit_in_a_file_is_a_number_of_bytes(limit: float) -> None:
+    with pytest.raises(SequenceFormatError, match='"mem_limit" of the sequence is '):
+        Sequence.from_dict({**GOOD, "mem_limit": limit})
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("F_all 1\nB 1\n")
+    with pytest.raises(SequenceFormatError, match=r"plan\.json is not JSON: "):
+        Sequence.load(path)
+    path.write_text(json.dumps({**GOOD, "ops": ["F_all one"]}))
+    with pytest.raises(SequenceFormatError, match=r"plan\.json: 'F_all one' is not an operation"):
+        Sequence.load(path)
+    with pytest.raises(FileNotFoundError):
+        Sequence.load(tmp_path / "none.json")

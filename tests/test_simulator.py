@@ -1,0 +1,470 @@
+"""The machine: bytes and times op by op as golden text, and one refusal for each rule.
+
+The golden tables follow from the contract by hand. The chain's numbers sit in decimal places of their own, so that every
+sum can be read: a_i is i0 bytes, ā_i is i00, gradients are thousands, transients of F_all ten thousands, of F_ck and
+F_none hundred thousands, of B millions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rotoff import Chain, Form, InvalidSequenceError, LimitError, Machine, Sequence, Stage, Trace, parse, simulate
+
+STAGES = tuple(
+    Stage(
+        f"s{i}",
+        forward_time=i,
+        backward_time=10 * i,
+        output_bytes=10 * i,
+        saved_bytes=100 * i,
+        grad_bytes=1000 * (i + 1),  # δ_1 is 2000, δ_2 3000, δ_3 4000
+        forward_transient_bytes=10_000 * i,
+        checkpoint_transient_bytes=100_000 * i,
+        backward_transient_bytes=1_000_000 * i,
+        forms=(Form(150, 25, 50_000, 5_000_000),) if i == 2 else (),
+    )
+    for i in (1, 2, 3)
+)
+CHAIN = Chain(STAGES, d2h_bandwidth=10, h2d_bandwidth=20, input_bytes=1, input_grad_bytes=1000)
+HALF_DUPLEX = replace(CHAIN, duplex=False)
+
+
+def check(table: str, chain: Chain = CHAIN) -> Trace:
+    """Run the ops of `table`; each of its lines is an op, its lane, start, end, device bytes and host bytes."""
+    rows = [line.split() for line in table.strip().splitlines()]
+    trace = simulate(chain, Sequence.from_text([" ".join(row[:-5]) for row in rows]))
+    for row, event in zip(rows, trace.events, strict=True):
+        seen = [event.lane, *(f"{x:g}" for x in (event.start, event.end)), str(event.memory), str(event.host_memory)]
+        assert row == [*str(event.op).split(), *seen]
+    return trace
+
+
+# -- memory and time
+
+
+def test_keeping_everything() -> None:
+    trace = check("""
+        F_all 1   compute   0   1     10101  0
+        F_all 2   compute   1   3     20301  0
+        F_all 3   compute   3   6     30601  0
+        B 3       compute   6  36   3007601  0
+        B 2       compute  36  56   2005331  0
+        B 1       compute  56  66   1003131  0
+    """)
+    assert (trace.makespan, trace.peak_bytes, trace.host_peak_bytes) == (66, 3007601, 0)
+    assert (trace.recompute_time, trace.idle_time, trace.d2h_bytes, trace.h2d_bytes) == (0, 0, 0, 0)
+    assert trace.makespan == CHAIN.compute_time
+
+
+def test_recompute_keeps_the_input_and_charges_the_gradient() -> None:
+    """F_none drops its input (not a_0); δ counts from the making of a_L; B drops the input it holds as ``a``."""
+    trace = check("""
+        F_ck 1    compute   0   1    100011  0
+        F_none 2  compute   1   3    200031  0
+        F_all 3   compute   3   6     30321  0
+        B 3       compute   6  36   3007321  0
+        F_all 1   compute  36  37     13131  0
+        F_all 2   compute  37  39     23331  0
+        B 2       compute  39  59   2005331  0
+        B 1       compute  59  69   1003131  0
+    """)
+    assert trace.recompute_time == 3
+    assert [event.recompute for event in trace.events] == [False] * 4 + [True] * 2 + [False] * 2
+
+
+def test_f_none_1_does_not_lose_the_callers_input() -> None:
+    check("""
+        F_none 1  compute   0   1    100011  0
+        F_none 2  compute   1   3    200031  0
+        F_all 3   compute   3   6     30321  0
+        B 3       compute   6  36   3007321  0
+        F_none 1  compute  36  37    103041  0
+        F_all 2   compute  37  39     23241  0
+        B 2       compute  39  59   2005241  0
+        F_all 1   compute  59  60     12131  0
+        B 1       compute  60  70   1003131  0
+    """)
+
+
+def test_a_value_may_be_held_as_a_and_as_abar() -> None:
+    """abar i may be made beside a i; B i drops both, and B i+1 leaves abar i where it is."""
+    check("""
+        F_ck 1    compute   0   1    100011  0
+        F_all 1   compute   1   2     10111  0
+        F_all 2   compute   2   4     20311  0
+        F_all 3   compute   4   7     30611  0
+        B 3       compute   7  37   3007611  0
+        B 2       compute  37  57   2005341  0
+        B 1       compute  57  67   1003131  0
+    """)
+
+
+def test_the_backward_phase_begins_with_a_L_too() -> None:
+    """After ``F_ck L`` one δ is charged in every op; the caller's a_L stays charged from there to the end."""
+    check("""
+        F_ck 1    compute   0   1    100011  0
+        F_ck 2    compute   1   3    200031  0
+        F_ck 3    compute   3   6    300061  0
+        F_all 3   compute   6   9     34361  0
+        B 3       compute   9  39   3007361  0
+        F_all 2   compute  39  41     23241  0
+        B 2       compute  41  61   2005241  0
+        F_all 1   compute  61  62     12131  0
+        B 1       compute  62  72   1003131  0
+    """)
+
+
+def test_a_smaller_form_has_its_own_costs() -> None:
+    check("""
+        F_all 1   compute   0   1     10101  0
+        F_sel 2 1 compute   1   3     50251  0
+        F_all 3   compute   3   6     30551  0
+        B 3       compute   6  36   3007551  0
+        B 2       compute  36  61   5005281  0
+        B 1       compute  61  71   1003131  0
+    """)
+
+
+def test_offload_and_prefetch() -> None:
+    """free holds the compute lane until the copy out has ended; prefetch takes its bytes at once; B drops the host copy."""
+    trace = check("""
+        F_all 1          compute   0   1     10101    0
+        offload abar 1   d2h       1  11       101  100
+        F_all 2          compute   1   3     20301  100
+        free abar 1      compute   3  11       301  100
+        F_all 3          compute  11  14     30501  100
+        prefetch abar 1  h2d      14  19      4601  100
+        B 3              compute  14  44   3007601  100
+        wait abar 1      compute  44  44      3331  100
+        B 2              compute  44  64   2005331  100
+        B 1              compute  64  74   1003131  100
+    """)
+    assert (trace.makespan, trace.idle_time, trace.host_peak_bytes) == (74, 8, 100)
+    assert (trace.d2h_bytes, trace.h2d_bytes) == (100, 100)
+
+
+def test_a_wait_holds_the_compute_lane_until_the_arrival() -> None:
+    """An offloaded ``a``; the host copy is gone after the B that drops it; prefetch too late costs its whole length."""
+    trace = check("""
+        F_ck 1           compute   0   1    100011   0
+        offload a 1      d2h       1   2        11  10
+        F_ck 2           compute   1   3    200031  10
+        free a 1         compute   3   3        31  10
+        offload a 2      d2h       3   5        21  30
+        F_all 3          compute   3   6     30321  30
+        B 3              compute   6  36   3007321  30
+        prefetch a 1     h2d      36  36.5    3041  10
+        wait a 1         compute  36  36.5    3041  10
+        F_all 2          compute  36.5  38.5   23241  10
+        B 2              compute  38.5  58.5 2005241  10
+        F_all 1          compute  58.5  59.5   12131   0
+        B 1              compute  59.5  69.5 1003131   0
+    """)
+    assert trace.idle_time == 0.5
+
+
+BOTH_WAYS = """
+    F_all 1          compute   0   1     10101    0
+    offload abar 1   d2h       1  11       101  100
+    F_all 2          compute   1   3     20301  100
+    free abar 1      compute   3  11       301  100
+    offload abar 2   d2h      11  31       201  300
+    prefetch abar 1  h2d      {}  {}       301  300
+    wait abar 1      compute  11  {}       301  300
+    F_all 3          compute  {}  {}     30601  300
+    B 3              compute  {}  {}   3007601  300
+    B 2              compute  {}  {}   2005331  300
+    B 1              compute  {}  {}   1003131  100
+"""
+
+
+def test_both_directions_move_at_once() -> None:
+    check(BOTH_WAYS.format(11, 16, 16, 16, 19, 19, 49, 49, 69, 69, 79))
+
+
+def test_without_duplex_both_directions_share_one_lane() -> None:
+    check(BOTH_WAYS.format(31, 36, 36, 36, 39, 39, 69, 69, 89, 89, 99), HALF_DUPLEX)
+
+
+def test_without_duplex_an_offload_waits_for_a_prefetch() -> None:
+    table = """
+        F_all 1          compute   0   1     10101    0
+        offload abar 1   d2h       1  11       101  100
+        F_ck 2           compute   1   3    200121  100
+        free abar 1      compute   3  11       121  100
+        prefetch abar 1  h2d      11  16       121  100
+        offload a 2      d2h      {}  {}       121  120
+        wait abar 1      compute  11  16       121  120
+        F_all 3          compute  16  19     30421  120
+        B 3              compute  19  49   3007421  120
+        F_all 2          compute  49  51     23331  100
+        B 2              compute  51  71   2005331  100
+        B 1              compute  71  81   1003131  100
+    """
+    check(table.format(11, 13))
+    check(table.format(16, 18), HALF_DUPLEX)
+
+
+def test_a_prefetch_waits_for_its_own_offload() -> None:
+    """The copy out is not waited for by compute here: dropping the device copy is what holds it."""
+    trace = check("""
+        F_all 1          compute   0   1     10101    0
+        offload abar 1   d2h       1  11       101  100
+        drop abar 1      compute   1  11       101  100
+        prefetch abar 1  h2d      11  16       101  100
+        wait abar 1      compute  11  16       101  100
+        F_all 2          compute  16  18     20301  100
+        F_all 3          compute  18  21     30601  100
+        B 3              compute  21  51   3007601  100
+        B 2              compute  51  71   2005331  100
+        B 1              compute  71  81   1003131  100
+    """)
+    assert trace.idle_time == 15
+
+
+def test_copies_in_one_direction_queue() -> None:
+    trace = check("""
+        F_all 1          compute   0   1     10101    0
+        offload abar 1   d2h       1  11       101  100
+        F_all 2          compute   1   3     20301  100
+        offload abar 2   d2h      11  31       301  300
+        F_all 3          compute   3   6     30601  300
+        free abar 1      compute   6  11      4601  300
+        B 3              compute  11  41   3007501  300
+        prefetch abar 1  h2d      41  46      3331  300
+        wait abar 1      compute  41  46      3331  300
+        B 2              compute  46  66   2005331  300
+        B 1              compute  66  76   1003131  100
+    """)
+    assert trace.makespan == 76
+
+
+def test_a_host_copy_stays_valid_until_its_backward() -> None:
+    """A second free needs no second offload, and costs no copy."""
+    trace = check("""
+        F_all 1          compute   0   1     10101  0
+        offload abar 1   d2h       1  11       101  100
+        F_all 2          compute   1   3     20301  100
+        free abar 1      compute   3  11       301  100
+        prefetch abar 1  h2d      11  16       301  100
+        wait abar 1      compute  11  16       301  100
+        free abar 1      compute  16  16       301  100
+        F_all 3          compute  16  19     30501  100
+        prefetch abar 1  h2d      19  24      4601  100
+        B 3              compute  19  49   3007601  100
+        wait abar 1      compute  49  49      3331  100
+        B 2              compute  49  69   2005331  100
+        B 1              compute  69  79   1003131  100
+    """)
+    assert (trace.d2h_bytes, trace.h2d_bytes) == (100, 200)
+
+
+SLOW_OUT = replace(CHAIN, d2h_bandwidth=1)
+
+
+def test_a_backward_that_drops_a_value_waits_for_its_copy() -> None:
+    """The copy out of ā_1 lasts from 1 to 101; B 1 has computed by 66, but its memory is only free at 101."""
+    trace = check(
+        """
+        F_all 1          compute   0    1     10101    0
+        offload abar 1   d2h       1  101       101  100
+        F_all 2          compute   1    3     20301  100
+        F_all 3          compute   3    6     30601  100
+        B 3              compute   6   36   3007601  100
+        B 2              compute  36   56   2005331  100
+        B 1              compute  56   66   1003131  100
+        """,
+        SLOW_OUT,
+    )
+    assert trace.makespan == 101
+    assert trace.idle_time == 35
+
+
+def test_f_none_that_drops_a_value_waits_for_its_copy() -> None:
+    """F_none 2 drops a_1 while its copy out (1 to 11) runs; F_all 3 starts after it."""
+    check(
+        """
+        F_ck 1           compute   0    1    100011    0
+        offload a 1      d2h       1   11        11   10
+        F_none 2         compute   1    3    200031   10
+        F_all 3          compute  11   14     30321   10
+        B 3              compute  14   44   3007321   10
+        prefetch a 1     h2d      44  44.5      3041   10
+        wait a 1         compute  44  44.5      3041   10
+        F_all 2          compute  44.5 46.5    23241   10
+        B 2              compute  46.5 66.5  2005241   10
+        F_all 1          compute  66.5 67.5    12131    0
+        B 1              compute  67.5 77.5  1003131    0
+        """,
+        SLOW_OUT,
+    )
+
+
+def test_a_copy_starts_after_the_compute_before_it_in_the_text() -> None:
+    """The offload stands after F_all 2 and starts after it, although the lane has been free since 0."""
+    check("""
+        F_all 1          compute   0   1     10101    0
+        F_all 2          compute   1   3     20301    0
+        offload abar 1   d2h       3  13       301  100
+        F_all 3          compute   3   6     30601  100
+        B 3              compute   6  36   3007601  100
+        B 2              compute  36  56   2005331  100
+        B 1              compute  56  66   1003131  100
+    """)
+
+
+def test_a_stage_of_no_bytes_and_no_time() -> None:
+    chain = Chain((Stage("view"), Stage("s", 1, 2, 10, 30)), 1.0, 1.0, input_bytes=5)
+    check(
+        """
+        F_all 1          compute   0   0      5  0
+        offload abar 1   d2h       0   0      5  0
+        free abar 1      compute   0   0      5  0
+        prefetch abar 1  h2d       0   0      5  0
+        wait abar 1      compute   0   0      5  0
+        F_all 2          compute   0   1     35  0
+        B 2              compute   1   3     45  0
+        B 1              compute   3   3     15  0
+        """,
+        chain,
+    )
+
+
+# -- the limit
+
+KEEP_ALL = "F_all 1\nF_all 2\nF_all 3\nB 3\nB 2\nB 1"
+
+
+def test_a_limit_may_be_reached_but_not_exceeded() -> None:
+    sequence = Sequence.from_text(KEEP_ALL)
+    assert simulate(CHAIN, sequence, 3007601).peak_bytes == 3007601
+    assert simulate(CHAIN, sequence, "4 MB").peak_bytes == 3007601
+    with pytest.raises(InvalidSequenceError) as caught:
+        simulate(CHAIN, sequence, 3007600)
+    assert (caught.value.op, caught.value.index) == (parse("B 3"), 3)
+    sentence = "op 3 (B 3): holds 3007601 bytes (2.87 MiB), 1 more than the limit of 3007600 (2.87 MiB)"
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 0.5, float("nan"), "6 GiBs"])
+def test_a_limit_that_is_not_a_number_of_bytes(limit: object) -> None:
+    with pytest.raises(LimitError, match="^mem_limit is "):
+        simulate(CHAIN, Sequence.from_text(KEEP_ALL), limit)  # type: ignore[arg-type]
+
+
+# -- what is not legal
+
+OFFLOADED_1 = "F_all 1; offload abar 1; F_all 2; free abar 1"
+FORWARD = "F_all 1; F_all 2; F_all 3"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        # stages that are not there
+        ("F_all 0", "the chain has stages 1 to 3"),
+        ("F_all 4", "the chain has stages 1 to 3"),
+        ("F_all 1; B 0", "the chain has stages 1 to 3"),
+        ("F_all 1; offload a 4", "the chain has stages 1 to 3"),
+        ("offload abar 0", "the chain has stages 1 to 3"),
+        # inputs that are not there
+        ("F_all 2", "needs a 1 or abar 1, which the device does not hold"),
+        ("F_ck 2", "needs a 1 or abar 1, which the device does not hold"),
+        ("F_sel 2 1", "needs a 1 or abar 1, which the device does not hold"),
+        ("F_all 1; F_none 2", "needs a 1, which the device does not hold"),
+        ("F_ck 1; F_none 2; F_all 2", "needs a 1 or abar 1, which the device does not hold"),
+        ("F_ck 1; drop a 1; F_all 2", "needs a 1 or abar 1, which the device does not hold"),
+        ("F_ck 1; offload a 1; free a 1; F_all 2", "which is on the host; prefetch it and wait for it first"),
+        ("F_ck 1; offload a 1; free a 1; prefetch a 1; F_all 2", "which is still arriving; wait for it first"),
+        # what is held already
+        ("F_all 1; F_all 1", "makes abar 1, but the device holds abar 1 already"),
+        ("F_ck 1; F_ck 1", "makes a 1, but the device holds a 1 already"),
+        ("F_all 1; F_ck 1", "makes a 1, but the device holds abar 1 already"),
+        ("F_all 1; F_sel 2 1; F_all 2", "makes abar 2, but the device holds abar 2 already"),
+        (f"{OFFLOADED_1}; F_all 1", "makes abar 1, which is on the host; prefetch it instead"),
+        (f"{OFFLOADED_1}; prefetch abar 1; F_all 1", "makes abar 1, but the device holds abar 1 already"),
+        # forms that are not there
+        ("F_sel 1 1", "stage 1 has 0 smaller forms"),
+        ("F_all 1; F_sel 2 2", "stage 2 has 1 smaller forms"),
+        # backward out of order, or without what it needs
+        ("B 3", "needs abar 3, which the device does not hold"),
+        (f"{FORWARD}; B 2", "the next backward is B 3"),
+        (f"{FORWARD}; B 3; B 3", "the next backward is B 2"),
+        ("F_ck 1; F_ck 2; F_ck 3; B 3", "needs abar 3, which the device does not hold"),
+        ("F_ck 1; F_ck 2; F_all 3; drop a 2; B 3", "needs the input of stage 3, which the device does not hold"),
+        (f"{OFFLOADED_1}; F_all 3; B 3; B 2", "needs the input of stage 2, which the device does not hold"),
+        (f"{OFFLOADED_1}; F_all 3; B 3; prefetch abar 1; B 2", "needs the input of stage 2"),
+        (f"{FORWARD}; offload abar 2; free abar 2; B 3", "needs the input of stage 3"),
+        (f"{FORWARD}; B 3; B 2; drop abar 1; B 1", "needs abar 1, which the device does not hold"),
+        (f"{FORWARD}; B 3; B 2; B 1; F_all 1", "nothing may follow B 1"),
+        (f"{FORWARD}; B 3; B 2; B 1; B 1", "nothing may follow B 1"),
+        # the caller's values
+        ("offload a 0", "a 0 is never moved or dropped"),
+        ("drop a 0", "a 0 is never moved or dropped"),
+        ("free a 0", "a 0 is never moved or dropped"),
+        ("F_ck 1; F_ck 2; F_ck 3; offload a 3", "a 3 is never moved or dropped"),
+        (f"{FORWARD}; offload abar 3", "abar 3 is never moved or dropped"),
+        (f"{FORWARD}; drop abar 3", "abar 3 is never moved or dropped"),
+        ("F_ck 1; F_ck 2; F_ck 3; F_none 3", "makes a 3, but the device holds a 3 already"),
+        # moves
+        ("offload abar 1", "needs abar 1, which the device does not hold"),
+        ("F_ck 1; offload abar 1", "needs abar 1, which the device does not hold"),
+        ("F_all 1; offload a 1", "needs a 1, which the device does not hold"),
+        ("F_all 1; offload abar 1; offload abar 1", "abar 1 is on the host already"),
+        (f"{OFFLOADED_1}; prefetch abar 1; wait abar 1; offload abar 1", "abar 1 is on the host already"),
+        ("F_all 1; free abar 1", "abar 1 is not on the host; offload it first, or drop it"),
+        (f"{OFFLOADED_1}; free abar 1", "needs abar 1, which is on the host; prefetch it and wait for it first"),
+        (f"{OFFLOADED_1}; prefetch abar 1; free abar 1", "needs abar 1, which is still arriving; wait for it first"),
+        (f"{OFFLOADED_1}; drop abar 1", "needs abar 1, which is on the host; prefetch it and wait for it first"),
+        ("F_all 1; prefetch abar 1", "abar 1 is on the device already"),
+        ("F_all 1; offload abar 1; prefetch abar 1", "abar 1 is on the device already"),
+        ("prefetch abar 1", "abar 1 is not on the host; offload it first"),
+        ("F_all 1; drop abar 1; prefetch abar 1", "abar 1 is not on the host; offload it first"),
+        ("F_all 1; wait abar 1", "abar 1 is not arriving; prefetch it first"),
+        (f"{OFFLOADED_1}; wait abar 1", "abar 1 is not arriving; prefetch it first"),
+        (f"{OFFLOADED_1}; prefetch abar 1; wait abar 1; wait abar 1", "abar 1 is not arriving; prefetch it first"),
+        (f"{FORWARD}; offload abar 2; B 3; B 2; prefetch abar 2", "abar 2 is not on the host; offload it first"),
+    ],
+)
+def test_the_last_op_of_these_is_refused(text: str, sentence: str) -> None:
+    sequence = Sequence.from_text(text.split("; "))
+    with pytest.raises(InvalidSequenceError) as caught:
+        simulate(CHAIN, sequence)
+    last = len(sequence) - 1
+    assert (caught.value.op, caught.value.index) == (sequence[last], last)
+    assert str(caught.value).startswith(f"op {last} ({sequence[last]}): ")
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "the sequence ends before B 3"),
+        (FORWARD, "the sequence ends before B 3"),
+        (f"{FORWARD}; B 3; B 2", "the sequence ends before B 1"),
+        (f"{FORWARD}; B 3; B 2; F_ck 2; B 1", "a 2 is left at the end"),
+        (f"{FORWARD}; B 3; B 2; F_all 2; B 1", "abar 2 is left at the end"),
+        (f"{FORWARD}; B 3; B 2; F_ck 2; offload a 2; free a 2; B 1", "a 2 is left at the end"),
+    ],
+)
+def test_a_sequence_must_end_with_nothing_left(text: str, sentence: str) -> None:
+    with pytest.raises(InvalidSequenceError, match=sentence) as caught:
+        simulate(CHAIN, Sequence.from_text(text.split("; ") if text else []))
+    assert caught.value.op is None
+    assert caught.value.index is None
+
+
+def test_a_refused_op_changes_nothing() -> None:
+    """The machine can be asked again after a refusal: searches over its states rely on this."""
+    machine = Machine(CHAIN, 3_000_000)
+    for text in ("F_all 1", "offload abar 1", "F_all 2"):
+        machine.step(parse(text))
+    before = (dict(machine.device), dict(machine.host), set(machine.arriving), machine.held_bytes, machine.host_bytes)
+    for text in ("F_all 2", "wait abar 1", "offload abar 1", "B 3", "prefetch abar 1"):
+        with pytest.raises(InvalidSequenceError):
+            machine.step(parse(text))
+    assert before == (machine.device, machine.host, machine.arriving, machine.held_bytes, machine.host_bytes)
+    assert len(machine.events) == 3
