@@ -50,7 +50,7 @@ lint: $(VENV)/installed
 dist: $(VENV)/wheel
 
 clean:
-	rm -rf $(VENV) build dist rotoff.egg-info rotoff/_dp.c
+	rm -rf $(VENV) build dist rotoff.egg-info rotoff/_*.c
 
 # An interpreter, and a torch: the one that PYTHON has if it will do, else a new one.
 $(VENV)/torch:

@@ -15,14 +15,15 @@ ROOT = Path(rotoff.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 # A module may import the layers listed here, and its own; what is not listed here may import everything.
+KERNELS = {"_dp", "_plan"}
 MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
     "chain": {"errors"},
     "sequence": {"errors"},
     "simulator": {"errors", "sizes", "chain", "sequence"},
-    "bounds": {"errors", "sizes", "chain", "sequence", "simulator", "_dp"},
-    "solver": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "_dp"},
+    "bounds": {"errors", "sizes", "chain", "sequence", "simulator", *KERNELS},
+    "solver": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", *KERNELS},
     "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
 }
 MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "checkpointable"}

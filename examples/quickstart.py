@@ -1,0 +1,21 @@
+"""The README's quick start: train a model in fewer bytes than it takes, and see what that costs."""
+
+import torch
+from torch import nn
+
+import rotoff
+
+model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(8)])
+x, y = torch.randn(1024, 512), torch.randn(1024, 512)
+
+model = rotoff.Checkpointable(model).measure(x)
+model.compute_sequence("60 MiB")
+print(f"{rotoff.format_bytes(model.get_expected_memory())}, {model.get_expected_makespan():.3f} s a step expected")
+
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"loss {loss.item():.4f}")
