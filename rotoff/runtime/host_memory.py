@@ -9,12 +9,13 @@ import mmap
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import ExecutionError
 
+_cuda: Any = torch.cuda  # typed in part only
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _CURE = 'plan fewer host bytes with a larger mem_limit or with mode="remat", or give the process more memory'
 
@@ -79,7 +80,7 @@ class PinnedSegment:
         except (OSError, ValueError, OverflowError) as error:
             raise ExecutionError(f"the host cannot give {nbytes} bytes of memory ({error}); {_CURE}") from error
         with torch.cuda.device(device):
-            code = int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, _PORTABLE))
+            code = int(_cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, _PORTABLE))
             if code == 0:
                 self._address = self.tensor.data_ptr()
                 return
@@ -95,7 +96,7 @@ class PinnedSegment:
         address, self._address = self._address, 0
         if address:
             with torch.cuda.device(self._device):
-                if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+                if int(_cuda.cudart().cudaHostUnregister(address)) != 0:
                     _clear_last_error(self._device)
         self.tensor = torch.empty(0, dtype=torch.uint8)
 

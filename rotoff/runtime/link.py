@@ -25,6 +25,9 @@ class Link(ABC):
       compute issued before it (they may be recycled memory) and after the copy that wrote the host bytes.
     * `wait` makes all compute issued after it come after the copy; it is called before a target is used, and before
       a source or a target is released.
+
+    A ticket that dies unawaited is as good as awaited: its memory goes back to the allocator only when that is safe. So a
+    step that is given up, on whatever thread, may just let go of all that it holds.
     """
 
     device: torch.device
