@@ -1,0 +1,154 @@
+"""What people get wrong when they ask for a plan: one clear sentence and a typed error each, or the right result."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import rotoff
+from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage
+
+MODES = ("joint", "remat", "offload")
+CHAIN = Chain(
+    tuple(Stage(f"s{i}", 1.0, 2.0, 10 * i, 30 * i) for i in (1, 2, 3)),
+    d2h_bandwidth=50.0,
+    h2d_bandwidth=50.0,
+    input_bytes=10,
+)
+KEEP_ALL_BYTES = 10 + 30 + 60 + 90 + 30 + 20  # a_0, all ā, δ_3 and δ_2
+
+BAD_LIMITS = [
+    (0, "must be above 0"),
+    (-1, "must be above 0"),
+    (math.nan, "is nan"),
+    (math.inf, "is inf"),
+    (0.5, "looks like a fraction"),
+    (True, "is True"),
+    (None, "is None"),
+    ("6 GiBs", "unknown unit 'GiBs'"),
+    ("", "is ''"),
+    ("most of it", "is 'most of it'"),
+]
+
+
+def one_sentence(error: BaseException) -> bool:
+    text = str(error)
+    return 20 <= len(text) <= 300 and "\n" not in text
+
+
+# -- limits, modes and options, in planning
+
+
+@pytest.mark.parametrize(("limit", "sentence"), BAD_LIMITS, ids=repr)
+def test_solve_refuses_what_is_no_limit(limit: Any, sentence: str) -> None:
+    with pytest.raises(LimitError, match=re.escape(sentence)) as caught:
+        rotoff.solve(CHAIN, limit)
+    assert one_sentence(caught.value)
+
+
+@pytest.mark.parametrize(("limit", "sentence"), BAD_LIMITS, ids=repr)
+def test_lower_bound_refuses_what_is_no_limit(limit: Any, sentence: str) -> None:
+    with pytest.raises(LimitError, match=re.escape(sentence)):
+        rotoff.lower_bound(CHAIN, limit)
+
+
+@pytest.mark.parametrize("mode", ["", "Joint", "checkpoint", "keep-all", None, 3, ["joint"]])
+def test_an_unknown_mode_names_the_modes(mode: Any) -> None:
+    for ask in (lambda: rotoff.solve(CHAIN, 200, mode=mode), lambda: rotoff.min_mem_limit(CHAIN, mode)):
+        with pytest.raises(OptionError, match=re.escape(repr(mode))) as caught:
+            ask()
+        assert all(name in str(caught.value) for name in MODES)
+        assert one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("slots", [0, -1, 1.5, math.nan, True, None, "50"], ids=repr)
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_are_a_whole_number_of_at_least_one(slots: Any, mode: str) -> None:
+    with pytest.raises(OptionError, match="mem_slots") as caught:
+        rotoff.solve(CHAIN, 200, mode=mode, mem_slots=slots)
+    assert one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_few_slots_still_give_a_plan(slots: int, mode: str) -> None:
+    limit = rotoff.min_mem_limit(CHAIN, mode)
+    sequence = rotoff.solve(CHAIN, limit, mode=mode, mem_slots=slots)
+    assert rotoff.simulate(CHAIN, sequence, limit).peak_bytes <= limit
+
+
+# -- limits as people write them
+
+
+@pytest.mark.parametrize("limit", [200, 200.9, "200", "200 B", "0.2 kB"])
+def test_all_ways_to_write_a_limit_give_the_same_plan(limit: Any) -> None:
+    sequence = rotoff.solve(CHAIN, limit)
+    assert sequence.mem_limit == 200
+    assert sequence == rotoff.solve(CHAIN, 200)
+
+
+# -- too small, and large enough
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_limit_too_small_names_the_smallest_that_works(mode: str) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        rotoff.solve(CHAIN, 20, mode=mode)
+    least = caught.value.min_mem_limit
+    assert least == rotoff.min_mem_limit(CHAIN, mode)
+    assert str(least) in str(caught.value)
+    assert mode in str(caught.value)
+    assert "20" in str(caught.value)
+    assert one_sentence(caught.value)
+    sequence = rotoff.solve(CHAIN, least, mode=mode)
+    assert rotoff.simulate(CHAIN, sequence, least).peak_bytes <= least
+    with pytest.raises(InfeasibleError):
+        rotoff.solve(CHAIN, least - 1, mode=mode)
+
+
+@pytest.mark.parametrize("limit", [KEEP_ALL_BYTES, 10**30, "8 PiB"])
+@pytest.mark.parametrize("mode", MODES)
+def test_with_enough_memory_nothing_is_done(mode: str, limit: Any) -> None:
+    sequence = rotoff.solve(CHAIN, limit, mode=mode)
+    assert str(sequence) == "F_all 1\nF_all 2\nF_all 3\nB 3\nB 2\nB 1"
+
+
+# -- chains at the edge
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chain_of_one_stage(mode: str) -> None:
+    chain = Chain((Stage("s", 1.0, 2.0, 10, 30),), 1.0, 1.0, input_bytes=5)
+    assert rotoff.min_mem_limit(chain, mode) == 5 + 30 + 10
+    assert str(rotoff.solve(chain, 45, mode=mode)) == "F_all 1\nB 1"
+    with pytest.raises(InfeasibleError, match="45"):
+        rotoff.solve(chain, 44, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chain_of_no_bytes_and_no_time(mode: str) -> None:
+    chain = Chain((Stage(), Stage(), Stage()), 1.0, 1.0)
+    assert rotoff.simulate(chain, rotoff.solve(chain, 1, mode=mode), 1).makespan == 0.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stages_of_no_bytes_or_no_time_among_others(mode: str) -> None:
+    stages = (Stage("view"), *CHAIN.stages, Stage("free", 0.0, 0.0, 10, 10), Stage("nothing", 1.0, 1.0), CHAIN.stages[0])
+    chain = replace(CHAIN, stages=stages)
+    limit = rotoff.min_mem_limit(chain, mode)
+    assert rotoff.simulate(chain, rotoff.solve(chain, limit, mode=mode), limit).peak_bytes <= limit
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_huge_sizes_do_not_overflow(mode: str) -> None:
+    """Petabytes, and limits exact to the byte; nothing here may be counted in 32 bits."""
+    stages = tuple(Stage(f"s{i}", 1.0, 2.0, 2**50 + i, 2**51 + i) for i in range(3))
+    chain = Chain(stages, 1e18, 1e18, input_bytes=3)
+    limit = rotoff.min_mem_limit(chain, mode)
+    assert rotoff.simulate(chain, rotoff.solve(chain, limit, mode=mode), limit).peak_bytes <= limit
+    with pytest.raises(InfeasibleError):
+        rotoff.solve(chain, limit - 1, mode=mode)
