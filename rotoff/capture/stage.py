@@ -1,0 +1,88 @@
+"""A stage of a model: modules that run one after another, and the value that flows between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class StageModule:
+    """Modules run in order, the output of one being the only argument of the next.
+
+    name: for messages and tables, such as ``"blocks.3"`` or ``"relu..flatten"``.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+    def run(self, value: Any) -> Any:
+        for module in self.modules:
+            value = module(value)
+        return value
+
+    def merged(self, following: StageModule) -> StageModule:
+        """This stage and the one after it, as one."""
+        return StageModule(f"{self.name.split('..')[0]}..{following.name.split('..')[-1]}", self.modules + following.modules)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters that need a gradient, each once."""
+        found = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
+        return list(found.values())
+
+    def buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Every buffer as (its module, its name there, tensor), each module once."""
+        seen: set[int] = set()
+        for outer in self.modules:
+            for module in outer.modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
+
+
+class SavedKind(Enum):
+    """Whose bytes a tensor is that autograd saves for a stage's backward."""
+
+    OWN = "own"  # made by the stage: part of its ā, can be dropped, moved and made again
+    INPUT = "input"  # a view of the stage's input: charged there, found there when needed
+    RESIDENT = "resident"  # was there before the stage ran (parameters, masks): never counted, never moved
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a measured run of a stage showed, beyond costs.
+
+    saved: the kind of each tensor that autograd saves, in the order of saving. changed_buffers: (module, name) of each
+    buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all hooks.
+    """
+
+    saved: tuple[SavedKind, ...]
+    changed_buffers: tuple[tuple[nn.Module, str], ...] = ()
+    draws: bool = False
+    stuck_bytes: int = 0
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    """The tensors in `value` (a tensor, or tuples, lists and dicts of them), and the way to put others in their places."""
+    leaves, spec = pytree.tree_flatten(value)
+    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]  # holds no tensor alive
+
+    def rebuild(tensors: list[torch.Tensor]) -> Any:
+        filled = list(constants)
+        for n, tensor in zip(places, tensors, strict=True):
+            filled[n] = tensor
+        return pytree.tree_unflatten(filled, spec)
+
+    return [leaves[n] for n in places], rebuild
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What two tensors that share bytes have in common."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,366 @@
+"""The module that a user meets: the model, trained inside a limit.
+
+``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training forward whose inputs have
+a new signature (shapes, dtypes, what needs gradients, autocast) is measured and planned on sight; plans are kept for the
+signatures seen last.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .bounds import min_mem_limit
+from .capture import sequential
+from .capture.stage import flatten
+from .chain import Chain
+from .errors import InfeasibleError, MeasureError, OptionError
+from .profile.measure import Profile, Progress, measure
+from .runtime.free_memory import free_memory
+from .runtime.interpreter import Step
+from .runtime.link_pool import LinkPool
+from .runtime.plan import ExecutionPlan, compile_sequence
+from .sequence import Sequence
+from .sizes import format_bytes, parse_bytes
+from .solver import keep_all, solve
+
+logger = logging.getLogger("rotoff")
+_PREFIX = "_model."
+_PLANS_KEPT = 8  # signatures; a training loop rarely has more than a few
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What `compute_sequence` was asked for."""
+
+    mem_limit: int
+    mode: str
+    mem_slots: int
+    options: dict[str, Any]
+
+
+@dataclass
+class _Planned:
+    """What is known of one input signature."""
+
+    profile: Profile
+    plan: ExecutionPlan | None = None
+
+
+class Checkpointable(nn.Module):
+    """`model`, whose training steps stay inside a memory limit once `compute_sequence` has been called.
+
+    In `eval` mode and without gradients the model runs as it is. `state_dict`, `named_parameters` and attributes are the
+    model's own.
+
+    Args:
+        model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors.
+        host_directory: on the CPU, where the file that values are offloaded to lies; it must be on a real disk.
+            Default: the first writable of the usual temporary directories that is.
+
+    Raises:
+        MeasureError: where `model` is not such a model.
+    """
+
+    def __init__(self, model: nn.Module, *, host_directory: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+        self._model = model
+        self._stages = sequential.stages(model)
+        self._links = LinkPool(host_directory)
+        self._request: _Request | None = None
+        self._known: OrderedDict[Any, _Planned] = OrderedDict()
+        self._latest: _Planned | None = None
+        self.training = model.training
+        self._register_state_dict_hook(_strip_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+        weakref.finalize(self, self._links.close)
+
+    # -- planning
+
+    def measure(self, *sample: Any, progress: Progress | None = None, repeats: int = 5) -> Checkpointable:
+        """Measure bytes and times of every stage on a sample batch; returns the module.
+
+        At most one stage is held at a time. Gradients, buffers, generators and memory statistics are left as they were.
+
+        Args:
+            sample: what the model is called with, on its device. progress: called with (stages done, of, next stage).
+            repeats: timed runs of each stage, of which the median counts.
+
+        Raises:
+            MeasureError: where the model cannot be measured on this input.
+        """
+        value = _single(sample)
+        device = _device_of(self._model, value)
+
+        def bandwidth(nbytes: int) -> tuple[float, float, bool]:
+            return self._links.bandwidth(device, nbytes)
+
+        was_training = self._model.training
+        if not was_training:
+            self._model.train()
+        try:
+            profile = measure(self._stages, value, device, bandwidth, repeats=repeats, progress=progress)
+        finally:
+            if not was_training:
+                self._model.eval()
+        known = _Planned(profile)
+        self._known[_signature(value)] = known
+        self._latest = known
+        while len(self._known) > _PLANS_KEPT:
+            self._known.popitem(last=False)
+        return self
+
+    def compute_sequence(
+        self, mem_limit: int | str, mode: str = "joint", mem_slots: int = 50, **options: Any
+    ) -> Checkpointable:
+        """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
+
+        Where nothing has been measured yet, the first training forward is measured and the plan made then.
+
+        Args:
+            mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was there
+                before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the device has
+                free now, less a margin.
+            mode: "joint", "remat" (recompute only) or "offload" (move only). mem_slots, options: as of `rotoff.solve`.
+
+        Raises:
+            LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
+            InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode.
+        """
+        if isinstance(mem_limit, str) and mem_limit.strip().lower() == "auto":
+            limit = free_memory(_device_of(self._model, None))
+        else:
+            limit = parse_bytes(mem_limit)
+        _check_options(mode, mem_slots)
+        request = _Request(limit, mode, mem_slots, options)
+        if self._latest is not None:
+            self._latest.plan = _make_plan(self._latest.profile, request)  # first, so that a failure changes nothing
+        self._request = request
+        for known in self._known.values():
+            if known is not self._latest:
+                known.plan = None
+        return self
+
+    # -- what is planned
+
+    @property
+    def profile(self) -> Profile:
+        """What was measured last.
+
+        Raises:
+            MeasureError: where nothing has been measured.
+        """
+        if self._latest is None:
+            raise MeasureError("nothing has been measured yet; call measure(*sample), or train a step after compute_sequence")
+        return self._latest.profile
+
+    @property
+    def chain(self) -> Chain:
+        """The chain measured last."""
+        return self.profile.chain
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence planned last."""
+        return self._plan.sequence
+
+    @property
+    def mem_limit(self) -> int | None:
+        """The limit asked for, in bytes."""
+        return None if self._request is None else self._request.mem_limit
+
+    @property
+    def _plan(self) -> ExecutionPlan:
+        if self.profile and (self._latest is None or self._latest.plan is None):
+            raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
+        assert self._latest is not None and self._latest.plan is not None
+        return self._latest.plan
+
+    def get_expected_makespan(self) -> float:
+        """Seconds that the machine predicts for the planned step."""
+        return self._plan.trace.makespan
+
+    def get_expected_memory(self) -> int:
+        """Bytes that the machine predicts for the planned step, in the terms of `mem_limit`."""
+        return _own_bytes(self.profile, self._plan)
+
+    def get_expected_host_memory(self) -> int:
+        """Bytes that the planned step keeps on the host at most."""
+        return self._plan.trace.host_peak_bytes
+
+    @property
+    def keep_all_memory(self) -> int:
+        """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
+        return _own_bytes(self.profile, compile_sequence(self.chain, keep_all(self.chain)))
+
+    # -- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or not torch.is_grad_enabled() or self._request is None:
+            return self._model(*args, **kwargs)
+        value = _single(args, kwargs)
+        known = self._planned_for(value)
+        if known is None:
+            return self._model(value)
+        assert known.plan is not None
+        profile, plan = known.profile, known.plan
+        if plan.keeps_all:
+            return self._model(value)
+        for stage in profile.prefix:
+            value = stage.run(value)
+        if profile.copies_input:
+            tensors, rebuild = flatten(value)
+            value = rebuild([t.clone() for t in tensors])
+        device = _device_of(self._model, value)
+        link = self._links.take(device, plan.host_bytes) if plan.host_bytes else None
+        step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back)
+        return step.forward(value)
+
+    def _planned_for(self, value: Any) -> _Planned | None:
+        """Profile and plan for inputs like `value`; None where nothing needs a gradient."""
+        assert self._request is not None
+        signature = _signature(value)
+        known = self._known.get(signature)
+        if known is None:
+            if not any(p.requires_grad for p in self._model.parameters()) and not any(
+                t.requires_grad for t in flatten(value)[0]
+            ):
+                return None
+            logger.info("rotoff: measuring a new input signature %s", signature[0])
+            self.measure(value)
+            known = self._known[signature]
+        self._known.move_to_end(signature)
+        if known.plan is None:
+            known.plan = _make_plan(known.profile, self._request)
+        self._latest = known
+        return known
+
+    def close(self) -> None:
+        """Give host memory, files and threads back; the next step takes them anew."""
+        self._links.close()
+
+    # -- like the model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_model":
+                raise
+            return getattr(self._model, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._model[index]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self._model)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._model)  # type: ignore[call-overload, no-any-return]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name.replace(_PREFIX, "", 1), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield name.replace(_PREFIX, "", 1), buffer
+
+
+def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
+    inner = prefix + _PREFIX
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key[len(inner) :]] = state.pop(key)
+
+
+def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    inner = prefix + _PREFIX
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+        state[inner + key[len(prefix) :]] = state.pop(key)
+
+
+def _make_plan(profile: Profile, request: _Request) -> ExecutionPlan:
+    """Plan under what is left of the user's limit once constants are taken off and the batch is added."""
+    chain, asked, least = profile.chain, request.mem_limit, profile.prefix_peak_bytes
+    everything = compile_sequence(chain, keep_all(chain))
+    if _own_bytes(profile, everything) <= asked:
+        _report(profile, request, everything)
+        return everything
+    replays = 0 if request.mode == "offload" else profile.replay_bytes
+    offset = profile.resident_input_bytes - profile.stuck_bytes - replays
+    if asked < least:
+        raise _infeasible(request, max(least, min_mem_limit(chain, request.mode) - offset))
+    try:
+        if asked + offset <= 0:
+            raise InfeasibleError("", min_mem_limit(chain, request.mode))
+        sequence = solve(chain, asked + offset, mode=request.mode, mem_slots=request.mem_slots, **request.options)
+    except InfeasibleError as error:
+        raise _infeasible(request, max(least, error.min_mem_limit - offset)) from None
+    plan = compile_sequence(chain, sequence, asked + offset)
+    _report(profile, request, plan)
+    return plan
+
+
+def _infeasible(request: _Request, least: int) -> InfeasibleError:
+    needs = f"needs at least {format_bytes(least)} ({least} bytes) in mode {request.mode}"
+    limit = f"the limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+    return InfeasibleError(f"the training step {needs}; {limit}", least)
+
+
+def _own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+    """The machine's peak in the terms of the user's limit."""
+    constant = profile.stuck_bytes + (profile.replay_bytes if plan.replayed else 0)
+    return max(plan.trace.peak_bytes - profile.resident_input_bytes + constant, profile.prefix_peak_bytes)
+
+
+def _report(profile: Profile, request: _Request, plan: ExecutionPlan) -> None:
+    trace, base = plan.trace, profile.chain.compute_time
+    logger.info(
+        "rotoff: mode %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
+        " %.4g s recomputed",
+        request.mode,
+        format_bytes(request.mem_limit),
+        format_bytes(_own_bytes(profile, plan)),
+        trace.makespan,
+        100 * (trace.makespan / base - 1) if base else 0.0,
+        format_bytes(trace.d2h_bytes),
+        trace.recompute_time,
+    )
+
+
+def _check_options(mode: str, mem_slots: int) -> None:
+    if mode not in ("joint", "remat", "offload"):
+        raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
+    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
+        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
+
+
+def _single(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    if kwargs or len(args) != 1:
+        raise MeasureError("an nn.Sequential takes one positional argument: a tensor, or a tuple of tensors")
+    return args[0]
+
+
+def _signature(value: Any) -> Any:
+    tensors, _ = flatten(value)
+    shapes = tuple((tuple(t.shape), str(t.dtype), str(t.device), t.requires_grad) for t in tensors)
+    types = {"cpu", *(t.device.type for t in tensors)}
+    autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
+    return shapes, autocast
+
+
+def _device_of(model: nn.Module, value: Any) -> torch.device:
+    found = {p.device for p in model.parameters()} or {t.device for t in flatten(value)[0]}
+    if len(found) > 1:
+        raise MeasureError(f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device")
+    return found.pop() if found else torch.device("cpu")

@@ -1,0 +1,113 @@
+"""What the allocator did while some code ran, kernels' temporaries included, read from the profiler's memory events.
+
+The profiler reports every allocation and release of PyTorch's CPU and CUDA allocators, in bytes as the allocator counts
+them, without touching the user's memory statistics. A dispatch mode would miss the temporaries inside kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from ..errors import MeasureError
+
+T = TypeVar("T")
+_MARK = "rotoff::mark "
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One event: `size` bytes taken at address `ptr` (negative: given back), or, with size 0, a mark named `mark`."""
+
+    ptr: int
+    size: int
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class AllocationLog:
+    """Events in order of time."""
+
+    events: tuple[Allocation, ...]
+
+    def live(self) -> dict[int, int]:
+        """Bytes at each address that was taken and not given back."""
+        alive: dict[int, int] = {}
+        for event in self.events:
+            if event.size > 0:
+                alive[event.ptr] = event.size
+            elif event.size < 0:
+                alive.pop(event.ptr, None)
+        return alive
+
+    def after(self, name: str) -> AllocationLog:
+        """The events after the mark named `name`."""
+        at = next(n for n, event in enumerate(self.events) if event.mark == name)
+        return AllocationLog(self.events[at + 1 :])
+
+    def peak(self, shortened: dict[int, str] | None = None) -> int:
+        """The most bytes held above the start.
+
+        Blocks taken before the recording began are not seen to go: record their making, then look `after` a mark.
+
+        Args:
+            shortened: addresses of blocks alive at the end, each with the mark at which it counts as given back.
+        """
+        ends: dict[str, int] = {}  # mark -> bytes that it gives back
+        alive = self.live()
+        for ptr, mark in (shortened or {}).items():
+            if ptr in alive:
+                ends[mark] = ends.get(mark, 0) + alive[ptr]
+        level = most = 0
+        for event in self.events:
+            level += event.size - (ends.pop(event.mark, 0) if event.mark else 0)
+            most = max(most, level)
+        return most
+
+
+def mark(name: str) -> None:
+    """Leave a mark named `name` in the log being recorded."""
+    with record_function(_MARK + name):
+        pass
+
+
+def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog]:
+    """Call `run` and log the allocator of `device` meanwhile.
+
+    Raises:
+        MeasureError: where a profiler is active already, since there can be only one.
+    """
+    if torch.autograd._profiler_enabled():
+        raise MeasureError("cannot measure while a profiler is active; measure before starting the profiler")
+    quiet = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # else it prints two lines a run
+    try:
+        with profile(profile_memory=True, use_cpu=True) as profiler:
+            result = run()
+        assert profiler.kineto_results is not None
+        roots = profiler.kineto_results.experimental_event_tree()
+    finally:
+        if quiet is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+        else:
+            os.environ["KINETO_LOG_LEVEL"] = quiet
+    found = sorted(_walk(roots, device), key=lambda pair: pair[0])
+    return result, AllocationLog(tuple(event for _, event in found))
+
+
+def _walk(roots: Iterable[Any], device: torch.device) -> Iterable[tuple[int, Allocation]]:
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        todo.extend(node.children)
+        if node.tag.name == "Allocation":
+            fields = node.extra_fields
+            if fields.device.type == device.type and (device.index is None or fields.device.index in (device.index, -1)):
+                yield node.start_time_ns, Allocation(fields.ptr, fields.alloc_size)
+        elif node.name.startswith(_MARK):
+            yield node.start_time_ns, Allocation(0, 0, node.name[len(_MARK) :])

@@ -1,0 +1,166 @@
+"""A chain from a model, measured on its device: bytes and seconds of every stage, never holding more than one stage.
+
+Bytes come from the allocator's own events (`allocations`), so they include kernels' temporaries and whatever a stage keeps
+past autograd's hooks. The user's gradients, buffers, generators and memory statistics are left as they were: gradients are
+taken with ``torch.autograd.grad``, which adds to no ``.grad``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..capture.stage import Behaviour, StageModule, flatten, storage_key
+from ..chain import Chain
+from ..errors import MeasureError
+from ..runtime.replay import RNG_BYTES, preserved
+from .allocations import record
+from .meter import Measured, Meter
+
+Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured model.
+
+    chain: costs of the stages that have a backward. prefix: stages before them, through which no gradient flows.
+    stages, behaviours: of the chain. stuck_bytes: what graphs keep past all hooks, in every step. replay_bytes: the
+    snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds, its output (the chain's
+    input) included.
+    """
+
+    chain: Chain
+    prefix: tuple[StageModule, ...]
+    stages: tuple[StageModule, ...]
+    behaviours: tuple[Behaviour, ...]
+    stuck_bytes: int
+    replay_bytes: int
+    prefix_peak_bytes: int = 0
+    copies_input: bool = False  # the first stage changes the batch in place, so the step works on a copy
+
+    @property
+    def resident_input_bytes(self) -> int:
+        """Bytes of a_0 that were there before the step: all of it, or none where a prefix or a copy makes it."""
+        return 0 if self.prefix or self.copies_input else self.chain.input_bytes
+
+
+def measure(
+    stages: Sequence[StageModule],
+    value: Any,
+    device: torch.device,
+    bandwidth: Callable[[int], tuple[float, float, bool]],
+    repeats: int = 5,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure `stages` on the sample input `value`.
+
+    Args:
+        stages: in order; those that alias or overwrite their input are merged with their predecessor.
+        value: a tensor, or a tuple of them, on `device`.
+        bandwidth: given the bytes that typically move, the link's (d2h B/s, h2d B/s, duplex).
+        repeats: timed runs of each stage, of which the median counts.
+
+    Raises:
+        MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
+    """
+    if not flatten(value)[0]:
+        raise MeasureError("the model's input holds no tensor")
+    groups, copies_input = _merge_aliases(stages, value, device)
+    meter = Meter(device, repeats)
+    measured: list[Measured] = []
+    prefix = 0  # groups up to the last one whose output needs no gradient
+    start = batch = value
+    for n, group in enumerate(groups):
+        if progress is not None:
+            progress(n, len(groups), group.name)
+        with preserved(list(group.buffers()), device), torch.enable_grad():
+            result, value = meter.stage(group, value, copies_input and n == 0, n + 1 == len(groups))
+        if result is None:
+            prefix, measured, start = n + 1, [], value
+        else:
+            measured.append(result)
+    if progress is not None:
+        progress(len(groups), len(groups), "")
+    if not measured:
+        raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
+    typical = statistics.median(m.costs.saved_bytes for m in measured)
+    d2h, h2d, duplex = bandwidth(max(1, int(typical)))
+    starts = flatten(start)[0]
+    return Profile(
+        chain=Chain(
+            stages=tuple(m.costs for m in measured),
+            d2h_bandwidth=d2h,
+            h2d_bandwidth=h2d,
+            duplex=duplex,
+            input_bytes=meter.storage_bytes(starts),
+            input_grad_bytes=meter.gradient_bytes(starts),
+        ),
+        prefix=tuple(groups[:prefix]),
+        stages=tuple(groups[prefix:]),
+        behaviours=tuple(m.behaviour for m in measured),
+        stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured),
+        replay_bytes=_replay_bytes([m.behaviour for m in measured], device),
+        prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, device),
+        copies_input=copies_input and not prefix,
+    )
+
+
+def _replay_bytes(behaviours: Sequence[Behaviour], device: torch.device) -> int:
+    """What `replay` holds beside values: every stage's snapshots, and the clones that one replay at a time runs on."""
+    snapshots = [sum(_buffer_bytes(b)) for b in behaviours]
+    states = sum(b.draws for b in behaviours) + 3  # the first; a replay's own, and the one that it puts back
+    return sum(snapshots) + max(snapshots) + (states * RNG_BYTES if device.type == "cpu" else 0)
+
+
+def _buffer_bytes(behaviour: Behaviour) -> list[int]:
+    found = (module._buffers[name] for module, name in behaviour.changed_buffers)
+    return [buffer.nbytes for buffer in found if buffer is not None]
+
+
+def _prefix_peak(prefix: Sequence[StageModule], value: Any, device: torch.device) -> int:
+    if not prefix:
+        return 0
+
+    def run() -> Any:
+        result = value
+        for stage in prefix:
+            result = stage.run(result)
+        return result
+
+    with preserved([found for stage in prefix for found in stage.buffers()], device), torch.enable_grad():
+        return record(run, device)[1].peak()
+
+
+def _merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.device) -> tuple[list[StageModule], bool]:
+    """Merge each stage whose output shares bytes with its input, or which changes its input, into the one before it.
+
+    A first stage that aliases the batch takes the next one in. Returns the stages, and whether the first one changes the
+    batch in place.
+    """
+    groups: list[StageModule] = []
+    first_aliases = copies_input = False
+    given, rebuild = flatten(value)
+    with torch.no_grad():
+        value = rebuild([t.clone() for t in given])  # a stage may overwrite it
+        for stage in stages:
+            inputs, _ = flatten(value)
+            before = [(t, t._version) for t in inputs]
+            keys = {storage_key(t) for t in inputs}
+            with preserved(list(stage.buffers()), device):
+                value = stage.run(value)
+            overwrites = any(t._version != version for t, version in before)
+            aliases = any(storage_key(t) in keys for t in flatten(value)[0])
+            if groups and (overwrites or aliases or first_aliases):
+                first_aliases = first_aliases and aliases
+                copies_input = copies_input or (overwrites and len(groups) == 1 and first_aliases)
+                groups[-1] = groups[-1].merged(stage)
+            else:
+                first_aliases = not groups and aliases
+                copies_input = copies_input or (not groups and overwrites)
+                groups.append(stage)
+    return groups, copies_input

@@ -1,0 +1,245 @@
+"""One stage, run in the ways that the machine knows, and what each run costs in bytes and seconds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
+from ..chain import Stage
+from ..runtime.replay import Generators
+from .allocations import mark, record
+
+CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Costs of a stage for the chain, and its behaviour for the runtime."""
+
+    costs: Stage
+    behaviour: Behaviour
+
+
+class Meter:
+    """Measures stages on one device.
+
+    Args:
+        device: where parameters and inputs are. repeats: timed runs, of which the median counts.
+    """
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device = device
+        self.repeats = max(1, repeats)
+
+    def stage(self, stage: StageModule, value: Any, overwrites: bool, last: bool) -> tuple[Measured | None, Any]:
+        """Measure `stage` on the input `value`; None where its output needs no gradient. Also returns its output.
+
+        overwrites: whether the stage changes its input in place. last: whether the caller holds its output throughout.
+        """
+        tensors, rebuild = flatten(value)
+        run = _Run(stage, tensors, rebuild, overwrites, last)
+        leaves = run.leaves()
+        outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
+        needs = [t.requires_grad for t in outputs]
+        if any(needs):
+            _backward(get_edges(outputs), _ones(outputs), run.targets(leaves))
+            del outputs, leaves
+            measured, outputs = self._costs(run)
+        else:
+            measured = None
+        detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
+        return measured, rebuild_output(detached)
+
+    def _costs(self, run: _Run) -> tuple[Measured, list[torch.Tensor]]:
+        buffers = [(module, name, tensor, tensor.detach().clone()) for module, name, tensor in run.stage.buffers()]
+        generators = Generators(self.device)
+        drawn = generators.states()
+        leaves = run.leaves()
+        saved: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> None:
+            saved.append(tensor.detach())
+
+        with saved_tensors_hooks(keep, _never):
+            outputs, log = record(lambda: flatten(run.forward(leaves))[0], self.device)
+        live = log.live()
+        # by content, since batch norm changes its statistics without telling their version counters
+        changed = tuple((m, name) for m, name, t, old in buffers if m._buffers[name] is not t or not torch.equal(t, old))
+        del buffers
+        draws = generators.states() is not drawn
+        inputs = {storage_key(t) for t in leaves}
+        kinds = tuple(_kind(t, inputs, live) for t in saved)
+        own = {_address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
+        made = {_address(t) for t in outputs}
+        saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
+        output_bytes = sum(size for ptr, size in live.items() if ptr in made)
+        stuck = sum(live.values()) - saved_bytes
+        output_grad, input_grad = self.gradient_bytes(outputs), self.gradient_bytes(leaves)
+        outputs = [t.detach() for t in outputs]
+        saved.clear()
+        del leaves
+
+        backward_peak = self._backward_peak(run)
+        leaves = run.leaves()
+        with saved_tensors_hooks(_forget, _never):
+            _, dropping = record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]], self.device)
+        forward_time, backward_time = self._times(run)
+        costs = Stage(
+            name=run.stage.name,
+            forward_time=forward_time,
+            backward_time=backward_time,
+            output_bytes=output_bytes,
+            saved_bytes=saved_bytes,
+            grad_bytes=output_grad,
+            forward_transient_bytes=max(0, log.peak() - saved_bytes - stuck),
+            checkpoint_transient_bytes=max(0, dropping.peak() - output_bytes - stuck),
+            backward_transient_bytes=max(0, backward_peak - input_grad),
+        )
+        return Measured(costs, Behaviour(kinds, changed, draws, stuck)), outputs
+
+    def _backward_peak(self, run: _Run) -> int:
+        """Bytes above what ā and δ_i hold, while ``B`` runs.
+
+        Parameter gradients are resident, but each one's fresh value is there until it has been added to them: it counts
+        from its making to the mark that its hook leaves.
+        """
+        leaves = run.leaves()
+        targets = run.targets(leaves)
+        held: list[torch.Tensor] = []
+
+        def step() -> tuple[torch.Tensor | None, ...]:
+            outputs = flatten(run.forward(leaves))[0]
+            edges, gradients = get_edges(outputs), _ones(outputs)
+            held.extend(t.detach() for t in outputs if run.last)
+            del outputs
+            mark("backward")
+            return _backward(edges, gradients, targets)
+
+        hooks = [p.register_hook(lambda _, n=n: mark(str(n))) for n, p in enumerate(run.parameters)]
+        try:
+            grads, log = record(step, self.device)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        fresh = grads[len(grads) - len(run.parameters) :]
+        return log.after("backward").peak({_address(g): str(n) for n, g in enumerate(fresh) if g is not None})
+
+    def _times(self, run: _Run) -> tuple[float, float]:
+        """Median seconds of the forward and of the backward."""
+        clock = _CudaClock(self.device) if self.device.type == "cuda" else _HostClock()
+        for _ in range(self.repeats):
+            leaves = run.leaves()
+            clock.tick()
+            outputs = flatten(run.forward(leaves))[0]
+            clock.tick()
+            edges, gradients = get_edges(outputs), _ones(outputs)
+            del outputs
+            clock.tick()
+            _backward(edges, gradients, run.targets(leaves))
+            clock.tick()
+        spans = clock.spans()
+        return statistics.median(spans[0::4]), statistics.median(spans[2::4])
+
+    def gradient_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes of the gradients of those `tensors` that need one."""
+        return sum(self._rounded(t.numel() * t.element_size()) for t in tensors if t.requires_grad)
+
+    def storage_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes of the storages of `tensors`, each once."""
+        return sum(self._rounded(n) for n in {storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if self.device.type == "cuda" else nbytes
+
+
+@dataclass(frozen=True)
+class _Run:
+    stage: StageModule
+    tensors: list[torch.Tensor]
+    rebuild: Callable[[list[torch.Tensor]], Any]
+    overwrites: bool
+    last: bool
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.stage.parameters()
+
+    def leaves(self) -> list[torch.Tensor]:
+        own = [t.detach().clone() if self.overwrites else t.detach() for t in self.tensors]
+        return [t.requires_grad_(given.requires_grad) for t, given in zip(own, self.tensors, strict=True)]
+
+    def forward(self, leaves: list[torch.Tensor]) -> Any:
+        return self.stage.run(self.rebuild(leaves))
+
+    def targets(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the backward gives gradients of; parameters come last."""
+        return [t for t in leaves if t.requires_grad] + self.parameters
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def tick(self) -> None:
+        self._times.append(time.perf_counter())
+
+    def spans(self) -> list[float]:
+        return [b - a for a, b in zip(self._times, self._times[1:], strict=False)] + [0.0]
+
+
+class _CudaClock:
+    """Times on the device's own time line, so that launches run ahead as they do in training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+
+    def tick(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+    def spans(self) -> list[float]:
+        torch.cuda.synchronize(self._device)
+        return [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)] + [0.0]
+
+
+def _backward(
+    edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `targets`, added to no ``.grad``."""
+    return torch.autograd.grad(edges, targets, gradients, allow_unused=True)
+
+
+def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Where gradients of `outputs` enter the graph, without keeping their bytes."""
+    return [get_gradient_edge(t) for t in outputs if t.requires_grad]
+
+
+def _ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _kind(tensor: torch.Tensor, inputs: set[int], live: dict[int, int]) -> SavedKind:
+    if storage_key(tensor) in inputs:
+        return SavedKind.INPUT
+    return SavedKind.OWN if _address(tensor) in live else SavedKind.RESIDENT
+
+
+def _forget(_: torch.Tensor) -> None:
+    return None
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise AssertionError("the graph of a measuring run is never run")

@@ -1,0 +1,369 @@
+"""Runs a sequence on a model: one method per operation, and no decisions.
+
+A stage's first forward runs in the user's own graph under saved-tensor hooks: ``F_all`` keeps what autograd saves,
+``F_ck`` and ``F_none`` let it go. When the gradient reaches a stage's outputs, the interpreter runs all operations up to
+that stage's ``B``, replaying forwards on detached inputs to fill the same slots again; autograd then does the backward.
+What ``B`` drops goes when the next gradient arrives, for then all of the stage's backward has been issued.
+
+Ownership: the graph (slots, hooks) owns the step and never the reverse, so that dropping the graph frees everything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.variable import Variable
+
+from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
+from ..errors import ExecutionError
+from ..sequence import Op, OpKind, Value, a, abar
+from .link import Link
+from .plan import ExecutionPlan, describe
+from .replay import Generators, ReplayState
+from .values import Held, Slot, View
+
+AGAIN = (
+    "this step's backward has run already and rotoff keeps nothing for a second one (retain_graph=True, or two losses of"
+    " one forward); add the losses up, or run the forward again"
+)
+TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
+
+
+class _InputRef(NamedTuple):
+    """A saved view of the stage's input, found anew when it is needed."""
+
+    index: int  # of the tensor among the inputs
+    view: View
+
+
+class _StageRun:
+    """What a step remembers of one stage between its first forward and its backward."""
+
+    def __init__(self, requires_grad: list[bool], replay: ReplayState | None) -> None:
+        self.requires_grad = requires_grad  # of the inputs
+        self.replay = replay
+        self.slots: list[weakref.ref[Slot] | None] = []  # one for each tensor saved; None where it is not the stage's own
+        self.shapes: list[tuple[torch.Size, torch.dtype]] = []  # of the stage's own
+
+
+class Step:
+    """One forward and backward of a chain of stages.
+
+    Args:
+        plan: what to do. stages, behaviours: one for each stage of the chain. link: to the host, None where nothing moves.
+        done: called once with the link when the step needs it no more.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        stages: Sequence[StageModule],
+        behaviours: Sequence[Behaviour],
+        device: torch.device,
+        link: Link | None,
+        done: Callable[[Link], None],
+    ) -> None:
+        self._plan = plan
+        self._stages = stages
+        self._behaviours = behaviours
+        self._link = link
+        self._done = done
+        self._generators = Generators(device)
+        self._held: dict[Value, Held] = {}
+        self._runs: dict[int, _StageRun] = {}
+        self._rebuild: dict[int, Callable[[list[torch.Tensor]], Any]] = {}
+        self._edges: dict[int, list[torch.Tensor]] = {}  # outputs in the user's graph that the next stage has yet to take
+        self._next = 0  # index of the next op
+        self._backward = 0  # stage whose B autograd is running
+        self._closed = False
+
+    # -- the two ways in
+
+    def forward(self, value: Any) -> Any:
+        """Run the forward phase on the chain's input; returns the last stage's output, in the user's graph."""
+        tensors, self._rebuild[0] = flatten(value)
+        self._edges[0] = tensors
+        self._held[a(0)] = Held("the input", [t.detach() for t in tensors])
+        try:
+            while self._next < self._plan.forward_end:
+                self._execute(self._plan.sequence[self._next])
+            L = len(self._stages)
+            return self._rebuild[L](self._edges.pop(L))
+        except BaseException:
+            self.close()
+            raise
+
+    def _gradient_arrived(self, i: int, _gradient: torch.Tensor) -> None:
+        self._advance_to(i)
+
+    # -- backward
+
+    def _advance_to(self, i: int) -> None:
+        """Run all operations up to ``B i`` and let autograd do that one."""
+        if self._backward == i and not self._closed:
+            return
+        if self._closed:
+            raise ExecutionError(AGAIN)
+        if torch.is_grad_enabled():
+            raise ExecutionError(TWICE)
+        try:
+            if not self._backward:
+                Variable._execution_engine.queue_callback(self.close)
+            while True:
+                self._end_backward()
+                while (op := self._plan.sequence[self._next]).kind is not OpKind.B:
+                    self._execute(op)
+                self._begin_backward(op.stage)
+                if op.stage <= i:
+                    break
+            if op.stage != i:
+                raise ExecutionError(f"a gradient reached stage {i} after the backward of stage {op.stage} had begun")
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin_backward(self, i: int) -> None:
+        self._next += 1
+        self._backward = i
+        self._touch(f"B {i}", [abar(i), self._input_of(i)], [])
+        # The stage's outputs have no reader left but the slots that saved them.
+        if (made := self._held.pop(a(i), None)) is not None:
+            self._release(made)
+        self._held[abar(i)].settle()
+        for slot in self._held[abar(i)].outputs:
+            slot.put(None)
+
+    def _end_backward(self) -> None:
+        i = self._backward
+        if not i:
+            return
+        for v in (abar(i), a(i - 1)):
+            if v in self._held and v != a(0):
+                self._release(self._held.pop(v))
+        self._runs.pop(i, None)
+
+    def close(self) -> None:
+        """Give back all that the step holds; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._edges.clear()
+        held, self._held = self._held, {}
+        self._runs.clear()
+        try:
+            for v, value in held.items():
+                if v == a(0):
+                    continue
+                self._release(value)
+        finally:
+            if self._link is not None:
+                self._done(self._link)
+                self._link = None
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    # -- operations
+
+    def _execute(self, op: Op) -> None:
+        try:
+            self._METHODS[op.kind](self, op)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11; the type stays what the user may be catching
+                where = describe(op, self._next, self._plan.sequence)
+                error.add_note(f"rotoff: while running {where}, stage {self._stage_name(op.stage)!r}")
+            raise
+        self._next += 1
+
+    def _f_all(self, op: Op) -> None:
+        self._forward(op.stage, keep=True)
+
+    def _f_ck(self, op: Op) -> None:
+        self._forward(op.stage, keep=False)
+
+    def _f_none(self, op: Op) -> None:
+        self._forward(op.stage, keep=False)
+        if op.stage > 1:
+            self._drop_value(a(op.stage - 1))
+
+    def _f_sel(self, op: Op) -> None:
+        raise ExecutionError(f"stage {self._stage_name(op.stage)!r} has no smaller form {op.form} to run")
+
+    def _offload(self, op: Op) -> None:
+        place = self._plan.host[self._next]
+        self._touch(str(op), [op.value], [])
+        self._held[op.value].offload(self._need_link(), place.offset, place.room)
+
+    def _free(self, op: Op) -> None:
+        self._held[op.value].check_unmodified()
+        self._release(self._held[op.value])
+        self._hollow(op.stage)
+
+    def _prefetch(self, op: Op) -> None:
+        self._held[op.value].prefetch(self._need_link())
+
+    def _wait(self, op: Op) -> None:
+        self._held[op.value].settle()
+
+    def _drop(self, op: Op) -> None:
+        self._drop_value(op.value)
+
+    _METHODS = {
+        OpKind.F_ALL: _f_all,
+        OpKind.F_SEL: _f_sel,
+        OpKind.F_CK: _f_ck,
+        OpKind.F_NONE: _f_none,
+        OpKind.OFFLOAD: _offload,
+        OpKind.FREE: _free,
+        OpKind.PREFETCH: _prefetch,
+        OpKind.WAIT: _wait,
+        OpKind.DROP: _drop,
+    }
+
+    # -- forwards
+
+    def _forward(self, i: int, keep: bool) -> None:
+        outputs = self._replay(i, keep) if i in self._runs else self._first(i, keep)
+        v = abar(i) if keep else a(i)
+        if (held := self._held.get(v)) is not None:
+            held.refill(outputs)
+        else:
+            refs = [ref for ref in self._runs[i].slots if ref is not None] if keep else []
+            self._held[v] = Held(f"{v} ({self._stage_name(i)})", outputs, refs)
+        self._touch(f"F {i}", [self._input_of(i)], [v])
+
+    def _first(self, i: int, keep: bool) -> list[torch.Tensor]:
+        """Run stage i in the user's graph; returns its outputs, detached."""
+        behaviour, inputs = self._behaviours[i - 1], self._edges.pop(i - 1)
+        for tensor, now in zip(inputs, self._held[self._input_of(i)].tensors(), strict=True):
+            if storage_key(tensor) != storage_key(now):
+                tensor.data = now  # it was moved since it was made
+        replay = ReplayState(self._generators, behaviour.changed_buffers) if i in self._plan.replayed else None
+        run = self._runs[i] = _StageRun([t.requires_grad for t in inputs], replay)
+        places = {storage_key(t): n for n, t in enumerate(inputs)}
+        slots, kinds = run.slots, behaviour.saved
+
+        def pack(tensor: torch.Tensor) -> Slot | _InputRef:
+            n = len(slots)
+            place = places.get(storage_key(tensor))
+            if n >= len(kinds) or (place is not None) != (kinds[n] is SavedKind.INPUT):
+                raise self._changed(i)
+            if place is not None:
+                slots.append(None)
+                return _InputRef(place, View.of(tensor))
+            if kinds[n] is SavedKind.RESIDENT:
+                slots.append(None)
+                return Slot(tensor.detach())
+            run.shapes.append((tensor.shape, tensor.dtype))
+            slot = Slot(tensor.detach() if keep else None)
+            slots.append(weakref.ref(slot))
+            return slot
+
+        with saved_tensors_hooks(pack, partial(self._unpack, i)):
+            outputs, self._rebuild[i] = flatten(self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
+        if len(slots) != len(kinds):
+            raise self._changed(i)
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._gradient_arrived, i))
+        self._edges[i] = outputs
+        return [tensor.detach() for tensor in outputs]
+
+    def _replay(self, i: int, keep: bool) -> list[torch.Tensor]:
+        """Run stage i again on detached inputs, filling the slots of its first run where `keep`; returns its outputs."""
+        run = self._runs[i]
+        held = self._held[self._input_of(i)]
+        inputs = [t.detach().requires_grad_(needs) for t, needs in zip(held.tensors(), run.requires_grad, strict=True)]
+        places = {storage_key(t) for t in inputs}
+        own = iter(zip((ref for ref in run.slots if ref is not None), run.shapes, strict=True))
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal count
+            n, count = count, count + 1
+            if n >= len(run.slots) or (run.slots[n] is None) != (self._behaviours[i - 1].saved[n] is not SavedKind.OWN):
+                raise self._changed(i)
+            if run.slots[n] is None:
+                return
+            ref, shape = next(own)
+            if shape != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
+                raise self._changed(i)
+            if keep and (slot := ref()) is not None:
+                slot.put(tensor.detach())
+
+        assert run.replay is not None
+        with run.replay.restored(), saved_tensors_hooks(pack, self._never):
+            outputs, _ = flatten(self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
+        if count != len(run.slots):
+            raise self._changed(i)
+        return [tensor.detach() for tensor in outputs]
+
+    def _unpack(self, i: int, packed: Slot | _InputRef) -> torch.Tensor:
+        if self._backward != i or self._closed:
+            if torch._C._current_graph_task_id() == -1:
+                raise ExecutionError(f"what stage {self._stage_name(i)!r} saved can only be read by its backward under rotoff")
+            self._advance_to(i)  # no hook fired: the gradient entered within the stage
+        slot = self._held[self._input_of(i)].outputs[packed.index] if isinstance(packed, _InputRef) else packed
+        if slot.modified():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
+                f" that stage {self._stage_name(i)!r} saved; clone it before changing it"
+            )
+        assert slot.tensor is not None, f"stage {i} is not there"
+        if not isinstance(packed, _InputRef) or packed.view == View.of(slot.tensor):
+            return slot.tensor
+        return packed.view.on(slot.tensor.untyped_storage())
+
+    @staticmethod
+    def _never(_: None) -> torch.Tensor:
+        raise AssertionError("the graph of a replay is never run")
+
+    # -- small things
+
+    def _input_of(self, i: int) -> Value:
+        plain = self._held.get(a(i - 1))
+        return a(i - 1) if plain is not None and plain.usable else abar(i - 1)
+
+    def _drop_value(self, v: Value) -> None:
+        held = self._held[v]
+        self._release(held)
+        if held.offloaded is None:
+            del self._held[v]
+        self._hollow(v.stage)
+
+    def _hollow(self, i: int) -> None:
+        """Let the graph's own outputs of stage i give their bytes back too, where the next stage has yet to run on them."""
+        if any((held := self._held.get(v)) is not None and held.on_device for v in (a(i), abar(i))):
+            return
+        for tensor in self._edges.get(i, ()):
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def _release(self, held: Held) -> None:
+        held.settle()
+        if self._link is not None and self._link.recording:
+            self._link.release(held.name, held.storages())
+        held.release()
+
+    def _touch(self, what: str, reads: Sequence[Value], writes: Sequence[Value]) -> None:
+        if self._link is not None and self._link.recording:
+            storages = [[s for v in values for s in self._held[v].storages()] for values in (reads, writes)]
+            self._link.access(what, *storages)
+
+    def _need_link(self) -> Link:
+        assert self._link is not None, "a plan that moves values needs a link"
+        return self._link
+
+    def _stage_name(self, i: int) -> str:
+        return self._stages[i - 1].name if i else "input"
+
+    def _changed(self, i: int) -> ExecutionError:
+        return ExecutionError(
+            f"stage {self._stage_name(i)!r} saved other tensors for backward than when it was measured (its forward depends"
+            " on data or state); call measure() again, or merge it with its neighbours into one stage"
+        )

@@ -1,0 +1,79 @@
+"""Links for steps: each step that moves values has one to itself, so that two steps never share host bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from ..errors import ExecutionError
+from .bandwidth import measure_bandwidth
+from .link import Link
+from .link_cuda import CudaLink
+from .link_file import FileLink
+
+
+class LinkPool:
+    """Makes links when they are needed, keeps idle ones, and closes all.
+
+    Args:
+        directory: where the CPU's links keep their files; None for the first suitable one.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        self._directory = directory
+        self._idle: list[Link] = []
+        self._closed = 0  # how often; a link taken before a close is closed when it comes back
+        self._taken: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, device: torch.device, nbytes: int) -> Link:
+        """A link for `device` with at least `nbytes` of host memory, until it is given back.
+
+        Raises:
+            ExecutionError: where the host cannot give them, or there is no link for such a device.
+        """
+        with self._lock:
+            fitting = [link for link in self._idle if link.device == device]
+            link = fitting[-1] if fitting else _new_link(device, self._directory)
+            if fitting:
+                self._idle.remove(link)
+            self._taken[id(link)] = self._closed
+        try:
+            link.reserve(nbytes)
+        except BaseException:
+            self.give_back(link)
+            raise
+        return link
+
+    def give_back(self, link: Link) -> None:
+        with self._lock:
+            if self._taken.pop(id(link), -1) == self._closed:
+                self._idle.append(link)
+                return
+        link.close()
+
+    def bandwidth(self, device: torch.device, nbytes: int) -> tuple[float, float, bool]:
+        """(device to host, host to device) in bytes per second for copies of `nbytes`, and whether both can run at once."""
+        link = self.take(device, nbytes)
+        try:
+            return *measure_bandwidth(link, nbytes), link.duplex
+        finally:
+            self.give_back(link)
+
+    def close(self) -> None:
+        """Close idle links now, and those in use when they come back."""
+        with self._lock:
+            self._closed += 1
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.close()
+
+
+def _new_link(device: torch.device, directory: str | os.PathLike[str] | None) -> Link:
+    if device.type == "cpu":
+        return FileLink(directory)
+    if device.type == "cuda":
+        return CudaLink(device)
+    raise ExecutionError(f"there is no link for a device of type {device.type!r}; rotoff moves values on cpu and cuda")

@@ -1,0 +1,101 @@
+"""A sequence made ready to execute: all that can be decided before the step is decided here, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..chain import Chain
+from ..sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
+from ..simulator import Trace, simulate
+
+
+@dataclass(frozen=True)
+class HostRange:
+    """Where an offloaded value lies in the host slab: bytes `offset` to `offset + room`."""
+
+    offset: int
+    room: int
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """What the interpreter follows.
+
+    ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
+    replayed: stages whose forward runs more than once. host: op index of each ``offload`` -> its place in the slab.
+    host_bytes: size of the slab. trace: the machine's prediction. keeps_all: nothing is moved or run twice.
+    """
+
+    sequence: Sequence
+    forward_end: int
+    replayed: frozenset[int]
+    host: dict[int, HostRange]
+    host_bytes: int
+    trace: Trace
+    keeps_all: bool
+
+
+def compile_sequence(chain: Chain, sequence: Sequence, mem_limit: int | None = None) -> ExecutionPlan:
+    """Check `sequence` on the machine and lay out its host memory.
+
+    Raises:
+        InvalidSequenceError: where the machine refuses it.
+    """
+    trace = simulate(chain, sequence, mem_limit)
+    runs: dict[int, int] = {}
+    for op in sequence:
+        if op.kind in FORWARDS:
+            runs[op.stage] = runs.get(op.stage, 0) + 1
+    replayed = frozenset(i for i, count in runs.items() if count > 1)
+    host = _host_ranges(chain, sequence)
+    moves = any(op.kind not in COMPUTES for op in sequence)
+    return ExecutionPlan(
+        sequence=sequence,
+        forward_end=_forward_end(sequence, len(chain)),
+        replayed=replayed,
+        host=host,
+        host_bytes=max((r.offset + r.room for r in host.values()), default=0),
+        trace=trace,
+        keeps_all=not moves and not replayed and all(op.kind in (OpKind.F_ALL, OpKind.B) for op in sequence),
+    )
+
+
+def _forward_end(sequence: Sequence, L: int) -> int:
+    """Ops up to the one that first makes the output, and the moves right after it (they need not wait for a gradient)."""
+    index = next(n for n, op in enumerate(sequence) if op.kind in FORWARDS and op.stage == L) + 1
+    while index < len(sequence) and sequence[index].kind not in COMPUTES:
+        index += 1
+    return index
+
+
+def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:
+    """First fit over the lifetimes: a value lives on the host from its ``offload`` to the ``B`` that drops it."""
+    born: dict[Value, int] = {}
+    form: dict[int, int] = {}
+    lives: list[tuple[int, int, int]] = []  # (start, end, bytes)
+    for n, op in enumerate(sequence):
+        if op.kind in (OpKind.F_ALL, OpKind.F_SEL):
+            form[op.stage] = op.form
+        elif op.kind is OpKind.OFFLOAD:
+            born[op.value] = n
+        elif op.kind is OpKind.B:
+            for v in (Value(True, op.stage), Value(False, op.stage), Value(False, op.stage - 1)):
+                if v in born:
+                    size = chain.stage(v.stage).form(form[v.stage]).saved_bytes if v.saved else chain.output_bytes(v.stage)
+                    lives.append((born.pop(v), n, size))
+    ranges: dict[int, HostRange] = {}
+    for start, end, size in sorted(lives):
+        offset = 0
+        taken = sorted((ranges[s].offset, ranges[s].room) for s, e, _ in lives if s in ranges and s < end and e > start)
+        for other, room in taken:
+            if offset + size <= other:
+                break
+            offset = max(offset, other + room)
+        ranges[start] = HostRange(offset, size)
+    return ranges
+
+
+def describe(op: Op, index: int, sequence: Sequence) -> str:
+    """Where in a sequence an op stands, with its neighbours, for messages."""
+    near = " | ".join(f">{o}<" if n == index else str(o) for n, o in enumerate(sequence) if abs(n - index) <= 3)
+    return f"op {index} ({op}) of {len(sequence)}: {near}"

@@ -1,0 +1,159 @@
+"""Bytes of a value while a step runs: the tensors that stand for it, and how they leave the device and come back.
+
+Bytes are storages: a value's tensors are views into storages, each storage moved once however many views it has.
+Nothing here decides when; the interpreter does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..capture.stage import storage_key
+from ..errors import ExecutionError
+from .link import Link, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor lies in a storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # in elements
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
+
+
+class Slot:
+    """A place for one tensor; whoever holds the slot holds the tensor.
+
+    Autograd owns the slots of what it saves, so that memory goes as its graph goes; the interpreter owns those of outputs.
+    """
+
+    __slots__ = ("tensor", "version", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        self.put(tensor)
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        self.tensor = tensor
+        self.version = 0 if tensor is None else tensor._version
+
+    def modified(self) -> bool:
+        """Whether someone changed the tensor in place after it was put here."""
+        return self.tensor is not None and self.tensor._version != self.version
+
+
+class Held:
+    """One value of the machine (a_i or ā_i) on the device, on the host, or both.
+
+    Args:
+        outputs: the stage's outputs, detached; kept alive by this value.
+        saved: what autograd saved, for ā_i; kept alive by the graph.
+    """
+
+    def __init__(self, name: str, outputs: Sequence[torch.Tensor], saved: Sequence[weakref.ref[Slot]] = ()) -> None:
+        self.name = name
+        self.outputs = [Slot(t) for t in outputs]
+        self.saved = list(saved)
+        self.on_device = True
+        self.usable = True  # on the device, and arrived
+        self.tickets: list[tuple[Link, Ticket]] = []  # copies that may still run
+        self.offloaded: Ticket = None
+        self.offset = 0  # of the host copy in the slab
+        self._sources: list[torch.Tensor] = []
+        self._layout: list[tuple[weakref.ref[Slot], int, View]] = []  # slot, index of its storage, view
+        self._sizes: list[int] = []
+
+    def slots(self) -> list[Slot]:
+        """All slots still alive, outputs first."""
+        return self.outputs + [slot for ref in self.saved if (slot := ref()) is not None]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The outputs, as they lie on the device."""
+        return [slot.tensor for slot in self.outputs if slot.tensor is not None]
+
+    def refill(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Take the outputs of a stage that ran again, while the host copy stays valid."""
+        for slot, tensor in zip(self.outputs, outputs, strict=True):
+            slot.put(tensor)
+        self.on_device = self.usable = True
+
+    def offload(self, link: Link, offset: int, room: int) -> None:
+        """Start the copy of every storage to the host slab, from `offset` on.
+
+        Raises:
+            ExecutionError: where the storages exceed the `room` bytes planned, or one was changed in place.
+        """
+        self.check_unmodified()
+        keys: dict[int, int] = {}
+        sources: list[torch.Tensor] = []
+        self._layout = []
+        for slot in self.slots():
+            if slot.tensor is None:
+                continue
+            key = storage_key(slot.tensor)
+            if key not in keys:
+                keys[key] = len(sources)
+                sources.append(bytes_of(slot.tensor.untyped_storage()))
+            self._layout.append((weakref.ref(slot), keys[key], View.of(slot.tensor)))
+        self._sizes = [source.numel() for source in sources]
+        if sum(self._sizes) > room:
+            raise ExecutionError(
+                f"{self.name} holds {sum(self._sizes)} bytes, but {room} were measured; call measure() again with this input"
+            )
+        self._sources, self.offset = sources, offset
+        self.offloaded = link.copy_out(sources, offset)
+        self.tickets.append((link, self.offloaded))
+
+    def release(self) -> None:
+        """Give the device bytes back once no copy touches them; slots forget their tensors."""
+        self.settle()
+        for slot in self.slots():
+            slot.put(None)
+        self.on_device = self.usable = False
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Every storage on the device, once."""
+        found = {storage_key(s.tensor): s.tensor.untyped_storage() for s in self.slots() if s.tensor is not None}
+        return list(found.values())
+
+    def prefetch(self, link: Link) -> None:
+        """Take device bytes and start the copy back; slots get their tensors now, their contents by `settle`."""
+        targets = [link.allocate(size) for size in self._sizes]
+        for ref, index, view in self._layout:
+            if (slot := ref()) is not None:
+                slot.put(view.on(targets[index].untyped_storage()))
+        self._sources, self.on_device, self.usable = targets, True, False
+        self.tickets.append((link, link.copy_in(targets, self.offset, self.offloaded)))
+
+    def settle(self) -> None:
+        """Hold compute until no copy reads or writes this value."""
+        while self.tickets:
+            link, ticket = self.tickets.pop()
+            link.wait(ticket)
+        self._sources = []
+        self.usable = self.on_device
+
+    def check_unmodified(self) -> None:
+        """Raise as autograd would where a tensor was changed in place, since its host copy would not show it."""
+        if any(slot.modified() for slot in self.slots()):
+            raise RuntimeError(
+                f"one of the tensors of {self.name} has been modified by an inplace operation after it was saved for backward;"
+                " clone it before changing it"
+            )
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """`storage` as a 1-d uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,85 @@
+"""Random legal sequences: a walk over the machine's own states, so that every rule of it is met."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+from rotoff import Chain, InvalidSequenceError, Machine, Op, OpKind, Sequence
+
+FORWARD = (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE)
+KINDS = (*FORWARD, OpKind.OFFLOAD, OpKind.FREE, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT, OpKind.DROP)
+
+
+def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float = 0.6) -> Sequence:
+    """A legal sequence for `chain`, found by a random walk that heads for ``B 1``.
+
+    wildness: how often, from 0 to 1, it does something that is not needed.
+    """
+    rng = random.Random(seed)
+    machine, ops = Machine(chain), []
+    L = len(chain)
+
+    def legal(op: Op) -> bool:
+        trial = copy.deepcopy(machine)
+        try:
+            trial.step(op)
+        except InvalidSequenceError:
+            return False
+        return _still_possible(trial)
+
+    while machine.next_backward:
+        op = None
+        if rng.random() < wildness:
+            kind = rng.choice(KINDS if moves else (*FORWARD, OpKind.DROP))
+            found = [op for op in _candidates(L, kind) if legal(op)]
+            if not found:
+                continue
+            op = rng.choice(found)
+        else:
+            op = _towards(machine, rng)
+        machine.step(op)
+        ops.append(op)
+    machine.finish()
+    return Sequence(tuple(ops), mode="random")
+
+
+def _candidates(L: int, kind: OpKind) -> list[Op]:
+    if kind in FORWARD:
+        return [Op(kind, i) for i in range(1, L + 1)]
+    return [Op(kind, i, saved=saved) for saved in (False, True) for i in range(1, L)]
+
+
+def _still_possible(machine: Machine) -> bool:
+    """Nothing made above the next backward, which nobody would ever drop."""
+    top = machine.next_backward
+    return all(v.stage <= top for v in machine.device) or not machine.backward_phase or top == len(machine.chain)
+
+
+def _towards(machine: Machine, rng: random.Random) -> Op:
+    """An operation that brings the next ``B`` nearer, by recompute or by the copy on the host."""
+    b = machine.next_backward
+    if any(v.saved and v.stage == b for v in machine.arriving):
+        return Op(OpKind.WAIT, b, saved=True)
+    target = b
+    # Walk down to the deepest thing that can be done now.
+    want_saved = True
+    while True:
+        v = next((v for v in machine.device if v.stage == target and v.saved == want_saved), None)
+        if target == b and want_saved and v is not None and machine.input_of(b) is not None:
+            return Op(OpKind.B, b)
+        if target == b and want_saved and v is not None:
+            target, want_saved = b - 1, False
+        for saved in (False, True):
+            w = next((w for w in machine.arriving if w.stage == target and w.saved == saved), None)
+            if w is not None:
+                return Op(OpKind.WAIT, target, saved=saved)
+        for saved in (want_saved,) if want_saved else (False, True):
+            w = next((w for w in machine.host if w.stage == target and w.saved == saved), None)
+            if w is not None and w not in machine.device:
+                return Op(OpKind.PREFETCH, target, saved=saved)
+        if machine.input_of(target) is not None:
+            if want_saved:
+                return Op(OpKind.F_ALL, target)
+            return Op(rng.choice([OpKind.F_CK, OpKind.F_ALL]), target)
+        target, want_saved = target - 1, False
