@@ -1,0 +1,4 @@
+"""From a chain and a limit to a sequence: dynamic programs propose, a search on exact bytes improves, the machine judges."""
+
+from .plan import keep_all as keep_all
+from .search import solve as solve

@@ -1,0 +1,38 @@
+"""Pure offload: every stage runs forward once and some ā go to the host; which ones is what these plans propose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..bounds import arrays
+from ..chain import Chain
+from .plan import ALL, MOVE, empty
+
+
+def everything(chain: Chain) -> np.ndarray:
+    """Every ā may move: the plan that fits wherever any plan of this mode does (only what must leave does)."""
+    codes = empty(chain)
+    codes[1:] = ALL | MOVE
+    return codes
+
+
+def proposals(chain: Chain) -> Iterator[np.ndarray]:
+    """Plans that let the first stages move (their ā are needed last), or the stages that take least link time a byte held.
+
+    Sources: Euro-Par 2020 for the order of needs; the prefix is its GREEDY with the set chosen by size.
+    """
+    L = len(chain)
+    for last in sorted({L * part // 12 for part in range(1, 13)}):
+        codes = empty(chain)
+        codes[1 : last + 1] = ALL | MOVE
+        yield codes
+    yield everything(chain)
+    c = arrays(chain)
+    # Long stages hide their own copy: rank by forward time per byte saved.
+    rank = np.argsort(-c.u_F[1:] / np.maximum(c.saved[1:, 0], 1), kind="stable") + 1
+    for part in (3, 6, 9):
+        codes = empty(chain)
+        codes[rank[: L * part // 12]] = ALL | MOVE
+        yield codes

@@ -1,0 +1,53 @@
+"""The discretization, stated once: how bytes become slots for the dynamic programs.
+
+The room of M = mem_limit − |a_0| bytes is cut into N slots of M / N bytes.
+
+- *Sizes held* (|a_i|, |ā_i^k|) become slots by one of two rules. ``"up"``: each size rounded up, which is sound: what fits
+  in slots fits in bytes. ``"sums"``: running sums over the stages are rounded to the nearest slot and differenced, so that
+  what any run of stages keeps is off by one slot at most (Euro-Par 2020, 5.3.2); this is not sound for scattered stages,
+  and what it proposes is judged on exact bytes.
+- *Needs* of an operation are summed in exact bytes and rounded up once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..bounds import Arrays
+
+ROUNDINGS = ("up", "sums")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Sizes held in slots: out[i] of a_i, saved[i, k] of ā_i^k. room: bytes that the N slots stand for."""
+
+    N: int
+    room: int
+    out: np.ndarray
+    saved: np.ndarray
+
+
+def discretize(c: Arrays, mem_limit: int, N: int, rounding: str) -> Slots:
+    """The sizes of a chain in slots at a limit of `mem_limit` bytes, by the rule `rounding`."""
+    room = mem_limit - int(c.out[0])
+    rule = _up if rounding == "up" else _sums
+    saved = np.stack([rule(column, N, room) for column in c.saved.T], axis=1)
+    return Slots(N, room, rule(c.out, N, room), np.ascontiguousarray(saved))
+
+
+def _up(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
+    exact = [min(N + 1, -(-int(size) * N // max(room, 1))) for size in sizes]
+    return np.array(exact, dtype=np.int32)
+
+
+def _sums(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
+    total, before, made = 0, 0, [0]  # a_0 is charged apart
+    for size in sizes[1:]:
+        total += int(size)
+        after = (2 * total * N + room) // (2 * max(room, 1))
+        made.append(min(N + 1, after - before))
+        before = after
+    return np.array(made, dtype=np.int32)
