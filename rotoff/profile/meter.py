@@ -118,8 +118,8 @@ class Meter:
             outputs = flatten(run.forward(leaves))[0]
             edges, gradients = get_edges(outputs), _ones(outputs)
             held.extend(t.detach() for t in outputs if run.last)
-            del outputs
             mark("backward")
+            del outputs  # as the interpreter does when B begins
             return _backward(edges, gradients, targets)
 
         hooks = [p.register_hook(lambda _, n=n: mark(str(n))) for n, p in enumerate(run.parameters)]
