@@ -111,11 +111,15 @@ class HostFile:
         """
         if nbytes <= self.capacity:
             return
+        more = nbytes - self.capacity
         try:
-            os.posix_fallocate(self._descriptor, self.capacity, nbytes - self.capacity)
+            free = _free_bytes(self.directory)
+            if free is not None and more > free:  # asked for all the same, it would fill the disk for everybody first
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self._descriptor, self.capacity, more)
         except OSError as error:
             os.ftruncate(self._descriptor, self.capacity)  # a failed fallocate may have taken a part
-            raise self._failure("reserving", nbytes, error) from error
+            raise self._failure("reserving", more, error) from error
         self.capacity = nbytes
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -152,9 +156,14 @@ class HostFile:
         place = f"{doing} {nbytes} bytes in the offload directory {self.directory}"
         if error.errno not in _FULL:
             return ExecutionError(f"{place} failed ({error.strerror}); {_CURE}")
-        try:
-            stat = os.statvfs(self.directory)
-            room = f"{stat.f_bavail * stat.f_frsize} bytes are free there"
-        except OSError:
-            room = "the free bytes there cannot be read"
-        return ExecutionError(f"{place} failed ({error.strerror}): {nbytes} bytes are needed, {room}; {_CURE}")
+        free = _free_bytes(self.directory)
+        room = "" if free is None else f", {free} bytes are free there"
+        return ExecutionError(f"{place} failed ({error.strerror}): {nbytes} bytes are needed{room}; {_CURE}")
+
+
+def _free_bytes(directory: Path) -> int | None:
+    try:
+        stat = os.statvfs(directory)
+    except OSError:
+        return None
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,308 @@
+"""The happens-before checker, and by it the order that both links keep: every wait and event of theirs is needed."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transfer_programs import TransferProgram, storages
+
+from rotoff.runtime import link_cuda
+from rotoff.runtime.link_cuda import StreamLink
+from rotoff.runtime.link_recording import Lane, RecordingFileLink, RecordingLink, RecordingStreams
+from rotoff.runtime.order import HOST, Recording, Span, check
+
+PROGRAMS = range(25)
+STEPS = 150
+
+
+def two_lanes() -> tuple[Recording, int]:
+    recording = Recording()
+    return recording, recording.new_buffer("the buffer")
+
+
+class TestChecker:
+    def test_an_event_waited_for_orders_two_lanes(self):
+        recording, buffer = two_lanes()
+        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
+        recording.wait("copy", recording.record("compute"))
+        recording.access("copy", "copy 0", [Span(buffer, 0, 8)], [])
+        assert check(recording) == []
+
+    def test_an_event_recorded_too_early_does_not(self):
+        recording, buffer = two_lanes()
+        early = recording.record("compute")
+        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
+        recording.wait("copy", early)
+        recording.access("copy", "copy 0", [Span(buffer, 0, 8)], [])
+        (found,) = check(recording)
+        assert found.startswith(
+            "copy 0 on lane copy reads bytes 0 to 8 of the buffer without waiting for make on lane compute"
+        )
+
+    def test_order_passes_through_a_third_lane(self):
+        recording, buffer = two_lanes()
+        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
+        recording.wait("middle", recording.record("compute"))
+        recording.wait("copy", recording.record("middle"))
+        recording.access("copy", "copy 0", [], [Span(buffer, 0, 8)])
+        assert check(recording) == []
+
+    def test_waiting_for_one_lane_says_nothing_of_another(self):
+        recording, buffer = two_lanes()
+        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
+        recording.wait("copy", recording.record("middle"))
+        recording.access("copy", "copy 0", [], [Span(buffer, 0, 8)])
+        assert len(check(recording)) == 1
+
+    def test_two_reads_and_bytes_apart_never_race(self):
+        recording, buffer = two_lanes()
+        recording.access("compute", "use", [Span(buffer, 0, 8)], [])
+        recording.access("copy", "copy 0", [Span(buffer, 0, 8)], [Span(buffer, 8, 16)])
+        recording.access("compute", "make", [], [Span(buffer, 16, 24)])
+        assert check(recording) == []
+
+    def test_a_write_forgets_reads_only_where_it_comes_after_them(self):
+        recording, buffer = two_lanes()
+        recording.access("copy", "copy 0", [Span(buffer, 0, 8)], [])
+        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
+        recording.wait("other", recording.record("compute"))
+        recording.access("other", "copy 1", [], [Span(buffer, 0, 8)])
+        found = check(recording)
+        assert [re.findall(r"^(.*?) on lane .*waiting for (.*?) on", text)[0] for text in found] == [
+            ("make", "copy 0"),
+            ("copy 1", "copy 0"),
+        ]
+
+    def test_memory_is_given_back_after_all_that_touches_it_and_never_touched_again(self):
+        recording, buffer = two_lanes()
+        recording.allocate("compute", buffer, 8)
+        recording.wait("copy", recording.record("compute"))
+        recording.access("copy", "copy 0", [], [Span(buffer, 0, 8)])
+        recording.release("compute", "free", buffer)
+        recording.wait("compute", recording.record("copy"))
+        recording.access("compute", "use", [Span(buffer, 0, 8)], [])
+        recording.release("compute", "drop", buffer)
+        assert check(recording) == [
+            "free gives back the buffer on lane compute without waiting for copy 0 on lane copy, which writes there",
+            "use on lane compute reads the buffer, which free gave back before",
+            "drop gives back the buffer, which free gave back before",
+        ]
+
+    def test_fresh_memory_is_touched_after_it_was_taken_and_read_after_it_was_written(self):
+        recording, buffer = two_lanes()
+        recording.allocate("compute", buffer, 8)
+        recording.access("copy", "copy 0", [], [Span(buffer, 0, 4)])
+        recording.wait("compute", recording.record("copy"))
+        recording.access("compute", "use", [Span(buffer, 2, 6)], [])
+        assert check(recording) == [
+            "copy 0 on lane copy writes the buffer without waiting for lane compute, which took it from its allocator",
+            "use on lane compute reads bytes 2 to 6 of the buffer, not all of which were written before",
+        ]
+
+    def test_what_is_issued_after_the_host_waited_comes_after_what_it_waited_for(self):
+        recording, buffer = two_lanes()
+        recording.access("copy", "copy 0", [], [Span(buffer, 0, 8)])
+        recording.finish("copy")
+        recording.access("compute", "use", [Span(buffer, 0, 8)], [])
+        recording.release(HOST, "close", buffer)
+        assert [text.split(" gives")[0] for text in check(recording)] == ["close"]  # compute itself was not waited for
+
+    def test_a_storage_at_the_address_of_a_dead_one_is_another_buffer(self):
+        recording = Recording()
+        numbers = {recording.buffer(torch.empty(64).untyped_storage()) for _ in range(20)}
+        assert len(numbers) == 20
+        held = torch.empty(64)
+        assert recording.span(held[16:32]) == Span(recording.buffer(held.untyped_storage()), 64, 128)
+
+
+def on_another_stream(link: Any) -> Any:
+    """Compute moves to a second stream, which waits for the first as a user's would, and does not wait back."""
+    other = Lane("compute 2", eager=True)
+
+    @contextmanager
+    def elsewhere():
+        streams, event = link.streams, link.streams.event()
+        streams.record(event, streams.current())
+        streams.wait(other, event)
+        with streams.compute_on(other):
+            yield
+
+    return elsewhere
+
+
+class TestStreamLink:
+    @pytest.mark.parametrize("eagerness", [0.0, 0.4, 1.0])
+    def test_random_programs_race_nowhere_and_see_the_right_bytes(self, eagerness: float):
+        reads = 0
+        for seed in PROGRAMS:
+            link = RecordingLink(eagerness, seed)
+            program = TransferProgram(link, seed, elsewhere=on_another_stream(link))
+            assert program.run(STEPS) == []
+            link.close()
+            assert link.check() == []
+            reads += len(program.seen)
+        assert reads > 1000
+
+    def test_a_wait_left_out_is_found_and_no_wrong_byte_goes_unexplained(self):
+        left_out, found, wrong = 0, 0, 0
+        for seed in range(6):
+            link = RecordingLink()
+            whole = TransferProgram(link, seed, without=-1)
+            whole.run(60)
+            assert link.check() == []
+            for number in range(whole.waits):
+                link = RecordingLink()
+                bad = TransferProgram(link, seed, without=number).run(60)
+                races = link.check()
+                assert races or not bad, f"program {seed} without its wait {number} reads wrong bytes, and no race is found"
+                left_out, found, wrong = left_out + 1, found + bool(races), wrong + bool(bad)
+        assert left_out > 50
+        assert found > 0.7 * left_out  # the others are implied by a wait for a later copy in the same direction
+        assert wrong > 0.3 * left_out
+
+    def test_a_ticket_that_dies_unawaited_holds_compute_first(self):
+        link = RecordingLink()
+        link.reserve(8)
+        data = torch.arange(8, dtype=torch.uint8)
+        link.access("make", [], storages([data]))
+        written = link.copy_out([data], 0)
+        target = link.allocate(8)
+        read = link.copy_in([target], 0, written)
+        del written, read
+        link.release("give up", storages([data, target]))
+        assert link.check() == []
+
+    def test_a_copy_that_fails_half_way_leaves_nothing_in_flight(self, monkeypatch: pytest.MonkeyPatch):
+        link = RecordingLink()
+        link.reserve(16)
+        data = [torch.arange(8, dtype=torch.uint8), torch.arange(8, dtype=torch.uint8)]
+        link.access("make", [], storages(data))
+        copy = RecordingStreams.copy
+
+        def half(self: RecordingStreams, stream: Lane, pairs: Any) -> None:
+            copy(self, stream, list(pairs)[:1])
+            raise RuntimeError("the device failed")
+
+        monkeypatch.setattr(RecordingStreams, "copy", half)
+        with pytest.raises(RuntimeError, match="the device failed"):
+            link.copy_out(data, 0)
+        gc.collect()
+        link.release("give up", storages(data))
+        assert link.check() == []
+        monkeypatch.undo()
+        link.wait(link.copy_out([torch.ones(8, dtype=torch.uint8)], 0))  # and the link still works
+
+    def test_a_link_that_is_dropped_unclosed_waits_for_its_copies_before_it_unlocks_memory(self):
+        link = RecordingLink()
+        log = link.log
+        link.reserve(8)
+        ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
+        del link
+        gc.collect()
+        assert ticket is not None
+        assert any(getattr(entry, "what", "") == "close" for entry in log.entries)
+        assert check(log) == []
+
+
+class MutantStreams(RecordingStreams):
+    """Streams on which one call of the link's, told by its place in the source, does nothing."""
+
+    def __init__(self, mutant: str | None, sites: Counter[str]) -> None:
+        super().__init__()
+        self.mutant = mutant
+        self.sites = sites
+
+    def skipped(self, verb: str) -> bool:
+        frame = sys._getframe(2)
+        if frame.f_code.co_filename != link_cuda.__file__:
+            return False
+        site = f"{verb} in {frame.f_code.co_name}, line {frame.f_lineno}"
+        self.sites[site] += 1
+        return site == self.mutant
+
+    def record(self, event: Any, stream: Any) -> None:
+        if not self.skipped("record"):
+            super().record(event, stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        if not self.skipped("wait"):
+            super().wait(stream, event)
+
+    def finish(self, stream: Any) -> None:
+        if not self.skipped("finish"):
+            super().finish(stream)
+
+
+class MutantLink(RecordingLink):
+    def __init__(self, mutant: str | None, sites: Counter[str]) -> None:
+        self.streams = MutantStreams(mutant, sites)
+        self.log = self.streams.recording
+        self._scribble = True
+        StreamLink.__init__(self, self.streams)
+
+
+def first_race(mutant: str | None, sites: Counter[str]) -> str:
+    """What the check says of the first program that races; some close their link, others leave that to the collector."""
+    for seed in PROGRAMS:
+        link = MutantLink(mutant, sites)
+        TransferProgram(link, seed, elsewhere=on_another_stream(link)).run(STEPS)
+        log = link.log
+        if seed % 2:
+            link.close()
+        del link
+        gc.collect()
+        if found := check(log):
+            return found[0]
+    return ""
+
+
+def test_every_single_record_wait_and_finish_of_the_stream_link_is_needed():
+    sites: Counter[str] = Counter()
+    assert first_race(None, sites) == ""
+    assert Counter(site.split()[0] for site in sites) == {"record": 2, "wait": 5, "finish": 2}
+    for site in list(sites):
+        assert first_race(site, Counter()), f"nothing is lost without: {site}"
+
+
+class TestFileLink:
+    @pytest.mark.parametrize("delay", [0.0, 0.001])
+    def test_random_programs_race_nowhere_and_see_the_right_bytes(self, delay: float):
+        for seed in range(10):
+            link = RecordingFileLink(delay=delay)
+            program = TransferProgram(link, seed)
+            assert program.run(STEPS) == []
+            link.close()
+            assert link.check() == []
+            assert len(program.seen) > 10
+
+    def test_a_wait_left_out_is_found_and_no_wrong_byte_goes_unexplained(self):
+        link = RecordingFileLink()
+        whole = TransferProgram(link, 1, without=-1)
+        whole.run(60)
+        link.close()
+        assert link.check() == []
+        found = wrong = 0
+        for number in range(whole.waits):
+            link = RecordingFileLink(delay=0.005)
+            bad = TransferProgram(link, 1, without=number).run(60)
+            link.close()
+            races = link.check()
+            assert races or not bad, f"without its wait {number} it reads wrong bytes, and no race is found"
+            found, wrong = found + bool(races), wrong + bool(bad)
+        assert found >= 5
+        assert wrong > 0  # late copies are seen in the numbers too
+
+    def test_closing_ends_all_copies_before_the_file_goes(self):
+        link = RecordingFileLink(delay=0.01)
+        link.reserve(8)
+        ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
+        link.close()
+        assert ticket.copy.failure is None
+        assert link.check() == []
