@@ -7,7 +7,7 @@ PyTorch and by rotoff, one step of each in turn, so that both meet the same stat
 What the columns say:
 
 * step time: seconds of forward and backward, loss included, optimizer left out; median over the steps. `/plain` is the
-  ratio to plain PyTorch's steps in between.
+  median ratio of a step to plain PyTorch's step beside it.
 * peak: bytes that one step allocates beyond what was there before it (parameters, their gradients, optimizer, batch),
   as the allocator reports them, in a step of its own that is not timed.
 * host: bytes reserved behind the device: a file on the CPU, pinned memory on CUDA.
@@ -50,6 +50,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # (tokens or what became of them, the
 
 
 # -- the model: a Sequential whose stages pass (activations, targets) on
+#
+# Each hands on a copy of the targets, 8 bytes a character: a stage that passes its input's own memory on cannot be
+# planned apart from the stage before it.
 
 
 class Embedding(nn.Module):
@@ -61,7 +64,7 @@ class Embedding(nn.Module):
 
     def forward(self, batch: Batch) -> Batch:
         tokens, targets = batch
-        return self.dropout(self.tokens(tokens) + self.positions), targets
+        return self.dropout(self.tokens(tokens) + self.positions), targets.clone()
 
 
 class Block(nn.Module):
@@ -82,7 +85,7 @@ class Block(nn.Module):
     def forward(self, batch: Batch) -> Batch:
         x, targets = batch
         x = x + self.dropout(self.attend(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x))), targets
+        return x + self.dropout(self.mlp(self.norm2(x))), targets.clone()
 
 
 class Head(nn.Module):
@@ -92,7 +95,7 @@ class Head(nn.Module):
 
     def forward(self, batch: Batch) -> Batch:
         x, targets = batch
-        return self.project(self.norm(x)), targets
+        return self.project(self.norm(x)), targets.clone()
 
 
 class Loss(nn.Module):
@@ -203,8 +206,8 @@ class Comparison:
         self.text = read_text()
         self.plain_times: list[float] = []
 
-    def measure(self) -> None:
-        self.model.measure(next(batches(self.text, self.options)))
+    def measure(self, progress: Progress) -> None:
+        self.model.measure(next(batches(self.text, self.options)), progress=progress.stage)
 
     def run(self, row: Row, progress: Progress) -> None:
         """Plan for `row`, train, and fill the row in."""
@@ -212,7 +215,8 @@ class Comparison:
         try:
             self.model.compute_sequence(row.mem_limit, mode="joint" if row.mode == "keep-all" else row.mode)
         except rotoff.InfeasibleError as error:
-            row.note = f"does not fit; the smallest limit that works is {error.min_mem_limit / MIB:.1f} MiB"
+            least, share = error.min_mem_limit / MIB, 100 * error.min_mem_limit / self.model.keep_all_memory
+            row.note = f"does not fit; the smallest limit that works is {least:.1f} MiB ({share:.0f} %)"
             return
         row.predicted_time = self.model.get_expected_makespan()
         row.predicted_peak = self.model.get_expected_memory()
@@ -244,7 +248,7 @@ class Comparison:
         self.plain_times += times[0]
         row.loss = losses[1]
         row.measured_time = statistics.median(times[1])
-        row.ratio_to_plain = row.measured_time / statistics.median(times[0])
+        row.ratio_to_plain = statistics.median(ours / plain for plain, ours in zip(*times, strict=True))
 
     def plain_row(self, reference: Row) -> Row:
         """Plain PyTorch, from the steps in between all others; its prediction is that of keeping everything."""
@@ -285,6 +289,9 @@ class Progress:
             bar = "#" * (24 * self.done // self.total)
             print(f"\r\x1b[K[{bar:<24}] {self.title}: {what}", end="", file=sys.stderr, flush=True)
 
+    def stage(self, done: int, total: int, name: str) -> None:
+        self.show(f"stage {min(done + 1, total)} of {total}")
+
     def end(self) -> None:
         if self.live:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
@@ -305,7 +312,7 @@ def line(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    lines, previous = [HEADER], None
+    lines, previous = [HEADER, "-" * len(HEADER.splitlines()[-1])], "none"
     for row in rows:
         if row.limit != previous and previous != "none":
             lines.append("")
@@ -340,14 +347,14 @@ def cores() -> int:
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="timed training steps of each row (%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="timed training steps of each row (%(default)s)")
     parser.add_argument("--limits", default="80,50,30", help="limits, in %% of the bytes of keeping all (%(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; by default CUDA where there is one")
-    parser.add_argument("--layers", type=int, default=6, help="blocks (%(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="blocks (%(default)s)")
     parser.add_argument("--width", type=int, default=256, help="channels (%(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="attention heads (%(default)s)")
     parser.add_argument("--context", type=int, default=128, help="characters in a row of a batch (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="rows in a batch (%(default)s)")
+    parser.add_argument("--batch", type=int, default=12, help="rows in a batch (%(default)s)")
     parser.add_argument("--dropout", type=float, default=0.1, help="dropout (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout (%(default)s)")
     parser.add_argument("--threads", type=int, default=max(1, cores() - 1), help="compute threads, cores - 1 (%(default)s)")
@@ -379,9 +386,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     progress = Progress(2 + len(options.limits) * len(MODES))
 
     progress.begin("measuring the model")
-    progress.show("stage by stage")
     comparison = Comparison(options)
-    comparison.measure()
+    comparison.measure(progress)
     keep_all = comparison.model.keep_all_memory
     rows = [Row("100 %", "keep-all", keep_all)]
     rows += [Row(f"{part:g} %", mode, int(keep_all * part / 100)) for part in options.limits for mode in MODES]

@@ -10,7 +10,8 @@ x, y = torch.randn(1024, 512), torch.randn(1024, 512)
 
 model = rotoff.Checkpointable(model).measure(x)
 model.compute_sequence("60 MiB")
-print(f"{rotoff.format_bytes(model.get_expected_memory())}, {model.get_expected_makespan():.3f} s a step expected")
+print("peak", rotoff.format_bytes(model.get_expected_memory()), "of", rotoff.format_bytes(model.keep_all_memory))
+print(f"step {model.get_expected_makespan():.3f} s, keeping everything {model.chain.compute_time:.3f} s")
 
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(3):
@@ -18,4 +19,4 @@ for _ in range(3):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(f"loss {loss.item():.4f}")
+    print("loss", loss.item())

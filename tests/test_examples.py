@@ -1,0 +1,112 @@
+"""The examples run, and what compare_modes prints is true."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run an example as a user would, against the rotoff that these tests import."""
+    import rotoff
+
+    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
+    texts = [str(word) for word in command]
+    return subprocess.run(
+        [sys.executable, *texts], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False
+    )
+
+
+def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
+    code = (EXAMPLES / "quickstart.py").read_text(encoding="utf-8").split('"""', 2)[2].strip()
+    assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_quickstart() -> None:
+    result = run(EXAMPLES / "quickstart.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    losses = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("loss")]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    path = tmp_path_factory.mktemp("compare") / "new folder" / "rows.json"
+    result = run(EXAMPLES / "compare_modes.py", "--quick", "--device", "cpu", "--limits", "70,50,5", "--json", path)
+    assert result.returncode == 0, result.stderr
+    return result, json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_compare_modes_has_a_row_for_every_limit_and_mode(quick: Any) -> None:
+    rows = [(row["limit"], row["mode"]) for row in quick[1]["rows"]]
+    limited = [(limit, mode) for limit in ("70 %", "50 %", "5 %") for mode in ("offload", "remat", "joint")]
+    assert rows == [("none", "plain"), ("100 %", "keep-all"), *limited]
+
+
+def test_every_mode_trains_to_plains_losses_and_gradients(quick: Any) -> None:
+    ran = [row for row in quick[1]["rows"] if row["loss"] is not None]
+    assert len({row["loss"] for row in ran}) == 1
+    assert {row["grad_difference"] for row in ran} == {0.0}
+    assert {(row["limit"], row["mode"]) for row in ran} >= {("70 %", "offload"), ("50 %", "remat"), ("50 %", "joint")}
+
+
+def test_no_step_takes_more_memory_than_predicted_or_allowed(quick: Any) -> None:
+    ran = [row for row in quick[1]["rows"] if row["measured_peak"] is not None]
+    for row in ran:
+        assert row["measured_peak"] <= row["predicted_peak"], row
+    for row in ran[2:]:
+        assert row["predicted_peak"] <= row["mem_limit"], row
+    assert ran[0]["measured_peak"] == ran[1]["measured_peak"]
+
+
+def test_modes_use_what_their_names_say(quick: Any) -> None:
+    for row in quick[1]["rows"]:
+        if row["host_bytes"] is not None and row["mode"] != "joint":
+            assert (row["host_bytes"] > 0) == (row["mode"] == "offload"), row
+
+
+def test_what_does_not_fit_says_what_would(quick: Any) -> None:
+    result, data = quick
+    for row in data["rows"][-3:]:
+        assert row["measured_time"] is None
+        assert "does not fit; the smallest limit that works is" in row["note"]
+        assert row["note"] in result.stdout
+
+
+def test_the_table_stands_alone_on_stdout_and_progress_on_stderr(quick: Any) -> None:
+    result, data = quick
+    assert len([line for line in result.stdout.splitlines() if "%" in line]) == len(data["rows"]) - 1
+    assert "\r" not in result.stdout + result.stderr
+    assert result.stderr.splitlines()[0] == "[1/11] measuring the model"
+    assert len(result.stderr.splitlines()) == 11
+    assert set(data["machine"]) == {"device", "cores", "threads", "python", "torch", "rotoff"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--limits", "most"], "--limits most: give percentages"),
+        (["--limits", "0"], "percentages are above 0"),
+        (["--limits", "120"], "at most 100"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--width", "250"], "--width 250 is not a multiple of --heads 4"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments: list[str], sentence: str) -> None:
+    result = run(EXAMPLES / "compare_modes.py", *arguments)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
