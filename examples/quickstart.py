@@ -13,7 +13,7 @@ model.compute_sequence("60 MiB")
 print("peak", rotoff.format_bytes(model.get_expected_memory()), "of", rotoff.format_bytes(model.keep_all_memory))
 print(f"step {model.get_expected_makespan():.3f} s, keeping everything {model.chain.compute_time:.3f} s")
 
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for _ in range(3):
     loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
