@@ -218,9 +218,6 @@ class Checkpointable(nn.Module):
             return self._model(value)
         for stage in profile.prefix:
             value = stage.run(value)
-        if profile.copies_input:
-            tensors, rebuild = flatten(value)
-            value = rebuild([t.clone() for t in tensors])
         device = _device_of(self._model, value)
         link = self._links.take(device, plan.host_bytes) if plan.host_bytes else None
         step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back)

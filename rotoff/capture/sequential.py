@@ -21,11 +21,12 @@ def stages(model: nn.Module) -> list[StageModule]:
     if type(model).forward is not nn.Sequential.forward:
         raise MeasureError(f"the model is a {type(model).__name__}; rotoff takes an nn.Sequential of its stages")
     found: list[StageModule] = []
-    todo = [(name, module) for name, module in reversed(list(model.named_children()))]
+    # _modules, not named_children: a module may stand in several places
+    todo = [(name, module) for name, module in reversed(list(model._modules.items()))]
     while todo:
         name, module = todo.pop()
         if type(module) is nn.Sequential and len(module) > 0 and not _hooked(module):
-            todo.extend((f"{name}.{child}", inner) for child, inner in reversed(list(module.named_children())))
+            todo.extend((f"{name}.{child}", inner) for child, inner in reversed(list(module._modules.items())))
         else:
             found.append(StageModule(name, (module,)))
     if not found:

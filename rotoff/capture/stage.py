@@ -12,6 +12,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 
+class Copy(nn.Module):
+    """Passes a copy of its input on; put before a module that would change the caller's batch in place."""
+
+    def forward(self, value: Any) -> Any:
+        tensors, rebuild = flatten(value)
+        return rebuild([t.clone() for t in tensors])
+
+
 @dataclass(frozen=True)
 class StageModule:
     """Modules run in order, the output of one being the only argument of the next.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..capture.stage import Behaviour, StageModule, flatten, storage_key
+from ..capture.stage import Behaviour, Copy, StageModule, flatten, storage_key
 from ..chain import Chain
 from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, preserved
@@ -29,7 +29,7 @@ class Profile:
     """A measured model.
 
     chain: costs of the stages that have a backward. prefix: stages before them, through which no gradient flows.
-    stages, behaviours: of the chain. stuck_bytes: what graphs keep past all hooks, in every step. replay_bytes: the
+    stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every step. replay_bytes: the
     snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds, its output (the chain's
     input) included.
     """
@@ -41,12 +41,11 @@ class Profile:
     stuck_bytes: int
     replay_bytes: int
     prefix_peak_bytes: int = 0
-    copies_input: bool = False  # the first stage changes the batch in place, so the step works on a copy
 
     @property
     def resident_input_bytes(self) -> int:
-        """Bytes of a_0 that were there before the step: all of it, or none where a prefix or a copy makes it."""
-        return 0 if self.prefix or self.copies_input else self.chain.input_bytes
+        """Bytes of a_0 that were there before the step: all of it, or none where a prefix makes it."""
+        return 0 if self.prefix else self.chain.input_bytes
 
 
 def measure(
@@ -70,7 +69,7 @@ def measure(
     """
     if not flatten(value)[0]:
         raise MeasureError("the model's input holds no tensor")
-    groups, copies_input = _merge_aliases(stages, value, device)
+    groups = _merge_aliases(stages, value, device)
     meter = Meter(device, repeats)
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient
@@ -79,7 +78,7 @@ def measure(
         if progress is not None:
             progress(n, len(groups), group.name)
         with preserved(list(group.buffers()), device), torch.enable_grad():
-            result, value = meter.stage(group, value, copies_input and n == 0, n + 1 == len(groups))
+            result, value = meter.stage(group, value, n + 1 == len(groups))
         if result is None:
             prefix, measured, start = n + 1, [], value
         else:
@@ -103,11 +102,19 @@ def measure(
         prefix=tuple(groups[:prefix]),
         stages=tuple(groups[prefix:]),
         behaviours=tuple(m.behaviour for m in measured),
-        stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured),
+        stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured) + _shared_gradients(groups[prefix:]),
         replay_bytes=_replay_bytes([m.behaviour for m in measured], device),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, device),
-        copies_input=copies_input and not prefix,
     )
+
+
+def _shared_gradients(stages: Sequence[StageModule]) -> int:
+    """Bytes of the parameters that several stages use: autograd holds such a gradient from its first part to its last."""
+    users: dict[torch.nn.Parameter, int] = {}
+    for stage in stages:
+        for parameter in stage.parameters():
+            users[parameter] = users.get(parameter, 0) + 1
+    return sum(parameter.nbytes for parameter, count in users.items() if count > 1)
 
 
 def _replay_bytes(behaviours: Sequence[Behaviour], device: torch.device) -> int:
@@ -136,31 +143,29 @@ def _prefix_peak(prefix: Sequence[StageModule], value: Any, device: torch.device
         return record(run, device)[1].peak()
 
 
-def _merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.device) -> tuple[list[StageModule], bool]:
+def _merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[StageModule]:
     """Merge each stage whose output shares bytes with its input, or which changes its input, into the one before it.
 
-    A first stage that aliases the batch takes the next one in. Returns the stages, and whether the first one changes the
-    batch in place.
+    A first stage that aliases the batch takes the next one in; one that changes it works on a copy.
     """
     groups: list[StageModule] = []
-    first_aliases = copies_input = False
+    first_aliases = False  # the first group's output is still the batch itself
     given, rebuild = flatten(value)
     with torch.no_grad():
-        value = rebuild([t.clone() for t in given])  # a stage may overwrite it
+        value = rebuild([t.clone() for t in given])  # a stage may change it
         for stage in stages:
-            inputs, _ = flatten(value)
-            before = [(t, t._version) for t in inputs]
-            keys = {storage_key(t) for t in inputs}
+            inputs = [(t, t._version) for t in flatten(value)[0]]
+            keys = {storage_key(t) for t, _ in inputs}
             with preserved(list(stage.buffers()), device):
                 value = stage.run(value)
-            overwrites = any(t._version != version for t, version in before)
+            overwrites = any(t._version != version for t, version in inputs)
             aliases = any(storage_key(t) in keys for t in flatten(value)[0])
+            if overwrites and (not groups or first_aliases):
+                stage, aliases = StageModule(stage.name, (Copy(), *stage.modules)), False
             if groups and (overwrites or aliases or first_aliases):
-                first_aliases = first_aliases and aliases
-                copies_input = copies_input or (overwrites and len(groups) == 1 and first_aliases)
                 groups[-1] = groups[-1].merged(stage)
+                first_aliases = first_aliases and aliases
             else:
-                first_aliases = not groups and aliases
-                copies_input = copies_input or (not groups and overwrites)
                 groups.append(stage)
-    return groups, copies_input
+                first_aliases = len(groups) == 1 and aliases
+    return groups

@@ -38,13 +38,13 @@ class Meter:
         self.device = device
         self.repeats = max(1, repeats)
 
-    def stage(self, stage: StageModule, value: Any, overwrites: bool, last: bool) -> tuple[Measured | None, Any]:
+    def stage(self, stage: StageModule, value: Any, last: bool) -> tuple[Measured | None, Any]:
         """Measure `stage` on the input `value`; None where its output needs no gradient. Also returns its output.
 
-        overwrites: whether the stage changes its input in place. last: whether the caller holds its output throughout.
+        last: whether the caller holds its output throughout.
         """
         tensors, rebuild = flatten(value)
-        run = _Run(stage, tensors, rebuild, overwrites, last)
+        run = _Run(stage, tensors, rebuild, last)
         leaves = run.leaves()
         outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
         needs = [t.requires_grad for t in outputs]
@@ -164,7 +164,6 @@ class _Run:
     stage: StageModule
     tensors: list[torch.Tensor]
     rebuild: Callable[[list[torch.Tensor]], Any]
-    overwrites: bool
     last: bool
 
     @property
@@ -172,8 +171,7 @@ class _Run:
         return self.stage.parameters()
 
     def leaves(self) -> list[torch.Tensor]:
-        own = [t.detach().clone() if self.overwrites else t.detach() for t in self.tensors]
-        return [t.requires_grad_(given.requires_grad) for t, given in zip(own, self.tensors, strict=True)]
+        return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
 
     def forward(self, leaves: list[torch.Tensor]) -> Any:
         return self.stage.run(self.rebuild(leaves))

@@ -1,0 +1,234 @@
+"""The interpreter gives the plain model's bits, whatever legal sequence it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from allocated import live_bytes, peak_bytes
+from models import ALL, fresh, plain, same, train
+from random_programs import random_sequence
+
+import rotoff
+from rotoff.runtime.plan import compile_sequence
+
+
+def with_sequence(model: rotoff.Checkpointable, sequence: rotoff.Sequence) -> rotoff.Checkpointable:
+    """Have a measured model run `sequence`, as if the solver had found it."""
+    model.compute_sequence(1 << 40)
+    model._latest.plan = compile_sequence(model.chain, sequence)
+    return model
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", ALL)
+def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str, seed: int) -> None:
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    sequence = random_sequence(wrapped.chain, seed)
+    try:
+        assert same(train(with_sequence(wrapped, sequence), batch), plain(name)), str(sequence)
+    finally:
+        wrapped.close()
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+@pytest.mark.parametrize("name", ALL)
+def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str, mode: str) -> None:
+    expected = plain(name)
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    least = smallest(wrapped, mode)
+    everything = wrapped.keep_all_memory
+    for limit in sorted({least, (least + everything) // 2, everything}):
+        again, batch = fresh(name)
+        model.load_state_dict(again.state_dict())
+        wrapped.zero_grad()
+        wrapped.compute_sequence(limit, mode=mode)
+        assert wrapped.get_expected_memory() <= limit
+        assert same(train(wrapped, batch), expected), f"{limit}\n{wrapped.sequence}"
+        measured, predicted = step_peak(wrapped, batch), wrapped.get_expected_memory()
+        assert measured <= predicted, f"measured {measured} > predicted {predicted} at {limit}\n{wrapped.sequence}"
+    wrapped.close()
+
+
+def smallest(wrapped: rotoff.Checkpointable, mode: str) -> int:
+    """The smallest limit that works, as the error says it."""
+    try:
+        wrapped.compute_sequence(1, mode=mode)
+    except rotoff.InfeasibleError as error:
+        return error.min_mem_limit
+    return 1
+
+
+def step_peak(model: torch.nn.Module, batch: object) -> int:
+    """Bytes that one training step allocates: its batch, its parameter gradients and its loss are the caller's."""
+    x = batch()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p)
+    gradient = torch.ones_like(model(x))
+    return peak_bytes(lambda: model(x).backward(gradient))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_predicted_peak_of_any_sequence_holds(name: str) -> None:
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    for seed in range(4):
+        with_sequence(wrapped, random_sequence(wrapped.chain, seed))
+        assert step_peak(wrapped, batch) <= wrapped.get_expected_memory(), str(wrapped.sequence)
+    wrapped.close()
+
+
+def test_the_prediction_is_close_on_average() -> None:
+    """Where stages are more than a few kilobytes, so that generator states (5 kB each) do not decide."""
+    ratios = []
+    for name in ("residual", "convolutional", "language"):
+        model, batch = fresh(name)
+        many = lambda batch=batch: torch.cat([batch() for _ in range(16)])  # noqa: E731
+        wrapped = rotoff.Checkpointable(model).measure(many())
+        least, everything = smallest(wrapped, "joint"), wrapped.keep_all_memory
+        for fraction in (1.0, 0.7, 0.4, 0.1):
+            wrapped.compute_sequence(int(least + (everything - least) * fraction))
+            ratios.append(wrapped.get_expected_memory() / step_peak(wrapped, many))
+        wrapped.close()
+    assert min(ratios) >= 1
+    assert sum(ratios) / len(ratios) <= 1.05, ratios
+
+
+@pytest.mark.parametrize("name", ["residual", "convolutional", "tuples", "stateful"])
+def test_nothing_stays_behind(name: str) -> None:
+    """After a step, after a forward whose graph is dropped, and after a stage that raises."""
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    with_sequence(wrapped, random_sequence(wrapped.chain, 5))
+    x = batch()
+    for p in wrapped.parameters():
+        p.grad = torch.zeros_like(p)
+    wrapped(x).sum().backward()
+    before = live_bytes()
+    wrapped(x).sum().backward()
+    assert live_bytes() == before
+    wrapped(x)
+    assert live_bytes() == before
+
+
+def test_a_stage_that_raises_leaves_the_next_step_right() -> None:
+    expected = plain("residual")
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    for seed in range(3):
+        sequence = random_sequence(wrapped.chain, seed)
+        with_sequence(wrapped, sequence)
+        calls = sum(op.kind.value.startswith("F") for op in sequence)
+        for failing in range(1, calls + 1):
+            again, batch = fresh("residual")
+            model.load_state_dict(again.state_dict())
+            wrapped.zero_grad()
+            x = batch()
+            before = live_bytes()
+            counter = Failing(model, failing)
+            with pytest.raises(MemoryError, match="injected"):
+                wrapped(x).sum().backward()
+            counter.remove()
+            wrapped.zero_grad()
+            assert live_bytes() <= before
+            torch.manual_seed(1)
+            assert same(train(wrapped, batch), expected)
+
+
+class Failing:
+    """Makes the `n`-th forward of any stage raise."""
+
+    def __init__(self, model: torch.nn.Module, n: int) -> None:
+        self.left = n
+        self.hooks = [child.register_forward_pre_hook(self.count) for child in model.children()]
+
+    def count(self, *_: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("injected")
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    model, batch = fresh("residual")
+    x, y = batch(), batch()
+    torch.manual_seed(3)
+    first, second = model(x), model(y)
+    (first.sum() * 2).backward()
+    second.sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence((smallest(wrapped, "joint") + wrapped.keep_all_memory) // 3)
+    torch.manual_seed(3)
+    first, second = wrapped(x), wrapped(y)
+    (first.sum() * 2).backward()
+    second.sum().backward()
+    assert same([p.grad for p in wrapped.parameters()], expected)
+
+
+def test_a_second_backward_and_a_double_one_are_refused_in_a_sentence() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence(smallest(wrapped, "joint"))
+    output = wrapped(batch()).sum()
+    output.backward(retain_graph=True)
+    with pytest.raises(rotoff.ExecutionError, match="retain_graph"):
+        output.backward()
+    with pytest.raises(rotoff.ExecutionError, match="create_graph"):
+        torch.autograd.grad(wrapped(batch()).sum(), list(wrapped.parameters()), create_graph=True)
+
+
+def test_changing_the_output_of_a_moved_stage_in_place_is_noticed() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    L = len(wrapped.chain)
+    text = [f"F_all {i}" for i in range(1, L + 1)] + [f"B {i}" for i in range(L, 0, -1)]
+    text[L - 1 : L - 1] = ["offload abar 1", "free abar 1"]
+    text[text.index("B 2") : text.index("B 2")] = ["prefetch abar 1", "wait abar 1"]
+    with_sequence(wrapped, rotoff.Sequence.from_text(text))
+    caught = []
+    handle = model[0].register_forward_hook(lambda m, i, o: caught.append(o))
+    hook = model[L - 2].register_forward_pre_hook(lambda m, i: print(caught[0].mul_(2).shape))
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        wrapped(batch()).sum().backward()
+    handle.remove()
+    hook.remove()
+
+
+def test_autocast_is_the_same_in_the_replay() -> None:
+    def run(model: torch.nn.Module, batch: object) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch()).float().square().mean()
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = run(*fresh("residual"))
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wrapped.measure(batch())
+    for seed in range(4):
+        with_sequence(wrapped, random_sequence(wrapped.chain, seed))
+        wrapped.zero_grad()
+        assert same(run(wrapped, batch), expected)
+
+
+def test_gradients_of_a_part_only() -> None:
+    """torch.autograd.grad for the last stage's parameters: the rest of the backward never happens, and nothing breaks."""
+    model, batch = fresh("residual")
+    x = batch()
+    torch.manual_seed(4)
+    expected = torch.autograd.grad(model(x).sum(), list(model[-2].parameters()))
+    wrapped = rotoff.Checkpointable(model).measure(x)
+    wrapped.compute_sequence(smallest(wrapped, "joint"))
+    torch.manual_seed(4)
+    got = torch.autograd.grad(wrapped(x).sum(), list(model[-2].parameters()))
+    assert same(list(got), list(expected))
