@@ -30,14 +30,15 @@ class Value:
     """A value: what it must hold, its device bytes (one set, or two for a while), its host bytes."""
 
     number: int
-    expected: list[torch.Tensor]
+    sizes: list[int]
+    seed: int
     here: list[Copy] = field(default_factory=list)
     offset: int | None = None
     written: Any = None  # the ticket of the copy out that filled the host bytes
 
     @property
     def nbytes(self) -> int:
-        return sum(part.numel() for part in self.expected)
+        return sum(self.sizes)
 
 
 class TransferProgram:
@@ -57,25 +58,30 @@ class TransferProgram:
         self.made = 0
         self.values: list[Value] = []
         self.taken: list[tuple[int, int]] = []  # host ranges in use
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # (a clone of what compute read, what it should be)
+        self.seen: list[tuple[torch.Tensor, tuple[int, int]]] = []  # (a clone of what compute read, the pattern expected)
 
     def run(self, steps: int = 40) -> list[int]:
         """Run the program; returns the indices of the reads that saw wrong bytes."""
+        self.issue(steps)
+        return [i for i, (got, pattern_of) in enumerate(self.seen) if not torch.equal(got.cpu(), pattern(*pattern_of))]
+
+    def issue(self, steps: int) -> None:
+        """The program alone, without a look at what was read, which on a GPU would wait for it."""
         actions = 3 * [self.make, self.offload, self.free, self.prefetch, self.arrive]
         actions += [self.use, self.twin, self.overwrite, self.drop, self.abandon]
         for _ in range(steps):
             self.random.choice(actions)()
         for value in list(self.values):
             self.finish(value)
-        return [i for i, (got, expected) in enumerate(self.seen) if not torch.equal(got.cpu(), expected)]
+
+    def before_compute(self) -> None:
+        """Called ahead of all that makes or changes a value; a subclass may let it come late."""
 
     # What compute does
 
     def make(self) -> None:
         sizes = [self.random.choice(self.sizes) for _ in range(self.random.randint(1, 3))]
-        generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
-        expected = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
-        value = Value(self.made, expected)
+        value = Value(self.made, sizes, self.random.randrange(256))
         self.made += 1
         tensors = [torch.empty(size, dtype=torch.uint8, device=self.link.device) for size in sizes]
         value.here.append(Copy(tensors))
@@ -93,7 +99,7 @@ class TransferProgram:
         if value is not None:
             self.settle(value.here[0])
             self.forget_host(value)
-            value.expected = [part ^ 0xFF for part in value.expected]
+            value.seed = self.random.randrange(256)
             self.fill(value, f"overwrite {value.number}")
 
     # What moves
@@ -156,15 +162,16 @@ class TransferProgram:
     def fill(self, value: Value, what: str) -> None:
         tensors = value.here[0].tensors
         self.link.access(what, [], storages(tensors))
-        for tensor, expected in zip(tensors, value.expected, strict=True):
-            tensor.copy_(expected.pin_memory() if tensor.is_cuda else expected, non_blocking=True)
+        self.before_compute()
+        for i, tensor in enumerate(tensors):
+            tensor.copy_(pattern(tensor.numel(), value.seed + i, tensor.device))
 
     def read(self, value: Value, copy: Copy, what: str) -> None:
         self.link.access(what, storages(copy.tensors), [])
-        self.seen += [(tensor.clone(), part) for tensor, part in zip(copy.tensors, value.expected, strict=True)]
+        self.seen += [(tensor.clone(), (tensor.numel(), value.seed + i)) for i, tensor in enumerate(copy.tensors)]
 
     def fetch(self, value: Value) -> None:
-        tensors = [self.link.allocate(part.numel()) for part in value.expected]
+        tensors = [self.link.allocate(size) for size in value.sizes]
         ticket = self.link.copy_in(tensors, value.offset, value.written)
         value.here.append(Copy(tensors, arriving=ticket))
 
@@ -213,6 +220,11 @@ class TransferProgram:
             self.taken.remove((value.offset, value.offset + value.nbytes))
             value.offset = None
         value.written = None
+
+
+def pattern(size: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """`size` bytes that differ with `seed`, the same on every device."""
+    return torch.arange(size, device=device).mul_(37).add_(seed).bitwise_and_(255).to(torch.uint8)
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -1,0 +1,388 @@
+"""The CUDA link on a real device: order under adverse timing, speed, overlap, no host waits, memory to the byte.
+
+A sleep kernel in front of a copy, or of the compute that a copy must wait for, makes a missing wait show in the bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transfer_programs import TransferProgram, pattern
+
+import rotoff
+from rotoff.runtime import host_memory
+from rotoff.runtime.bandwidth import measure_bandwidth
+from rotoff.runtime.host_memory import PinnedSegment
+from rotoff.runtime.link_cuda import CudaLink, CudaStreams, StreamLink
+
+pytestmark = pytest.mark.cuda
+
+SLEEP = 1_000_000  # cycles, about half a millisecond
+MIB = 1 << 20
+SIZES = [1, 3, 1000, 4096, 100_000]
+
+
+class SlowStreams(CudaStreams):
+    """The real streams, but each copy starts late, and fresh memory never holds by chance what is to arrive there."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return super().empty(nbytes).fill_(0xA5)
+
+    def copy(self, stream: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP)
+        super().copy(stream, pairs)
+
+
+class DeafCompute(SlowStreams):
+    """Late copies, and compute that waits for none."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        if stream != self.current():
+            super().wait(stream, event)
+
+
+class DeafCopies(SlowStreams):
+    """Copies that wait for nothing."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        if stream == self.current():
+            super().wait(stream, event)
+
+    def copy(self, stream: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        CudaStreams.copy(self, stream, pairs)
+
+
+class LateProgram(TransferProgram):
+    """A program whose compute comes late."""
+
+    def before_compute(self) -> None:
+        torch.cuda._sleep(SLEEP)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def _all_done() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    gc.collect()
+
+
+@contextmanager
+def opened(link: Any) -> Iterator[Any]:
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+@contextmanager
+def no_host_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class TestOrder:
+    @pytest.mark.parametrize("stream", ["default", "own"])
+    @pytest.mark.parametrize("late", ["nothing", "copies", "compute", "both"])
+    def test_random_programs_see_the_right_bytes(self, late: str, stream: str, device: torch.device):
+        streams = SlowStreams(device) if late in ("copies", "both") else CudaStreams(device)
+        program = LateProgram if late in ("compute", "both") else TransferProgram
+        with opened(StreamLink(streams)) as link:
+            for seed in range(6):
+                with torch.cuda.stream(torch.cuda.Stream() if stream == "own" else torch.cuda.default_stream()):
+                    assert program(link, seed, sizes=SIZES).run(80) == []
+
+    def test_the_user_may_change_streams_between_a_copy_and_its_wait(self, device: torch.device):
+        with opened(StreamLink(SlowStreams(device))) as link:
+
+            @contextmanager
+            def elsewhere() -> Iterator[None]:
+                other = torch.cuda.Stream()
+                other.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(other):
+                    yield
+
+            for seed in range(6):
+                assert LateProgram(link, seed, elsewhere=elsewhere, sizes=SIZES).run(80) == []
+
+    @pytest.mark.parametrize("deaf", [DeafCompute, DeafCopies])
+    def test_these_programs_would_show_a_missing_wait(self, deaf: type[CudaStreams], device: torch.device):
+        wrong = 0
+        with opened(StreamLink(deaf(device))) as link:
+            for seed in range(6):
+                wrong += len(LateProgram(link, seed, sizes=SIZES).run(80))
+                torch.cuda.synchronize()
+        assert wrong > 0
+
+    def test_a_wait_on_another_thread_and_stream(self, device: torch.device):
+        """As backward does: another thread, with the stream of the forward set there."""
+        with opened(StreamLink(SlowStreams(device))) as link:
+            link.reserve(MIB)
+            side = torch.cuda.Stream()
+            seen = []
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(SLEEP)
+                written = link.copy_out([pattern(MIB, 5, device)], 0)
+
+            def backward() -> None:
+                with torch.cuda.stream(side):
+                    target = link.allocate(MIB)
+                    link.wait(link.copy_in([target], 0, written))
+                    seen.append(target.clone())
+
+            thread = threading.Thread(target=backward)
+            thread.start()
+            thread.join()
+            link.wait(written)
+            torch.cuda.synchronize()
+            assert torch.equal(seen[0].cpu(), pattern(MIB, 5))
+
+    def test_memory_of_a_copy_that_nobody_awaits_is_not_handed_out_too_early(self, device: torch.device):
+        with opened(StreamLink(SlowStreams(device))) as link:
+            link.reserve(MIB)
+            written = link.copy_out([pattern(MIB, 5, device)], 0)
+            link.wait(written)
+            recycled = 0
+            for _ in range(5):
+                target = link.allocate(MIB)
+                read = link.copy_in([target], 0, written)
+                address = target.data_ptr()
+                del target, read  # a step is given up
+                fresh = torch.empty(MIB, dtype=torch.uint8, device=device)
+                recycled += fresh.data_ptr() == address
+                fresh.fill_(7)
+                torch.cuda.synchronize()
+                assert bool((fresh == 7).all())
+                del fresh
+            assert recycled, "the allocator never gave the same memory out again, so this shows nothing"
+
+    def test_out_of_memory_leaves_a_link_that_works(self, device: torch.device):
+        with opened(CudaLink(device)) as link:
+            link.reserve(MIB)
+            written = link.copy_out([pattern(MIB, 5, device)], 0)
+            with pytest.raises(torch.OutOfMemoryError):
+                link.allocate(1 << 48)
+            target = link.allocate(MIB)
+            link.wait(link.copy_in([target], 0, written))
+            assert torch.equal(target.cpu(), pattern(MIB, 5))
+
+
+class TestHostNeverWaits:
+    def test_no_synchronisation_in_a_program(self, device: torch.device):
+        with opened(CudaLink(device)) as link:
+            link.reserve(64 * MIB)
+            LateProgram(link, 0, sizes=SIZES).run(80)  # streams, events and allocator blocks come into being
+            program = LateProgram(link, 1, sizes=SIZES)
+            with no_host_waits():
+                program.issue(80)
+            assert link.capacity == 64 * MIB
+            assert [got for got, of in program.seen if not torch.equal(got.cpu(), pattern(*of))] == []
+
+    def test_the_host_is_through_before_the_device_has_begun(self, device: torch.device):
+        with opened(CudaLink(device)) as link:
+            link.reserve(64 * MIB)
+            TransferProgram(link, 0, sizes=SIZES).run(30)
+            torch.cuda.synchronize()
+            begun = torch.cuda.Event()
+            torch.cuda._sleep(2_000_000_000)  # about a second
+            begun.record()
+            program = TransferProgram(link, 0, sizes=SIZES)
+            program.issue(30)  # few enough to fit the queue of launches, which holds the host up when it is full
+            assert not begun.query()
+            torch.cuda.synchronize()
+            assert [got for got, of in program.seen if not torch.equal(got.cpu(), pattern(*of))] == []
+
+
+class TestSpeed:
+    SIZE = 256 * MIB
+
+    def test_copies_reach_nine_tenths_of_a_plain_pinned_copy(self, device: torch.device, record_property: Any):
+        data = torch.ones(self.SIZE, dtype=torch.uint8, device=device)
+        pinned = torch.empty(self.SIZE, dtype=torch.uint8, pin_memory=True)
+        plain = (
+            best_seconds(lambda: pinned.copy_(data, non_blocking=True)),
+            best_seconds(lambda: data.copy_(pinned, non_blocking=True)),
+        )
+        with opened(CudaLink(device, timed=True)) as link:
+            link.reserve(self.SIZE)
+            for _ in range(6):
+                written = link.copy_out([data], 0)
+                link.drain()
+                read = link.copy_in([data], 0, written)
+                link.drain()
+                link.wait(written)
+                link.wait(read)
+            ours = [
+                min(timing.begin.elapsed_time(timing.end) for timing in link.timings if timing.out == out) / 1e3
+                for out in (True, False)
+            ]
+        for direction, mine, theirs in zip(("device to host", "host to device"), ours, plain, strict=True):
+            record_property(f"{direction}, GB/s", round(self.SIZE / mine / 1e9, 2))
+            record_property(f"{direction}, plain pinned copy, GB/s", round(self.SIZE / theirs / 1e9, 2))
+            assert mine <= theirs / 0.9
+
+    def test_measured_bandwidths_agree_with_the_events(self, device: torch.device):
+        with opened(CudaLink(device, timed=True)) as link:
+            outward, inward = measure_bandwidth(link, self.SIZE)
+            for measured, out in ((outward, True), (inward, False)):
+                best = self.SIZE * 1e3 / min(t.begin.elapsed_time(t.end) for t in link.timings if t.out == out)
+                assert 0.5 * best < measured < 1.1 * best
+
+    def test_copies_run_beside_compute_and_beside_each_other(self, device: torch.device):
+        with opened(CudaLink(device, timed=True)) as link:
+            link.reserve(2 * self.SIZE)
+            data = torch.ones(self.SIZE, dtype=torch.uint8, device=device)
+            there = link.copy_out([data], self.SIZE)
+            target = link.allocate(self.SIZE)
+            link.wait(there)
+            torch.cuda.synchronize()
+            link.timings.clear()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            written = link.copy_out([data], 0)
+            read = link.copy_in([target], self.SIZE, there)
+            torch.cuda._sleep(400_000_000)  # compute, about 0.2 s; the copies take some 5 ms at 50 GB/s
+            end.record()
+            link.wait(written)
+            link.wait(read)
+            torch.cuda.synchronize()
+            outward, inward = link.timings
+            assert begin.elapsed_time(outward.end) < begin.elapsed_time(end)
+            assert begin.elapsed_time(inward.end) < begin.elapsed_time(end)
+            assert begin.elapsed_time(inward.begin) < begin.elapsed_time(outward.end)  # the second did not queue up
+
+    def test_the_cost_of_issuing_a_copy_is_small(self, device: torch.device, record_property: Any):
+        with opened(CudaLink(device)) as link:
+            link.reserve(MIB)
+            data = torch.ones(MIB, dtype=torch.uint8, device=device)
+            seconds = []
+            for _ in range(200):
+                start = time.perf_counter()
+                link.wait(link.copy_out([data], 0))
+                seconds.append(time.perf_counter() - start)
+                torch.cuda.synchronize()
+            typical = sorted(seconds)[100]
+            record_property("copy_out and wait, us of the host's time", round(typical * 1e6, 1))
+            assert typical < 1e-3
+
+
+class TestMemory:
+    def test_pinned_bytes_are_exact_and_go_with_the_link(self, device: torch.device):
+        nbytes = 5 * MIB + 123
+        link = CudaLink(device)
+        link.reserve(MIB)
+        link.reserve(nbytes)
+        assert link.capacity == nbytes
+        segments = [segment for _, segment in link._slab._segments]
+        assert [segment.tensor.numel() for segment in segments] == [MIB, nbytes - MIB]
+        assert all(segment.tensor[:1].is_pinned() and segment.tensor[-1:].is_pinned() for segment in segments)
+        addresses = [f"{segment.tensor.data_ptr():x}" for segment in segments]
+        assert all(segment._address for segment in segments), "the fallback, which rounds up, was used"
+        across = pattern(2 * MIB, 3, device)  # lies across the place where it has grown
+        written = link.copy_out([across], MIB // 2)
+        target = link.allocate(2 * MIB)
+        link.wait(link.copy_in([target], MIB // 2, written))
+        assert torch.equal(target, across)
+        del segments, written
+        link.close()
+        starts = {row.split("-")[0] for row in Path("/proc/self/maps").read_text().splitlines()}
+        assert not starts & set(addresses)
+
+    def test_an_unclosed_link_gives_its_memory_back_too(self, device: torch.device):
+        link = CudaLink(device)
+        link.reserve(MIB)
+        (segment,) = (segment for _, segment in link._slab._segments)
+        ticket = link.copy_out([pattern(MIB, 3, device)], 0)
+        del link
+        gc.collect()
+        assert segment._address == 0
+        del ticket
+
+    def test_device_memory_is_back_where_it_was(self, device: torch.device):
+        torch.cuda.synchronize()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        with opened(CudaLink(device)) as link:
+            program = TransferProgram(link, 3, sizes=SIZES)
+            assert program.run(80) == []
+            program.seen.clear()
+            assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() == before
+
+    def test_reserved_memory_stays_flat(self, device: torch.device):
+        """Blocks come back in the order of the compute stream, so a thousand steps need no more than the first ones."""
+        reserved = []
+        with opened(CudaLink(device)) as link:
+            link.reserve(32 * MIB)
+            for step in range(1000):
+                values = [pattern(2 * MIB, step + i, device) for i in range(4)]
+                written = [link.copy_out([value], 2 * MIB * i) for i, value in enumerate(values)]
+                for ticket in written:
+                    link.wait(ticket)
+                del values
+                torch.ones(4 * MIB, dtype=torch.uint8, device=device)
+                for i in reversed(range(4)):
+                    target = link.allocate(2 * MIB)
+                    link.wait(link.copy_in([target], 2 * MIB * i, written[i]))
+                    del target
+                if step % 100 == 99:
+                    reserved.append(torch.cuda.memory_reserved())
+        assert reserved[-1] == reserved[0]
+
+    def test_more_than_the_host_has_is_refused(self, device: torch.device):
+        with opened(CudaLink(device)) as link:
+            with pytest.raises(rotoff.ExecutionError, match=f"{1 << 50} bytes of pinned host memory are needed"):
+                link.reserve(1 << 50)
+            assert link.capacity == 0
+            link.reserve(MIB)
+            link.wait(link.copy_out([pattern(MIB, 1, device)], 0))
+
+    def test_where_registering_fails_torch_pins(self, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+        class Refusing:
+            def cudaHostRegister(self, *_: Any) -> int:
+                return 2
+
+        real = host_memory._cuda.cudart
+        monkeypatch.setattr(host_memory._cuda, "cudart", Refusing)
+        segment = PinnedSegment(MIB, device)
+        monkeypatch.setattr(host_memory._cuda, "cudart", real)
+        assert segment.tensor.is_pinned()
+        assert segment.tensor.numel() == MIB
+        segment.close()
+
+    def test_a_failed_registration_is_not_the_next_kernels_error(self, device: torch.device):
+        segment = PinnedSegment(MIB, device)
+        twice = torch.cuda.cudart().cudaHostRegister(segment.tensor.data_ptr(), MIB, 0)
+        assert int(twice) != 0
+        host_memory._clear_last_error(device)
+        assert torch.ones(8, device=device).sum().item() == 8
+        segment.close()
+
+
+def best_seconds(copy: Any) -> float:
+    """The shortest of six runs of `copy`, by events."""
+    found = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        copy()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return min(found)
