@@ -35,12 +35,14 @@ demo: $(VENV)/installed
 quickstart: $(VENV)/installed
 	$(BIN)/python examples/quickstart.py
 
-# The console script pytest, unlike `python -m pytest`, leaves the current directory out of sys.path.
+# From a folder that has no rotoff/, so that neither pytest nor a child that it starts can find the source tree.
+PYTEST = cd $(VENV) && ROTOFF_TEST_INSTALLED=1 bin/pytest -c ../pyproject.toml ../tests
+
 test: $(VENV)/installed
-	ROTOFF_TEST_INSTALLED=1 $(BIN)/pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: $(VENV)/installed
-	ROTOFF_TEST_INSTALLED=1 $(BIN)/pytest -m "" $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

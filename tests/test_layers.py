@@ -15,7 +15,7 @@ ROOT = Path(rotoff.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 # A module may import the layers listed here, and its own; what is not listed here may import everything.
-KERNELS = {"_dp", "_plan"}
+KERNELS = {"_dp", "_joint", "_plan"}
 MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
