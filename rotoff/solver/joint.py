@@ -1,20 +1,210 @@
-"""Recompute and offload together: proposals for the joint mode."""
+"""Recompute and offload together: the recurrences OC and C_A of the NeurIPS 2021 supplement at N slots.
+
+`costs` rounds (by the rules of `solver.slots`), `fill` runs the kernel, `solve_slots` backtracks; the recurrences themselves
+stand in `_joint.pyx` beside their equations. One β of the paper is two here, out (β_F) and in (β_B).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from .._joint import Kernel
+from ..bounds import arrays
 from ..chain import Chain
+from ..errors import OptionError
+from ..sizes import format_bytes
 from . import remat
-from .plan import MOVE
+from .plan import MOVE, from_forwards
+from .slots import ROUNDINGS, clock, discretize, needed
+
+TABLE_BYTES = 4 << 30
 
 
-def proposals(chain: Chain, limit: int, mem_slots: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Recompute plans made for more memory than there is, whose values then move where they must."""
+@dataclass(frozen=True)
+class Costs:
+    """What the kernel reads, under the names and in the units that `_joint.pyx` gives."""
+
+    L: int
+    N: int
+    K: int
+    beta_F: float
+    beta_B: float
+    U: np.ndarray
+    base: np.ndarray
+    u_B: np.ndarray
+    n_forms: np.ndarray
+    out: np.ndarray
+    saved: np.ndarray
+    clock_F: np.ndarray
+    clock_B: np.ndarray
+    clock: np.ndarray
+    need_all: np.ndarray
+    need_all_B: np.ndarray
+    need_B: np.ndarray
+    need_ck: np.ndarray
+    need_rest: np.ndarray
+    need_ck_B: np.ndarray
+    late: np.ndarray
+    early: np.ndarray
+    held: np.ndarray
+    row: np.ndarray
+
+
+def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
+    """The chain in slots at a limit of `mem_limit` bytes."""
+    c, L = arrays(chain), len(chain)
+    slots = discretize(c, mem_limit, N, rounding)
+    room, need = slots.room, remat.needs(c)
+    beta_F, beta_B = chain.d2h_bandwidth * N / room, chain.h2d_bandwidth * N / room
+    own = np.zeros((L + 1, L + 1))  # own[i, q]: F_ck i (q = i) or F_∅ q, real slots
+    rest = np.zeros((L + 1, L + 1), dtype=np.int64)  # bytes of F_∅ i+1..k
+    late, early = np.zeros((L + 1, L + 1)), np.zeros((L + 1, L + 1))
+    U = np.cumsum(c.u_F)
+    made = c.out + c.ck_transient
+    for i in range(1, L):
+        bytes_of = made[i:L] + np.concatenate([[0], c.out[i : L - 1]])
+        rest[i, i + 1 : L] = np.maximum.accumulate(bytes_of[1:])
+        own[i, i:L] = bytes_of * (N / room)
+        # Σ_{i≤r<q} u_F(r) = U(q−1) − U(i−1); Σ_{q<r≤k} u_F(r) = U(k) − U(q).
+        early[i, i:L] = np.maximum.accumulate(own[i, i:L] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
+        late[i, i:L] = np.maximum.accumulate(own[i, i:L] + beta_B * U[i:L]) - beta_B * U[i:L]
+    row = np.zeros(L + 2, dtype=np.int64)
+    for i in range(1, L + 1):
+        row[i] = (i - 1) * (L - 1) - (i - 1) * (i - 2) // 2 - i
+    held = need.held
+    clock_B = clock(c.u_B[:, 0], beta_B)
+    by_form = np.diff(clock_B, prepend=0)[:, None] + np.floor(beta_B * (c.u_B - c.u_B[:, :1]) + 0.5).astype(np.int64)
+    return Costs(
+        L=L,
+        N=N,
+        K=c.saved.shape[1],
+        beta_F=beta_F,
+        beta_B=beta_B,
+        U=U,
+        base=np.cumsum(c.u_F + c.u_B[:, 0]),
+        u_B=c.u_B,
+        n_forms=c.n_forms,
+        out=slots.out,
+        saved=slots.saved,
+        clock_F=clock(c.u_F, beta_F),
+        clock_B=np.ascontiguousarray(np.clip(by_form, 0, 1 << 30).astype(np.int32)),
+        clock=clock(c.u_F + c.u_B[:, 0], beta_B),
+        need_all=needed(need.all, slots),
+        need_all_B=needed(need.all[None] + held[:, None, None], slots),
+        need_B=needed(need.b, slots),
+        need_ck=needed(need.ck, slots),
+        need_rest=needed(rest, slots),
+        need_ck_B=needed(need.ck[None] + held[:, None, None], slots),
+        late=late,
+        early=early,
+        held=held * (N / room),
+        row=row,
+    )
+
+
+def fill(table: Costs) -> Kernel:
+    """Both tables, in two threads; the interpreter runs between rows, so that Ctrl-C is seen."""
+    L, N, X = table.L, table.N, table.K + 1
+    C = np.full((max(1, L * (L - 1) // 2), N + 1, N + 1), math.inf)
+    OC = np.full((L + 1, X, N + 1, N + 1, N + 1), math.inf)
+    kernel = Kernel(table, C, OC)
+    with ThreadPoolExecutor(2) as pool:
+        for d in range(L - 1):
+            count = L - 1 - d
+            jobs = [pool.submit(kernel.fill_backward, d, 1 + a, 1 + b) for a, b in _quarters(count)]
+            for job in jobs:
+                job.result()
+        for i in range(L, 0, -1):
+            inputs = range(1 if i == 1 else 1 + int(table.n_forms[i - 1]))
+            jobs = [pool.submit(kernel.fill_forward, i, x, part, 4) for x in inputs for part in range(4)]
+            for job in jobs:
+                job.result()
+    return kernel
+
+
+def _quarters(count: int) -> list[tuple[int, int]]:
+    cuts = sorted({count * part // 4 for part in range(5)})
+    return list(pairwise(cuts))
+
+
+def table_bytes(chain: Chain, N: int) -> int:
+    """Bytes of both tables."""
+    L, X = len(chain), 2 + max(len(s.forms) for s in chain.stages)
+    return 8 * (L * (L - 1) // 2 * (N + 1) ** 2 + (L + 1) * X * (N + 1) ** 3)
+
+
+def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
+    """(cost in seconds, plan) of OC_0(1, 0, 0, 0) at N slots; (infinity, None) where nothing fits."""
+    if mem_limit <= chain.input_bytes:
+        return math.inf, None
+    table = costs(chain, mem_limit, N, rounding)
+    kernel = fill(table)
+    cost = kernel.forward(1, 0, 0, 0, 0)[0]
+    return cost, from_forwards(chain, _forwards(table, kernel)) if math.isfinite(cost) else None
+
+
+def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
+    """The forwards of an optimum in program order, as (stage, code); what moves is marked where it is made."""
+    done: list[tuple[int, int]] = []
+    waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
+    i, x, A, A_F, A_B = 1, 0, 0, 0, 0
+    while i <= t.L:
+        _, form, cut, moved, A1, F1, B1 = kernel.forward(i, x, A, A_F, A_B)
+        if moved:
+            stage, code = done[-1]
+            done[-1] = (stage, code | MOVE)
+        if form >= 0:
+            done += remat.segment_codes("all", i, form)
+            i, x = i + 1, 1 + form
+        else:
+            size = 0 if i == 1 else int(t.out[i - 1] if x == 0 else t.saved[i - 1, x - 1])
+            waiting.append((i, cut, A + size, A_B))
+            done += remat.segment_codes("ck", i, cut)
+            i, x = cut + 1, 0
+        A, A_F, A_B = A1, F1, B1
+    while waiting:
+        i, j, A, D = waiting.pop()
+        _, form, cut = kernel.backward(i, j, A, D)
+        if form >= 0:
+            done += remat.segment_codes("all", i, form)
+            if i < j:
+                waiting.append((i + 1, j, A + int(t.saved[i, form]), kernel.after_backward(i, form, A, D)))
+        else:
+            done += remat.segment_codes("ck", i, cut)
+            after = kernel.after_segment(i, cut, kernel.backward(i, cut, A, D)[0], D)
+            waiting.append((i, cut, A, D))
+            waiting.append((cut + 1, j, A + int(t.out[cut]), after))
+    return done
+
+
+def quick_slots(chain: Chain) -> int:
+    """N at which the tables take about a tenth of a second: enough where a search follows."""
+    return max(8, round(math.pow(1.5e7 / len(chain) ** 2, 1 / 3)))
+
+
+def proposals(chain: Chain, limit: int, slots: int, remat_slots: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Optima of the recurrences by both roundings, and recompute plans for more memory whose values move where they must.
+
+    Raises:
+        OptionError: where the tables would not fit in memory.
+    """
+    if table_bytes(chain, slots) > TABLE_BYTES:
+        raise OptionError(
+            f"mem_slots is {slots}: the tables of {len(chain)} stages would take {format_bytes(table_bytes(chain, slots))},"
+            f" more than {format_bytes(TABLE_BYTES)}; give fewer slots, or leave refine on"
+        )
+    for rounding in ROUNDINGS:
+        _, codes = solve_slots(chain, limit, slots, rounding)
+        if codes is not None:
+            yield f"joint-{rounding}", codes
     for inflation in (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0):
-        _, codes = remat.solve_slots(chain, int(limit * inflation), 4 * mem_slots, "sums")
+        _, codes = remat.solve_slots(chain, int(limit * inflation), remat_slots, "sums")
         if codes is not None:
             moved = codes.copy()
             moved[1:] |= MOVE

@@ -121,6 +121,12 @@ def _backward_choices(
             yield ("ck", k), U[k] - U[i - 1] + t.C[t.base[i] + k, m] + t.C[t.base[k + 1] + j, m - size]
 
 
+def quick_slots(chain: Chain) -> int:
+    """N at which the tables take about a tenth of a second and stay small: enough where a search follows."""
+    L = len(chain)
+    return max(8, min(500, 600_000_000 // L**3, 64_000_000 // L**2))
+
+
 def remat_cost(t: Tables) -> float:
     """Seconds of the recurrences' optimum, infinite where nothing fits the slots."""
     return float(t.W[1, t.slots.N])

@@ -19,8 +19,9 @@ from . import joint, offload, remat
 from .host import host_sequence
 from .plan import evaluator, keep_all, to_ops
 from .refine import Budget, refined
+from .slots import ROUNDINGS
 
-REMAT_SLOTS = 300
+REMAT_SLOTS = 500
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def solve(
 def _best(
     chain: Chain, limit: int, mode: str, mem_slots: int, budget: Budget, progress: Callable[[float, float], None] | None
 ) -> Candidate:
-    found = candidates(chain, limit, mode, mem_slots)
+    found = candidates(chain, limit, mode, mem_slots, budget.seconds > 0)
     if mode == "joint":
         # The very results of the pure modes compete, so that joint is never slower than they are.
         for pure in ("remat", "offload"):
@@ -86,9 +87,9 @@ def _best(
     return refined(chain, limit, mode, found, budget, progress)
 
 
-def candidates(chain: Chain, limit: int, mode: str, mem_slots: int) -> list[Candidate]:
+def candidates(chain: Chain, limit: int, mode: str, mem_slots: int, quick: bool) -> list[Candidate]:
     """Every proposal that fits, best first; at least one where `min_mem_limit` says so."""
-    proposals: list[tuple[str, np.ndarray]] = list(_proposals(chain, limit, mode, mem_slots))
+    proposals: list[tuple[str, np.ndarray]] = list(_proposals(chain, limit, mode, mem_slots, quick))
     found = [made for source, codes in proposals if (made := judged(chain, limit, codes, source)) is not None]
     if mode == "joint" and not found:
         plan = host_plan(chain, limit)
@@ -98,10 +99,12 @@ def candidates(chain: Chain, limit: int, mode: str, mem_slots: int) -> list[Cand
     return sorted(found, key=lambda candidate: candidate.makespan)
 
 
-def _proposals(chain: Chain, limit: int, mode: str, mem_slots: int) -> Iterator[tuple[str, np.ndarray]]:
+def _proposals(chain: Chain, limit: int, mode: str, mem_slots: int, quick: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """quick: a search follows, so tables that take long are filled with fewer slots."""
+    remat_slots = min(REMAT_SLOTS, remat.quick_slots(chain)) if quick else REMAT_SLOTS
     if mode != "offload":
-        for rounding in ("up", "sums"):
-            _, codes = remat.solve_slots(chain, limit, REMAT_SLOTS, rounding)
+        for rounding in ROUNDINGS:
+            _, codes = remat.solve_slots(chain, limit, remat_slots, rounding)
             if codes is not None:
                 yield f"remat-{rounding}", codes
         smallest = remat.smallest_plan(chain, limit)
@@ -111,7 +114,8 @@ def _proposals(chain: Chain, limit: int, mode: str, mem_slots: int) -> Iterator[
         for codes in offload.proposals(chain):
             yield "offload", codes
     if mode == "joint":
-        yield from joint.proposals(chain, limit, mem_slots)
+        slots = min(mem_slots, joint.quick_slots(chain)) if quick else mem_slots
+        yield from joint.proposals(chain, limit, slots, min(remat_slots, remat.quick_slots(chain)))
 
 
 def judged(chain: Chain, limit: int, codes: np.ndarray, source: str) -> Candidate | None:
@@ -124,7 +128,9 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str) -> Candidat
             break
     if over or not math.isfinite(makespan):
         return None
-    return Candidate(makespan, to_ops(decoder.operations(codes)), codes, source)
+    rows = decoder.operations(codes)
+    assert rows is not None
+    return Candidate(makespan, to_ops(rows), codes, source)
 
 
 def _sequence(chain: Chain, best: Candidate, mode: str, limit: int) -> Sequence:

@@ -6,7 +6,12 @@ The room of M = mem_limit − |a_0| bytes is cut into N slots of M / N bytes.
   in slots fits in bytes. ``"sums"``: running sums over the stages are rounded to the nearest slot and differenced, so that
   what any run of stages keeps is off by one slot at most (Euro-Par 2020, 5.3.2); this is not sound for scattered stages,
   and what it proposes is judged on exact bytes.
-- *Needs* of an operation are summed in exact bytes and rounded up once.
+- *Needs* of an operation are summed in exact bytes and rounded up once. Only inside an idle time that spans several
+  operations do they stay real.
+- *Backlogs* (A_F, A_B, Δ) are whole slots, drained by clocks: what a stage's time lets through is the difference of running
+  sums of β times time, rounded to the nearest slot, so that many short stages drain what they should. An idle time drains
+  the slots that it waits for. A recomputed segment i..j drains by the clock of its u_F + u_B, plus β times what it lasts
+  beyond that, rounded to the nearest.
 """
 
 from __future__ import annotations
@@ -51,3 +56,14 @@ def _sums(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
         made.append(min(N + 1, after - before))
         before = after
     return np.array(made, dtype=np.int32)
+
+
+def needed(sizes: np.ndarray, slots: Slots) -> np.ndarray:
+    """Needs in slots, rounded up; those above the room become N + 1, which fits nowhere."""
+    up = -(-np.minimum(sizes, slots.room + 1) * slots.N // slots.room)
+    return np.ascontiguousarray(np.where(sizes > slots.room, slots.N + 1, up).astype(np.int32))
+
+
+def clock(times: np.ndarray, beta: float) -> np.ndarray:
+    """Slots let through since the start, at the end of each stage: β times the running time, rounded to the nearest."""
+    return np.floor(np.minimum(beta * np.cumsum(times), 1e9) + 0.5).astype(np.int32)

@@ -1,0 +1,298 @@
+# cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+"""Kernels of the joint dynamic program: OC and C_A of the NeurIPS 2021 supplement (B.1 to B.3), filled bottom up.
+
+Symbols: A slots kept, A_F slots still leaving, A_B and Δ slots that must be back; u_F, u_B seconds; β slots a second (β_F out,
+β_B in); I_i^x input of stage i, x = 0 for a_{i-1}, 1 + k for ā_{i-1}^k; held_j = δ_j + a_L; ε idle seconds. Sizes and backlogs
+are whole slots, needs and times real; how either is rounded is stated in `rotoff.solver.slots`.
+"""
+
+from libc.math cimport INFINITY, floor
+from libc.stdint cimport int8_t, int32_t, int64_t
+
+cdef struct Costs:
+    Py_ssize_t L, N, K
+    double beta_F, beta_B
+    const double *U           # running sums of u_F
+    const double *base        # running sums of u_F + u_B^0
+    const double *u_B         # [i, k]
+    const int32_t *n_forms
+    const int32_t *out        # slots of a_i; 0 for a_0, which is charged apart
+    const int32_t *saved      # [i, k] slots of ā_i^k
+    const int32_t *clock_F    # running β_F u_F, rounded
+    const int32_t *clock_B    # [i, k] slots that come in during B i, rounded on running sums
+    const int32_t *clock      # running β_B (u_F + u_B^0), rounded
+    const int32_t *need_all   # [i, k] slots of ā + o_F, forward phase
+    const int32_t *need_all_B  # [j, i, k] the same with held_j
+    const int32_t *need_B     # [i, k]
+    const int32_t *need_ck    # [i, k] slots of F_ck i, F_∅ i+1..k, forward phase
+    const int32_t *need_rest  # [i, k] the same without F_ck i
+    const int32_t *need_ck_B  # [j, i, k] need_ck with held_j
+    const double *late        # [i, k] max_q need_q − β_B Σ_{q<r≤k} u_F(r), real slots
+    const double *early       # [i, k] max_q need_q − β_F Σ_{i≤r<q} u_F(r), real slots
+    const double *held        # held_j, real slots
+    const int64_t *row        # C_A of (i, j) starts at (row[i] + j) (N + 1)²
+    double *C
+    double *O                 # OC of (i, x, A, A_F, A_B)
+
+
+cdef struct Choice:
+    double cost
+    int32_t form, cut, moved, A, A_F, A_B   # form ≥ 0: F_all; else F_ck i, F_∅ up to `cut`
+
+
+cdef inline double *_C(Costs *c, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
+    return c.C + (c.row[i] + j) * (c.N + 1) * (c.N + 1)
+
+
+cdef inline double *_O(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
+    return c.O + (i * (c.K + 1) + x) * (c.N + 1) * (c.N + 1) * (c.N + 1)
+
+
+cdef inline Py_ssize_t _drained(Costs *c, Py_ssize_t i, Py_ssize_t j, double seconds) noexcept nogil:
+    """Slots that come in while segment i..j is processed in `seconds`: its own clock, and what lasts beyond it rounded."""
+    return c.clock[j] - c.clock[i - 1] + <Py_ssize_t>floor(c.beta_B * (seconds - (c.base[j] - c.base[i - 1])) + 0.5)
+
+
+cdef inline Py_ssize_t _left(Py_ssize_t backlog, Py_ssize_t drained) noexcept nogil:
+    if drained < 0:
+        return backlog
+    return backlog - drained if backlog > drained else 0
+
+
+cdef inline double _excess(double slots) noexcept nogil:
+    return slots if slots > 0.0 else 0.0
+
+
+cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D, Choice *best) noexcept nogil:
+    """C_A(i, j, A, Δ = D), B.3."""
+    cdef Py_ssize_t L1 = c.L + 1, N = c.N, k, w, D1, D2, D3, idle
+    cdef double cost, c1, c2, need, other
+    best.cost = INFINITY
+    best.form = -1
+    best.cut = -1
+    for k in range(c.n_forms[i]):
+        w = i * c.K + k
+        need = c.need_all_B[(j * L1 + i) * c.K + k]
+        if need + A > N or c.need_B[w] + A > N:
+            continue
+        if i == j:
+            cost = _excess(c.need_B[w] + A + D - N)
+            other = need - c.beta_B * c.u_B[w] + A + D - N
+            cost = c.U[i] - c.U[i - 1] + c.u_B[w] + (cost if cost > other else other) / c.beta_B
+        else:
+            if A + c.saved[w] > N:
+                continue
+            idle = c.need_B[w] + A + D - N
+            if idle < 0:
+                idle = 0
+            D1 = _left(D, c.clock_B[w] + idle)
+            if A + c.saved[w] + D1 > N:
+                continue
+            c1 = _C(c, i + 1, j)[(A + c.saved[w]) * (N + 1) + D1]
+            if c1 == INFINITY:
+                continue
+            D2 = _left(D1, _drained(c, i + 1, j, c1))
+            cost = c.U[i] - c.U[i - 1] + c1 + c.u_B[w] + (idle + _excess(need + A + D2 - N)) / c.beta_B
+        if cost < best.cost:
+            best.cost = cost
+            best.form = <int32_t>k
+    for k in range(i, j):
+        if c.need_ck_B[(j * L1 + i) * L1 + k] + A > N:
+            break  # longer sweeps need no less
+        c1 = _C(c, i, k)[A * (N + 1) + D]
+        if c1 == INFINITY or A + c.out[k] > N:
+            continue
+        D2 = _left(D, _drained(c, i, k, c1))
+        if A + c.out[k] + D2 > N:
+            continue
+        c2 = _C(c, k + 1, j)[(A + c.out[k]) * (N + 1) + D2]
+        if c2 == INFINITY:
+            continue
+        cost = c.U[k] - c.U[i - 1] + c1 + c2
+        if cost >= best.cost:
+            continue
+        D3 = _left(D2, _drained(c, k + 1, j, c2))
+        cost += _excess(c.held[j] + c.late[i * L1 + k] + A + D3 - N) / c.beta_B
+        if cost < best.cost:
+            best.cost = cost
+            best.form = -1
+            best.cut = <int32_t>k
+
+
+cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B,
+                         Choice *best) noexcept nogil:
+    """OC_x(i, A, A_F, A_B), B.1 and B.2."""
+    cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, k, w, v, j, size, idle_F, idle_B, A1, F1, B1, drain
+    cdef double cost, rest, segment, wait
+    cdef bint stays
+    size = 0
+    if i > 1:
+        size = c.out[i - 1] if x == 0 else c.saved[(i - 1) * c.K + x - 1]
+    best.cost = INFINITY
+    best.form = -1
+    best.cut = -1
+    best.moved = 0
+    if A + size > N:
+        return
+    for k in range(c.n_forms[i]):
+        w = i * c.K + k
+        if c.need_all[w] + A + size > N or c.need_B[w] + A + size > N:
+            continue
+        idle_F = c.need_all[w] + A + A_F + size - N
+        idle_B = c.need_B[w] + A + A_B + size - N
+        if idle_F < 0:
+            idle_F = 0
+        if idle_B < 0:
+            idle_B = 0
+        cost = c.U[i] - c.U[i - 1] + c.u_B[w] + idle_F / c.beta_F + idle_B / c.beta_B
+        if i == c.L:
+            F1 = _left(A_F, c.clock_F[i] - c.clock_F[i - 1] + idle_F)
+            B1 = _left(A_B, c.clock_B[w] + idle_B)
+            cost += F1 / c.beta_F + B1 / c.beta_B
+            if cost < best.cost:
+                best.cost = cost
+                best.form = <int32_t>k
+            continue
+        for v in range(2 if i > 1 else 1):
+            A1 = A if v else A + size
+            F1 = _left(A_F + (size if v else 0), c.clock_F[i] - c.clock_F[i - 1] + idle_F)
+            B1 = _left(A_B, c.clock_B[w] + idle_B) + (size if v else 0)
+            if A1 + F1 > N or A1 + B1 > N:
+                continue
+            rest = cost + _O(c, i + 1, 1 + k)[(A1 * M + F1) * M + B1]
+            if rest < best.cost:
+                best.cost = rest
+                best.form = <int32_t>k
+                best.moved = <int32_t>v
+                best.A = <int32_t>A1
+                best.A_F = <int32_t>F1
+                best.A_B = <int32_t>B1
+    if A + size + A_B > N:
+        return
+    for j in range(i, c.L):
+        stays = c.need_ck[i * L1 + j] + A + size <= N
+        if c.need_ck[i * L1 + i] + A + size > N or c.need_rest[i * L1 + j] + A > N:
+            break
+        segment = _C(c, i, j)[(A + size) * M + A_B]
+        if segment == INFINITY:
+            continue
+        wait = _excess(c.early[i * L1 + j] + A + A_F + size - N)
+        cost = c.U[j] - c.U[i - 1] + wait / c.beta_F + segment
+        drain = c.clock_F[j] - c.clock_F[i - 1] + <Py_ssize_t>floor(wait + 0.5)
+        B1 = _left(A_B, _drained(c, i, j, segment))
+        if stays:
+            A1 = A + size
+            F1 = _left(A_F, drain)
+            if A1 + F1 <= N and A1 + B1 <= N:
+                rest = cost + _O(c, j + 1, 0)[(A1 * M + F1) * M + B1]
+                if rest < best.cost:
+                    best.cost = rest
+                    best.form = -1
+                    best.cut = <int32_t>j
+                    best.moved = 0
+                    best.A = <int32_t>A1
+                    best.A_F = <int32_t>F1
+                    best.A_B = <int32_t>B1
+        if i > 1:
+            F1 = _left(A_F + size, drain)
+            if A + F1 <= N and A + B1 + size <= N:
+                rest = cost + _O(c, j + 1, 0)[(A * M + F1) * M + B1 + size]
+                if rest < best.cost:
+                    best.cost = rest
+                    best.form = -1
+                    best.cut = <int32_t>j
+                    best.moved = 1
+                    best.A = <int32_t>A
+                    best.A_F = <int32_t>F1
+                    best.A_B = <int32_t>(B1 + size)
+
+
+cdef class Kernel:
+    """The tables of one chain at one discretization (`rotoff.solver.joint.Costs` gives the arrays, by their names here)."""
+
+    cdef Costs c
+    cdef list keep
+
+    def __init__(self, costs, double[:, :, ::1] C, double[:, :, :, :, ::1] O):
+        self.keep = [costs, C, O]
+        cdef Costs *c = &self.c
+        c.L = costs.L
+        c.N = costs.N
+        c.K = costs.K
+        c.beta_F = costs.beta_F
+        c.beta_B = costs.beta_B
+        c.U = <double *>_at(costs.U, "d")
+        c.base = <double *>_at(costs.base, "d")
+        c.u_B = <double *>_at(costs.u_B, "d")
+        c.n_forms = <int32_t *>_at(costs.n_forms, "i")
+        c.out = <int32_t *>_at(costs.out, "i")
+        c.saved = <int32_t *>_at(costs.saved, "i")
+        c.clock_F = <int32_t *>_at(costs.clock_F, "i")
+        c.clock_B = <int32_t *>_at(costs.clock_B, "i")
+        c.clock = <int32_t *>_at(costs.clock, "i")
+        c.need_all = <int32_t *>_at(costs.need_all, "i")
+        c.need_all_B = <int32_t *>_at(costs.need_all_B, "i")
+        c.need_B = <int32_t *>_at(costs.need_B, "i")
+        c.need_ck = <int32_t *>_at(costs.need_ck, "i")
+        c.need_rest = <int32_t *>_at(costs.need_rest, "i")
+        c.need_ck_B = <int32_t *>_at(costs.need_ck_B, "i")
+        c.late = <double *>_at(costs.late, "d")
+        c.early = <double *>_at(costs.early, "d")
+        c.held = <double *>_at(costs.held, "d")
+        c.row = <int64_t *>_at(costs.row, "l")
+        c.C = &C[0, 0, 0]
+        c.O = &O[0, 0, 0, 0, 0]
+
+    def fill_backward(self, Py_ssize_t d, Py_ssize_t low, Py_ssize_t high):
+        """C_A of the segments (i, i + d), low <= i < high; shorter segments are filled already."""
+        cdef Py_ssize_t i, A, D, N = self.c.N
+        cdef double *row
+        cdef Choice best
+        with nogil:
+            for i in range(low, high):
+                row = _C(&self.c, i, i + d)
+                for A in range(N + 1):
+                    for D in range(N + 1 - A):
+                        _backward_state(&self.c, i, i + d, A, D, &best)
+                        row[A * (N + 1) + D] = best.cost
+
+    def fill_forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts):
+        """OC_x(i, ...) for every `parts`-th A from `part` on; later stages are filled already."""
+        cdef Py_ssize_t A, F, B, N = self.c.N, M = self.c.N + 1
+        cdef double *row = _O(&self.c, i, x)
+        cdef Choice best
+        with nogil:
+            A = part
+            while A <= N:
+                for F in range(N + 1 - A):
+                    for B in range(N + 1 - A):
+                        _forward_state(&self.c, i, x, A, F, B, &best)
+                        row[(A * M + F) * M + B] = best.cost
+                A += parts
+
+    def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
+        """(cost, form or -1, cut) of C_A(i, j, A, Δ)."""
+        cdef Choice best
+        _backward_state(&self.c, i, j, A, D, &best)
+        return best.cost, best.form, best.cut
+
+    def forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B):
+        """(cost, form or -1, cut, whether the input moves, A', A_F', A_B') of OC_x(i, A, A_F, A_B)."""
+        cdef Choice best
+        _forward_state(&self.c, i, x, A, A_F, A_B, &best)
+        return best.cost, best.form, best.cut, bool(best.moved), best.A, best.A_F, best.A_B
+
+    def after_segment(self, Py_ssize_t i, Py_ssize_t j, double seconds, Py_ssize_t D):
+        """Δ once segment i..j has run for `seconds`."""
+        return _left(D, _drained(&self.c, i, j, seconds))
+
+    def after_backward(self, Py_ssize_t i, Py_ssize_t k, Py_ssize_t A, Py_ssize_t D):
+        """Δ once B i has run (going back in time)."""
+        cdef Py_ssize_t idle = self.c.need_B[i * self.c.K + k] + A + D - self.c.N
+        return _left(D, self.c.clock_B[i * self.c.K + k] + (idle if idle > 0 else 0))
+
+
+cdef size_t _at(array, str code) except? 0:
+    if array.dtype.char != code or not array.flags.c_contiguous:
+        raise TypeError(f"an array of {array.dtype} where {code!r} is meant")
+    return <size_t>array.ctypes.data

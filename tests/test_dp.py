@@ -1,0 +1,82 @@
+"""The kernels' tables against the recurrences in plain Python: equal costs at every state, for both roundings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles.chains import chains
+from oracles.recurrences import Recurrences
+
+from rotoff import Chain, simulate
+from rotoff.bounds import arrays
+from rotoff.solver import joint, keep_all, remat
+from rotoff.solver.plan import evaluator
+from rotoff.solver.slots import ROUNDINGS, discretize
+
+
+def same(x: float, y: float) -> bool:
+    return x == y or math.isclose(x, y, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def limit_at(chain: Chain, share: float) -> int:
+    peak = simulate(chain, keep_all(chain)).peak_bytes
+    return max(chain.input_bytes + 1, round(chain.input_bytes + share * (peak - chain.input_bytes)))
+
+
+CASES = (st.integers(5, 60), st.sampled_from([0.3, 0.5, 0.7, 0.9, 1.1]), st.sampled_from(ROUNDINGS))
+
+
+@given(chains(most=7), *CASES)
+def test_remat_cost_is_the_recurrences(chain: Chain, N: int, share: float, rounding: str) -> None:
+    limit = limit_at(chain, share)
+    cost, codes = remat.solve_slots(chain, limit, N, rounding)
+    assert same(cost, Recurrences(chain, limit, N, rounding).remat())
+    if rounding == "up" and codes is not None:  # sound: it fits on exact bytes, and lasts as predicted
+        makespan, _, _, over = evaluator(chain, limit, codes.shape[1]).evaluate(codes)
+        assert over == 0
+        assert same(makespan, cost)
+
+
+@given(chains(most=5), *CASES)
+def test_joint_cost_is_the_recurrences(chain: Chain, N: int, share: float, rounding: str) -> None:
+    limit = limit_at(chain, share)
+    cost, _ = joint.solve_slots(chain, limit, N, rounding)
+    assert same(cost, Recurrences(chain, limit, N, rounding).joint())
+
+
+@given(chains(most=4), st.integers(5, 12), st.sampled_from([0.4, 0.7, 1.0]), st.sampled_from(ROUNDINGS))
+def test_every_state_of_the_joint_tables(chain: Chain, N: int, share: float, rounding: str) -> None:
+    limit = limit_at(chain, share)
+    kernel, twin = joint.fill(joint.costs(chain, limit, N, rounding)), Recurrences(chain, limit, N, rounding)
+    L = len(chain)
+    for A in range(N + 1):
+        for D in range(N + 1 - A):
+            for i in range(1, L):
+                for j in range(i, L):
+                    assert same(kernel.backward(i, j, A, D)[0], twin.C(i, j, A, D))
+
+
+@given(chains(most=6), st.integers(5, 40), st.sampled_from([0.4, 0.8]), st.sampled_from(ROUNDINGS))
+def test_every_state_of_the_remat_table(chain: Chain, N: int, share: float, rounding: str) -> None:
+    limit = limit_at(chain, share)
+    tables = remat.fill(chain, discretize(arrays(chain), limit, N, rounding))
+    twin = Recurrences(chain, limit, N, rounding)
+    for m in range(N + 1):
+        for i in range(1, len(chain) + 1):
+            assert same(tables.W[i, m], twin.opt_forward(i, m))
+            for j in range(i, len(chain)):
+                assert same(tables.C[tables.base[i] + j, m], twin.opt(i, j, m))
+
+
+@pytest.mark.parametrize("stages", [30, 100])
+def test_remat_tables_hold_long_chains(stages: int) -> None:
+    from rotoff import Stage
+
+    chain = Chain(tuple(Stage("", 1.0, 2.0, 10, 30) for _ in range(stages)), 10.0, 10.0, input_bytes=5)
+    limit = limit_at(chain, 0.3)
+    cost, codes = remat.solve_slots(chain, limit, 500)
+    assert codes is not None
+    assert chain.compute_time < cost < 1.5 * chain.compute_time
