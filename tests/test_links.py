@@ -242,6 +242,18 @@ class TestFileLink:
         file_link.wait(file_link.copy_in([target], 0, written))
         assert torch.equal(target, some_bytes(1000))
 
+    def test_a_thread_that_cannot_start_is_a_sentence_and_tried_again(self, file_link: FileLink):
+        file_link.reserve(8)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse(_: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(rotoff.ExecutionError, match="no thread for copies can be started"):
+                file_link.copy_out([some_bytes(8)], 0)
+        file_link.wait(file_link.copy_out([some_bytes(8)], 0))
+
     def test_a_truncated_file_is_an_error_not_a_hang(self, file_link: FileLink):
         file_link.reserve(1000)
         written = file_link.copy_out([some_bytes(1000)], 0)

@@ -85,6 +85,7 @@ class PinnedSegment:
                 self._address = self.tensor.data_ptr()
                 return
             _clear_last_error(device)
+        del self.tensor  # or the host would hold these bytes twice
         try:
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:

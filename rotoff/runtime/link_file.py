@@ -146,7 +146,12 @@ class _Worker:
     def submit(self, ticket: FileTicket) -> None:
         if not self._threads:
             thread = threading.Thread(target=_serve, args=(self._tickets, self.file), name="rotoff-file-link", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ExecutionError(
+                    f"no thread for copies can be started ({error}); let the process have one more"
+                ) from error
             self._threads.append(thread)
         self._tickets.put(ticket)
 
