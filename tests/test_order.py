@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transfer_programs import TransferProgram, storages
 
 from rotoff.runtime import link_cuda
@@ -120,6 +122,62 @@ class TestChecker:
         assert len(numbers) == 20
         held = torch.empty(64)
         assert recording.span(held[16:32]) == Span(recording.buffer(held.untyped_storage()), 64, 128)
+
+
+LANES = ["compute", "out", "in"]
+operations = st.one_of(
+    st.tuples(st.just("record"), st.sampled_from(LANES)),
+    st.tuples(st.just("wait"), st.sampled_from(LANES), st.integers(0, 5)),
+    st.tuples(st.just("finish"), st.sampled_from(LANES)),
+    st.tuples(st.just("access"), st.sampled_from(LANES), st.booleans(), st.integers(0, 3), st.integers(1, 3)),
+)
+
+
+def by_reachability(program: list[tuple[Any, ...]]) -> set[int]:
+    """The oracle: accesses that race with an earlier one, by search in the graph of what comes before what."""
+    before: list[set[int]] = []  # of each operation, all that happen before it
+    last: dict[str, int] = {}
+    records: list[int] = []
+    racing = set()
+    for j, (kind, lane, *rest) in enumerate(program):
+        own = HOST if kind == "finish" else lane
+        direct = {last[name] for name in {own, HOST} if name in last}
+        if kind == "wait" and rest[0] < len(records):
+            direct.add(records[-1 - rest[0]])
+        elif kind == "finish" and lane in last:
+            direct.add(last[lane])
+        elif kind == "record":
+            records.append(j)
+        before.append(direct.union(*(before[i] for i in direct)))
+        last[own] = j
+        if kind == "access":
+            writes, low, size = rest
+            for i in range(j):
+                if program[i][0] == "access" and program[i][1] != lane and i not in before[j]:
+                    other_writes, other_low, other_size = program[i][2:]
+                    if (writes or other_writes) and low < other_low + other_size and other_low < low + size:
+                        racing.add(j)
+    return racing
+
+
+@settings(max_examples=500)
+@given(st.lists(operations, max_size=40))
+def test_the_checker_agrees_with_a_search_in_the_graph(program: list[tuple[Any, ...]]):
+    recording, buffer = two_lanes()
+    marks: list[int] = []
+    for j, (kind, lane, *rest) in enumerate(program):
+        if kind == "record":
+            marks.append(recording.record(lane))
+        elif kind == "wait" and rest[0] < len(marks):
+            recording.wait(lane, marks[-1 - rest[0]])
+        elif kind == "finish":
+            recording.finish(lane)
+        elif kind == "access":
+            writes, low, size = rest
+            spans = [Span(buffer, low, low + size)]
+            recording.access(lane, f"op {j}", [] if writes else spans, spans if writes else [])
+    found = {int(text.split()[1]) for text in check(recording)}
+    assert found == by_reachability(program)
 
 
 def on_another_stream(link: Any) -> Any:
