@@ -6,8 +6,8 @@ PyTorch and by rotoff, one step of each in turn, so that both meet the same stat
 
 What the columns say:
 
-* step time: seconds of forward and backward, loss included, optimizer left out; median over the steps. `/plain` is the
-  median ratio of a step to plain PyTorch's step beside it.
+* step: seconds of forward and backward, loss included, optimizer left out. Predicted: of the plan, and its ratio to keeping
+  everything. Measured: median over the steps, and the median ratio of a step to plain PyTorch's step beside it.
 * peak: bytes that one step allocates beyond what was there before it (parameters, their gradients, optimizer, batch),
   as the allocator reports them, in a step of its own that is not timed.
 * host: bytes reserved behind the device: a file on the CPU, pinned memory on CUDA.
@@ -185,8 +185,9 @@ class Row:
     mode: str
     mem_limit: int
     predicted_time: float | None = None
+    predicted_ratio: float | None = None
     measured_time: float | None = None
-    ratio_to_plain: float | None = None
+    measured_ratio: float | None = None
     predicted_peak: int | None = None
     measured_peak: int | None = None
     host_bytes: int | None = None
@@ -219,6 +220,7 @@ class Comparison:
             row.note = f"does not fit; the smallest limit that works is {least:.1f} MiB ({share:.0f} %)"
             return
         row.predicted_time = self.model.get_expected_makespan()
+        row.predicted_ratio = row.predicted_time / self.model.chain.compute_time
         row.predicted_peak = self.model.get_expected_memory()
         row.host_bytes = self.model.get_expected_host_memory()
         self._train(row, progress)
@@ -248,7 +250,7 @@ class Comparison:
         self.plain_times += times[0]
         row.loss = losses[1]
         row.measured_time = statistics.median(times[1])
-        row.ratio_to_plain = statistics.median(ours / plain for plain, ours in zip(*times, strict=True))
+        row.measured_ratio = statistics.median(ours / plain for plain, ours in zip(*times, strict=True))
 
     def plain_row(self, reference: Row) -> Row:
         """Plain PyTorch, from the steps in between all others; its prediction is that of keeping everything."""
@@ -260,7 +262,8 @@ class Comparison:
             mem_limit=0,
             predicted_time=chain.compute_time,
             measured_time=statistics.median(self.plain_times),
-            ratio_to_plain=1.0,
+            predicted_ratio=1.0,
+            measured_ratio=1.0,
             predicted_peak=self.model.keep_all_memory,
             measured_peak=peak,
             host_bytes=0,
@@ -298,15 +301,15 @@ class Progress:
 
 
 HEADER = """\
-                      step time (s)               peak (MiB)          host
-limit    mode      predicted  measured  /plain  predicted  measured  (MiB)    loss  max |Δgrad|"""
+                   predicted step   measured step        peak (MiB)       host
+limit    mode          s   /plain       s   /plain  predicted  measured  (MiB)    loss  max |Δgrad|"""
 
 
 def line(row: Row) -> str:
     head = f"{row.limit:<8} {row.mode:<8}"
     if row.measured_time is None:
         return f"{head}  {row.note}"
-    times = f"{row.predicted_time:>10.3f} {row.measured_time:>9.3f} {row.ratio_to_plain:>7.2f}"
+    times = f"{row.predicted_time:>7.3f} {row.predicted_ratio:>7.2f} {row.measured_time:>8.3f} {row.measured_ratio:>7.2f}"
     memory = f"{row.predicted_peak / MIB:>10.1f} {row.measured_peak / MIB:>9.1f} {row.host_bytes / MIB:>6.1f}"
     return f"{head} {times} {memory} {row.loss:>7.4f}  {row.grad_difference:>11.3g}"
 
