@@ -80,6 +80,7 @@ class Step:
         self._edges: dict[int, list[torch.Tensor]] = {}  # outputs in the user's graph that the next stage has yet to take
         self._next = 0  # index of the next op
         self._backward = 0  # stage whose B autograd is running
+        self._consumed: list[torch.UntypedStorage] = []  # its ā, where the link records
         self._closed = False
 
     # -- the two ways in
@@ -131,8 +132,10 @@ class Step:
         self._next += 1
         self._backward = i
         self._touch(f"B {i}", [abar(i), self._input_of(i)], [])
+        if self._link is not None and self._link.recording and i < len(self._stages):
+            self._consumed = self._held[abar(i)].storages()
         # The stage's outputs have no reader left but the slots that saved them.
-        if (made := self._held.pop(a(i), None)) is not None:
+        if (made := self._held.pop(a(i), None)) is not None and i < len(self._stages):
             self._release(made)
         self._held[abar(i)].settle()
         for slot in self._held[abar(i)].outputs:
@@ -145,6 +148,9 @@ class Step:
         for v in (abar(i), a(i - 1)):
             if v in self._held and v != a(0):
                 self._release(self._held.pop(v))
+        if self._link is not None and self._consumed:
+            self._link.release(f"B {i}", self._consumed)  # autograd let go of them one by one
+            self._consumed = []
         self._runs.pop(i, None)
 
     def close(self) -> None:
@@ -345,9 +351,11 @@ class Step:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def _release(self, held: Held) -> None:
+        leaving = held.storages() if self._link is not None and self._link.recording else []
         held.settle()
-        if self._link is not None and self._link.recording:
-            self._link.release(held.name, held.storages())
+        if self._link is not None and leaving:
+            consumed = {s._cdata for s in self._consumed}
+            self._link.release(held.name, [s for s in leaving if s._cdata not in consumed])
         held.release()
 
     def _touch(self, what: str, reads: Sequence[Value], writes: Sequence[Value]) -> None:
