@@ -11,26 +11,38 @@ from typing import Any
 
 import pytest
 
+import rotoff
+
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run an example as a user would, against the rotoff that these tests import."""
-    import rotoff
-
     environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
     texts = [str(word) for word in command]
     return subprocess.run(
-        [sys.executable, *texts], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False
+        [sys.executable, *texts], capture_output=True, text=True, cwd=cwd, env=environment, timeout=600, check=False
     )
 
 
 def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
     code = (EXAMPLES / "quickstart.py").read_text(encoding="utf-8").split('"""', 2)[2].strip()
     assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_planning_runs_without_a_model(tmp_path: Path) -> None:
+    blocks = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    code = next(block.split("```")[0] for block in blocks if "Chain.load" in block)
+    stage = rotoff.Stage("s", 0.1, 0.2, 2**30, 3 * 2**30)
+    rotoff.Chain((stage,) * 8, 12e9, 12e9, input_bytes=2**20).save(tmp_path / "chain.json")
+    script = tmp_path / "plan.py"
+    script.write_text(code, encoding="utf-8")
+    result = run(script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[1]) <= 14 * 2**30
 
 
 def test_quickstart() -> None:
