@@ -38,13 +38,13 @@ quickstart: $(VENV)/installed
 # From a folder that has no rotoff/, so that neither pytest nor a child that it starts can find the source tree.
 PYTEST = cd $(VENV) && ROTOFF_TEST_INSTALLED=1 bin/pytest -c ../pyproject.toml ../tests
 
-test: $(VENV)/installed
+test: $(VENV)/tools
 	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/installed
+test-all: $(VENV)/tools
 	$(PYTEST) -m "" $(ARGS)
 
-lint: $(VENV)/installed
+lint: $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -74,5 +74,10 @@ $(VENV)/wheel: $(VENV)/torch $(SOURCES)
 # The wheel by itself first: pip would take a rebuilt one of the same version for the one that it has.
 $(VENV)/installed: $(VENV)/wheel
 	$(PIP) install --force-reinstall --no-deps dist/rotoff-*.whl
+	$(PIP) install dist/rotoff-*.whl
+	touch $@
+
+# What tests and lint need beside it; a rebuilt wheel leaves these as they are.
+$(VENV)/tools: pyproject.toml | $(VENV)/installed
 	$(PIP) install "$$(ls dist/rotoff-*.whl)[dev]"
 	touch $@
