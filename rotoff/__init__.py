@@ -32,6 +32,7 @@ from .simulator import Trace as Trace
 from .simulator import simulate as simulate
 from .sizes import format_bytes as format_bytes
 from .sizes import parse_bytes as parse_bytes
+from .solver import keep_all as keep_all
 from .solver import solve as solve
 
 if TYPE_CHECKING:

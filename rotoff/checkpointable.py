@@ -161,7 +161,9 @@ class Checkpointable(nn.Module):
             MeasureError: where nothing has been measured.
         """
         if self._latest is None:
-            raise MeasureError("nothing has been measured yet; call measure(*sample), or train a step after compute_sequence")
+            raise MeasureError(
+                "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
+            )
         return self._latest.profile
 
     @property
@@ -263,15 +265,18 @@ class Checkpointable(nn.Module):
         return len(self._model)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._model)  # type: ignore[call-overload, no-any-return]
+        return iter(self._model)  # type: ignore[call-overload]
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.replace(_PREFIX, "", 1), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(_PREFIX, "", 1), buffer
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of the model: names of modules, and so of parameters and buffers, do not show the wrapper."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self._model.named_modules(memo, prefix, remove_duplicate)
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:

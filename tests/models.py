@@ -117,7 +117,9 @@ class Scale(nn.Module):
 
 
 def mlp() -> tuple[nn.Sequential, Batch]:
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8))
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+    )
     return model, lambda: torch.randn(32, 16)
 
 
@@ -153,11 +155,15 @@ def recurrent() -> tuple[nn.Sequential, Batch]:
         def forward(self, result: Any) -> torch.Tensor:
             return result[0][:, -1] + result[1][0].sum()
 
-    return nn.Sequential(nn.Linear(6, 12), nn.LSTM(12, 12, batch_first=True), Last(), nn.Linear(12, 3)), lambda: torch.randn(8, 5, 6)
+    return nn.Sequential(nn.Linear(6, 12), nn.LSTM(12, 12, batch_first=True), Last(), nn.Linear(12, 3)), lambda: torch.randn(
+        8, 5, 6
+    )
 
 
 def frozen() -> tuple[nn.Sequential, Batch]:
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)
+    )
     for p in (*model[0].parameters(), *model[2].parameters(), *model[4].parameters()):
         p.requires_grad_(False)
     model[2].bias.requires_grad_(True)  # the chain begins here; stage 4 is frozen in the middle

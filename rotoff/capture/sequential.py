@@ -22,11 +22,13 @@ def stages(model: nn.Module) -> list[StageModule]:
         raise MeasureError(f"the model is a {type(model).__name__}; rotoff takes an nn.Sequential of its stages")
     found: list[StageModule] = []
     # _modules, not named_children: a module may stand in several places
-    todo = [(name, module) for name, module in reversed(list(model._modules.items()))]
+    todo = [(name, module) for name, module in reversed(list(model._modules.items())) if module is not None]
     while todo:
         name, module = todo.pop()
         if type(module) is nn.Sequential and len(module) > 0 and not _hooked(module):
-            todo.extend((f"{name}.{child}", inner) for child, inner in reversed(list(module._modules.items())))
+            todo.extend(
+                (f"{name}.{child}", inner) for child, inner in reversed(list(module._modules.items())) if inner is not None
+            )
         else:
             found.append(StageModule(name, (module,)))
     if not found:

@@ -37,7 +37,7 @@ TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes 
 class _InputRef(NamedTuple):
     """A saved view of the stage's input, found anew when it is needed."""
 
-    index: int  # of the tensor among the inputs
+    place: int  # of the tensor among the inputs
     view: View
 
 
@@ -313,9 +313,11 @@ class Step:
     def _unpack(self, i: int, packed: Slot | _InputRef) -> torch.Tensor:
         if self._backward != i or self._closed:
             if torch._C._current_graph_task_id() == -1:
-                raise ExecutionError(f"what stage {self._stage_name(i)!r} saved can only be read by its backward under rotoff")
+                raise ExecutionError(
+                    f"what stage {self._stage_name(i)!r} saved can only be read by its backward under rotoff"
+                )
             self._advance_to(i)  # no hook fired: the gradient entered within the stage
-        slot = self._held[self._input_of(i)].outputs[packed.index] if isinstance(packed, _InputRef) else packed
+        slot = self._held[self._input_of(i)].outputs[packed.place] if isinstance(packed, _InputRef) else packed
         if slot.modified():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"

@@ -28,7 +28,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)

@@ -1,0 +1,192 @@
+"""Whole training steps on CUDA: gradients, the limit as the allocator counts it, overlap, and no host synchronisation."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from models import fresh
+from torch import nn
+
+import rotoff
+from rotoff.runtime.link_cuda import CudaLink
+
+pytestmark = pytest.mark.cuda
+
+MODES = ["joint", "remat", "offload"]
+FRACTIONS = [0.8, 0.5, 0.3]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def large() -> tuple[nn.Sequential, torch.Tensor]:
+    """Stages of tens of megabytes, so that the allocator's rounding does not decide."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), *[Block(1024) for _ in range(10)], nn.Linear(1024, 64)).cuda()
+    return model, torch.randn(8192, 256, device="cuda")
+
+
+def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    output = model(x)
+    output.square().mean().backward()
+    return output.detach()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def with_zero_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
+@contextmanager
+def no_host_synchronisation() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["residual", "convolutional", "language", "tuples", "tied", "stateful", "aliasing"])
+def test_gradients_and_buffers_equal_the_plain_models_to_rounding(name: str, mode: str) -> None:
+    plain, batch = fresh(name)
+    wrapped, _ = fresh(name)
+    move_masks(plain.cuda()), move_masks(wrapped.cuda())
+    x = batch().cuda()
+    model = rotoff.Checkpointable(wrapped).measure(x)
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        model.compute_sequence(1, mode=mode)
+    model.compute_sequence(caught.value.min_mem_limit, mode=mode)
+    for _ in range(3):
+        torch.testing.assert_close(step(model, x), step(plain, x))
+    for a, b in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    model.close()
+
+
+def move_masks(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "mask", None), torch.Tensor):
+            module.mask = module.mask.cuda()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_peak_stays_below_the_prediction_and_the_limit(mode: str) -> None:
+    module, x = large()
+    model = rotoff.Checkpointable(module).measure(x)
+    everything = model.keep_all_memory
+    for fraction in FRACTIONS:
+        try:
+            model.compute_sequence(int(everything * fraction), mode=mode)
+        except rotoff.InfeasibleError:
+            continue
+        with_zero_gradients(model)
+        for _ in range(2):  # libraries' workspaces
+            step(model, x)
+        gc.collect()
+        torch.cuda.synchronize()
+        resident = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(model, x)
+        torch.cuda.synchronize()
+        used = torch.cuda.max_memory_allocated() - resident
+        assert used <= model.get_expected_memory() <= everything * fraction, (mode, fraction)
+        assert model.get_expected_memory() <= 1.05 * used, (mode, fraction)
+        assert torch.cuda.memory_allocated() == resident
+    model.close()
+
+
+def test_measuring_leaves_the_memory_statistics_alone() -> None:
+    module, x = large()
+    step(module, x)
+    torch.cuda.synchronize()
+    spike = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del spike
+    before = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    rotoff.Checkpointable(module).measure(x).close()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() == before[0]
+    assert torch.cuda.memory_allocated() == before[1]
+    assert torch.equal(torch.cuda.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_never_waits_on_the_host(mode: str) -> None:
+    module, x = large()
+    model = rotoff.Checkpointable(module).measure(x)
+    model.compute_sequence(int(model.keep_all_memory * 0.6), mode=mode)
+    with_zero_gradients(model)
+    torch.manual_seed(1)
+    step(model, x)
+    with no_host_synchronisation():
+        model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    model.close()
+
+
+def test_copies_overlap_compute() -> None:
+    """A step that moves much takes far less than its compute and its copies one after another."""
+    module, x = large()
+    model = rotoff.Checkpointable(module).measure(x)
+    model.compute_sequence(int(model.keep_all_memory * 0.6), mode="offload")
+    trace = model._latest.plan.trace
+    assert trace.d2h_bytes > 0
+    copies = trace.d2h_bytes / model.chain.d2h_bandwidth + trace.h2d_bytes / model.chain.h2d_bandwidth
+
+    def seconds(run: nn.Module) -> float:
+        times = []
+        for _ in range(7):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step(run, x)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+        return sorted(times)[3]
+
+    plain, planned = seconds(module), seconds(model)
+    expected = plain + (trace.makespan - model.chain.compute_time)  # what the plan says cannot be hidden
+    assert planned < expected + 0.5 * copies, (plain, planned, expected, copies)
+    model.close()
+
+
+def test_late_copies_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep kernel before every copy: a missing wait would show in the gradients."""
+    plain, _ = large()
+    module, x = large()
+    model = rotoff.Checkpointable(module).measure(x)
+    model.compute_sequence(int(model.keep_all_memory * 0.6), mode="offload")
+    assert model._latest.plan.trace.d2h_bytes > 0
+    begin = CudaLink._start
+
+    def late(self: CudaLink, *args: object, **kwargs: object) -> object:
+        for side in (self._outward, self._inward):
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(5_000_000)
+        return begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(CudaLink, "_start", late)
+    torch.testing.assert_close(step(model, x), step(plain, x))
+    for a, b in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b)
+    model.close()

@@ -1,0 +1,167 @@
+"""The wrapper behaves as the model does, and plans when it should."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+
+import pytest
+import torch
+from models import fresh, plain, same, train
+from test_runtime import smallest
+from torch import nn
+
+import rotoff
+
+
+def half(wrapped: rotoff.Checkpointable) -> int:
+    return (smallest(wrapped, "joint") + wrapped.keep_all_memory) // 2
+
+
+def test_state_dict_and_names_are_the_models() -> None:
+    model, _ = fresh("mlp")
+    keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
+    wrapped = rotoff.Checkpointable(model)
+    assert list(wrapped.state_dict()) == keys
+    assert [name for name, _ in wrapped.named_parameters()] == names
+    assert [name for name, _ in wrapped.named_buffers()] == [name for name, _ in model.named_buffers()]
+    outer = nn.ModuleDict({"net": wrapped})
+    assert list(outer.state_dict()) == [f"net.{key}" for key in keys]
+    assert [name for name, _ in outer.named_parameters()] == [f"net.{name}" for name in names]
+    other, _ = fresh("mlp")
+    with torch.no_grad():
+        other[0].weight.fill_(7)
+    assert wrapped.load_state_dict(other.state_dict()).missing_keys == []
+    assert bool((model[0].weight == 7).all())
+    assert outer.load_state_dict(outer.state_dict()).unexpected_keys == []
+    assert other.load_state_dict(wrapped.state_dict()).missing_keys == []
+
+
+def test_attributes_and_items_are_the_models() -> None:
+    model, _ = fresh("mlp")
+    model.note = "mine"
+    wrapped = rotoff.Checkpointable(model)
+    assert wrapped.note == "mine"
+    assert wrapped[0] is model[0]
+    assert len(wrapped) == len(model)
+    assert list(wrapped) == list(model)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        wrapped.nothing_like_it  # noqa: B018
+
+
+def test_eval_and_no_grad_run_the_model_itself() -> None:
+    model, batch = fresh("mlp")
+    wrapped = rotoff.Checkpointable(model).compute_sequence(1)  # a limit that no step fits
+    x = batch()
+    wrapped.eval()
+    assert not model.training
+    assert torch.equal(wrapped(x), model(x))
+    wrapped.train()
+    assert model.training
+    with torch.no_grad():
+        assert wrapped(x).grad_fn is None
+    with pytest.raises(rotoff.InfeasibleError):
+        wrapped(x)
+
+
+def test_planned_on_the_first_training_forward() -> None:
+    model, batch = fresh("residual")
+    limit = half(rotoff.Checkpointable(model).measure(batch()))
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).compute_sequence(limit)
+    with pytest.raises(rotoff.MeasureError, match="nothing has been measured"):
+        wrapped.chain  # noqa: B018
+    assert same(train(wrapped, batch), plain("residual"))
+    assert wrapped.get_expected_memory() <= limit
+    assert len(wrapped.sequence) > 0
+
+
+def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        for rows in (64, 64, 17, 64):
+            model(torch.randn(rows, 16)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = run(fresh("residual")[0])
+    wrapped = rotoff.Checkpointable(fresh("residual")[0]).measure(torch.randn(64, 16))
+    wrapped.compute_sequence(half(wrapped))
+    with caplog.at_level(logging.INFO, logger="rotoff"):
+        assert same(run(wrapped), expected)
+    assert sum("measuring a new input signature" in r.message for r in caplog.records) == 1
+    assert sum("mode joint" in r.message for r in caplog.records) == 1
+
+
+def test_a_limit_that_does_not_fit_changes_nothing() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    limit = half(wrapped)
+    wrapped.compute_sequence(limit)
+    before = wrapped.sequence
+    with pytest.raises(rotoff.InfeasibleError, match="needs at least") as caught:
+        wrapped.compute_sequence(1000)
+    assert wrapped.sequence is before
+    assert wrapped.mem_limit == limit
+    wrapped.compute_sequence(caught.value.min_mem_limit)
+    assert wrapped.get_expected_memory() <= caught.value.min_mem_limit
+    with pytest.raises(rotoff.InfeasibleError):
+        wrapped.compute_sequence(caught.value.min_mem_limit - 1)
+
+
+def test_keeping_everything_runs_the_plain_model() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence(wrapped.keep_all_memory)
+    assert [str(op) for op in wrapped.sequence] == [str(op) for op in rotoff.keep_all(wrapped.chain)]
+    called = []
+    model.register_forward_hook(lambda *_: called.append(1))  # of the whole model, which stages pass by
+    wrapped(batch()).sum().backward()
+    assert called == [1]
+    assert wrapped.get_expected_memory() == wrapped.keep_all_memory
+    assert wrapped.get_expected_host_memory() == 0
+
+
+def test_auto_takes_what_is_free() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).compute_sequence("auto")
+    assert wrapped.mem_limit is not None
+    assert wrapped.mem_limit > 1 << 20
+    wrapped(batch()).sum().backward()
+
+
+def test_a_model_where_nothing_needs_a_gradient_just_runs() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Softmax(dim=1))
+    x = torch.randn(4, 4)
+    wrapped = rotoff.Checkpointable(model).compute_sequence(1 << 20)
+    assert torch.equal(wrapped(x), model(x))
+    y = x.clone().requires_grad_()
+    wrapped(y).sum().backward()
+    assert y.grad is not None
+
+
+def test_threads_and_files_go_with_the_module() -> None:
+    model, batch = fresh("residual")
+    gc.collect()
+    threads = threading.active_count()
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
+    wrapped(batch()).sum().backward()
+    assert threading.active_count() > threads
+    wrapped.close()
+    assert threading.active_count() == threads
+    wrapped(batch()).sum().backward()  # taken anew
+    del wrapped
+    gc.collect()
+    assert threading.active_count() == threads
+
+
+def test_what_is_said_of_a_plan(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    limit = half(wrapped)
+    with caplog.at_level(logging.INFO, logger="rotoff"):
+        wrapped.compute_sequence(limit)
+    (record,) = caplog.records
+    for part in ("mode joint", rotoff.format_bytes(limit), "predicted peak", "over keeping everything"):
+        assert part in record.message

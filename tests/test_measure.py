@@ -1,0 +1,145 @@
+"""Measuring: exact bytes, and nothing of the user's changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from allocated import live_bytes, peak_bytes
+from models import ALL, fresh
+from torch import nn
+
+import rotoff
+from rotoff.profile.allocations import Allocation, AllocationLog, mark, record
+
+KIB = 1024
+
+
+def measured(*modules: nn.Module, x: torch.Tensor) -> rotoff.Chain:
+    model = rotoff.Checkpointable(nn.Sequential(*modules)).measure(x)
+    model.close()
+    return model.chain
+
+
+def test_bytes_of_known_stages() -> None:
+    """1024 x 64 floats are 256 KiB."""
+    chain = measured(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 16), x=torch.randn(1024, 64))
+    kib = [(s.output_bytes / KIB, s.saved_bytes / KIB, s.grad_bytes / KIB) for s in chain.stages]
+    assert kib == [(256, 256, 256), (256, 256, 256), (256, 512, 256), (256, 256, 256), (64, 64, 64)]
+    assert chain.input_bytes == 256 * KIB
+    assert chain.input_grad_bytes == 0
+    # weight and bias gradients, until they have been added to .grad
+    assert chain.stages[4].backward_transient_bytes == 4 * (16 * 64 + 16)
+    assert [s.forward_transient_bytes for s in chain.stages] == [0] * 5
+    assert chain.stages[2].checkpoint_transient_bytes == 256 * KIB  # the mask, which F_ck lets go
+
+
+def test_the_inputs_gradient_is_charged_where_it_is_wanted() -> None:
+    assert measured(nn.Linear(64, 64), x=torch.randn(1024, 64, requires_grad=True)).input_grad_bytes == 256 * KIB
+
+
+def test_stages_that_alias_or_overwrite_are_merged() -> None:
+    chain = measured(
+        nn.Linear(64, 64),
+        nn.ReLU(inplace=True),
+        nn.Unflatten(1, (8, 8)),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        x=torch.randn(32, 64),
+    )
+    assert [s.name for s in chain.stages] == ["0..3", "4"]
+    model, batch = fresh("overwriting")
+    x = batch()
+    before = x.clone()
+    wrapped = rotoff.Checkpointable(model).measure(x)
+    assert torch.equal(x, before)
+    assert [s.name for s in wrapped.profile.prefix] == ["0"]  # nothing in it needs a gradient
+
+
+def test_stages_before_the_first_gradient_are_no_stages_of_the_chain() -> None:
+    model, batch = fresh("frozen")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    assert [s.name for s in wrapped.chain.stages] == ["2", "3", "4", "5", "6"]
+    assert [s.name for s in wrapped.profile.prefix] == ["0", "1"]
+    assert wrapped.profile.resident_input_bytes == 0
+
+
+def test_what_a_graph_keeps_past_all_hooks_is_a_constant() -> None:
+    model, batch = fresh("stateful")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    assert wrapped.profile.stuck_bytes == 32 * 16 * 4
+
+
+def test_a_profiler_that_is_on_is_named() -> None:
+    model = rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4)))
+    with torch.autograd.profiler.profile(), pytest.raises(rotoff.MeasureError, match="profiler is active"):
+        model.measure(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_of_the_users_is_changed(name: str) -> None:
+    model, batch = fresh(name)
+    x = batch()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.full_like(p, 3.0)
+    state = copy.deepcopy(model.state_dict())
+    generator, given = torch.get_rng_state(), x.clone()
+    buffers = [id(b) for b in model.buffers()]
+    wrapped = rotoff.Checkpointable(model)
+    live = live_bytes()
+    wrapped.measure(x)
+    assert live_bytes() == live
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(x, given)
+    assert x.grad is None
+    assert [id(b) for b in model.buffers()] == buffers
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
+    assert all(p.grad is None or bool((p.grad == 3).all()) for p in model.parameters())
+    wrapped.close()
+
+
+def test_measuring_holds_one_stage_at_a_time() -> None:
+    def peak(layers: int) -> int:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers)])
+        x = torch.randn(4096, 64)
+        from rotoff.profile import measure as module
+        from rotoff.profile import meter
+
+        recorded = module.record, meter.record
+        try:  # one profiler at a time: the outer one watches, the inner ones say nothing
+            silent = lambda run, device: (run(), AllocationLog((Allocation(0, 0, "backward"),)))  # noqa: E731
+            module.record = meter.record = silent
+            meter_costs = rotoff.Checkpointable(model)
+            return peak_bytes(lambda: meter_costs.measure(x))
+        finally:
+            module.record, meter.record = recorded
+
+    stage = 4096 * 64 * 4
+    assert peak(12) <= peak(3) + stage // 8
+    assert peak(12) <= 6.5 * stage  # a_i-1, two outputs of a stage's modules, three gradients
+
+
+def test_the_log_sees_temporaries_and_marks() -> None:
+    def run() -> torch.Tensor:
+        x = torch.empty(1000)
+        y = torch.empty(500)
+        del x
+        mark("middle")
+        z = torch.empty(100)
+        del y
+        return z
+
+    kept, log = record(run, torch.device("cpu"))
+    assert log.peak() == 6000
+    assert log.live() == {kept.untyped_storage().data_ptr(): 400}
+    assert log.after("middle").peak() == 400
+    assert [e.mark for e in log.events if e.mark] == ["middle"]
+
+
+def test_the_progress_is_told() -> None:
+    told = []
+    model = rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    model.measure(torch.randn(2, 4), progress=lambda done, of, name: told.append((done, of, name)))
+    assert told == [(0, 2, "0"), (1, 2, "1"), (2, 2, "")]
