@@ -220,7 +220,7 @@ class Checkpointable(nn.Module):
             return self._model(value)
         for stage in profile.prefix:
             value = stage.run(value)
-        device = _device_of(self._model, value)
+        device = profile.device
         link = self._links.take(device, plan.host_bytes) if plan.host_bytes else None
         step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back)
         return step.forward(value)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that the CPU allocator held during `run`, above the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()
     level = most = 0

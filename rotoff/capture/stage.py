@@ -78,6 +78,8 @@ class Behaviour:
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
     """The tensors in `value` (a tensor, or tuples, lists and dicts of them), and the way to put others in their places."""
+    if isinstance(value, torch.Tensor):  # nearly always
+        return [value], _only
     leaves, spec = pytree.tree_flatten(value)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]  # holds no tensor alive
@@ -89,6 +91,10 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
         return pytree.tree_unflatten(filled, spec)
 
     return [leaves[n] for n in places], rebuild
+
+
+def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

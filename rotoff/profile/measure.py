@@ -28,12 +28,13 @@ Progress = Callable[[int, int, str], None]  # stages done, stages in all, name o
 class Profile:
     """A measured model.
 
-    chain: costs of the stages that have a backward. prefix: stages before them, through which no gradient flows.
-    stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every step. replay_bytes: the
+    device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
+    which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every step. replay_bytes: the
     snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds, its output (the chain's
     input) included.
     """
 
+    device: torch.device
     chain: Chain
     prefix: tuple[StageModule, ...]
     stages: tuple[StageModule, ...]
@@ -91,6 +92,7 @@ def measure(
     d2h, h2d, duplex = bandwidth(max(1, int(typical)))
     starts = flatten(start)[0]
     return Profile(
+        device=device,
         chain=Chain(
             stages=tuple(m.costs for m in measured),
             d2h_bandwidth=d2h,

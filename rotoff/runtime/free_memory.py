@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import LimitError
+from .host_memory import available_bytes
 
 MARGIN = 0.1  # of what is free, left to fragmentation and to what others allocate
 
@@ -19,16 +20,8 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached, and ours to use
     else:
-        free = _available_ram()
+        available = available_bytes()
+        if available is None:
+            raise LimitError('mem_limit "auto" needs a system that says how much memory is free; give a number of bytes')
+        free = available
     return int(free * (1 - MARGIN))
-
-
-def _available_ram() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    raise LimitError('mem_limit "auto" needs a system that says how much memory is free; give a number of bytes')

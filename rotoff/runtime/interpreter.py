@@ -38,7 +38,17 @@ class _InputRef(NamedTuple):
     """A saved view of the stage's input, found anew when it is needed."""
 
     place: int  # of the tensor among the inputs
-    view: View
+    view: View | None  # None: all of it
+
+
+class _Resident(NamedTuple):
+    """A saved tensor that was there before the stage ran."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+_Packed = Slot | _InputRef | _Resident
 
 
 class _StageRun:
@@ -92,7 +102,7 @@ class Step:
         self._held[a(0)] = Held("the input", [t.detach() for t in tensors])
         try:
             while self._next < self._plan.forward_end:
-                self._execute(self._plan.sequence[self._next])
+                self._execute(self._plan.sequence.ops[self._next])
             L = len(self._stages)
             return self._rebuild[L](self._edges.pop(L))
         except BaseException:
@@ -117,7 +127,7 @@ class Step:
                 Variable._execution_engine.queue_callback(self.close)
             while True:
                 self._end_backward()
-                while (op := self._plan.sequence[self._next]).kind is not OpKind.B:
+                while (op := self._plan.sequence.ops[self._next]).kind is not OpKind.B:
                     self._execute(op)
                 self._begin_backward(op.stage)
                 if op.stage <= i:
@@ -252,29 +262,39 @@ class Step:
                 tensor.data = now  # it was moved since it was made
         replay = ReplayState(self._generators, behaviour.changed_buffers) if i in self._plan.replayed else None
         run = self._runs[i] = _StageRun([t.requires_grad for t in inputs], replay)
+        if i in self._plan.untouched:
+            return self._made(i, self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
         places = {storage_key(t): n for n, t in enumerate(inputs)}
         slots, kinds = run.slots, behaviour.saved
 
-        def pack(tensor: torch.Tensor) -> Slot | _InputRef:
+        whole = [View.of(t) for t in inputs]
+
+        def pack(tensor: torch.Tensor) -> _Packed:
             n = len(slots)
-            place = places.get(storage_key(tensor))
+            place = places.get(tensor.untyped_storage()._cdata)
             if n >= len(kinds) or (place is not None) != (kinds[n] is SavedKind.INPUT):
                 raise self._changed(i)
             if place is not None:
                 slots.append(None)
-                return _InputRef(place, View.of(tensor))
+                view = View.of(tensor)
+                return _InputRef(place, None if view == whole[place] else view)
             if kinds[n] is SavedKind.RESIDENT:
                 slots.append(None)
-                return Slot(tensor.detach())
+                return _Resident(tensor, tensor._version)
             run.shapes.append((tensor.shape, tensor.dtype))
             slot = Slot(tensor.detach() if keep else None)
             slots.append(weakref.ref(slot))
             return slot
 
         with saved_tensors_hooks(pack, partial(self._unpack, i)):
-            outputs, self._rebuild[i] = flatten(self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
+            result = self._stages[i - 1].run(self._rebuild[i - 1](inputs))
         if len(slots) != len(kinds):
             raise self._changed(i)
+        return self._made(i, result)
+
+    def _made(self, i: int, result: Any) -> list[torch.Tensor]:
+        """Take the output of stage i's first run in; returns its tensors, detached."""
+        outputs, self._rebuild[i] = flatten(result)
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._gradient_arrived, i))
@@ -310,7 +330,7 @@ class Step:
             raise self._changed(i)
         return [tensor.detach() for tensor in outputs]
 
-    def _unpack(self, i: int, packed: Slot | _InputRef) -> torch.Tensor:
+    def _unpack(self, i: int, packed: _Packed) -> torch.Tensor:
         if self._backward != i or self._closed:
             if torch._C._current_graph_task_id() == -1:
                 raise ExecutionError(
@@ -318,15 +338,16 @@ class Step:
                 )
             self._advance_to(i)  # no hook fired: the gradient entered within the stage
         slot = self._held[self._input_of(i)].outputs[packed.place] if isinstance(packed, _InputRef) else packed
-        if slot.modified():
+        tensor = slot.tensor
+        assert tensor is not None, f"the machine made no value for what stage {i} saved"
+        if tensor._version != slot.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
                 f" that stage {self._stage_name(i)!r} saved; clone it before changing it"
             )
-        assert slot.tensor is not None, f"stage {i} is not there"
-        if not isinstance(packed, _InputRef) or packed.view == View.of(slot.tensor):
-            return slot.tensor
-        return packed.view.on(slot.tensor.untyped_storage())
+        if isinstance(packed, _InputRef) and packed.view is not None:
+            return packed.view.on(tensor.untyped_storage())
+        return tensor
 
     @staticmethod
     def _never(_: None) -> torch.Tensor:

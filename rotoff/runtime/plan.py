@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..chain import Chain
 from ..sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
-from ..simulator import Trace, simulate
+from ..simulator import Machine, Trace, simulate
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class ExecutionPlan:
     """What the interpreter follows.
 
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
-    replayed: stages whose forward runs more than once. host: op index of each ``offload`` -> its place in the slab.
+    replayed: stages whose forward runs more than once. untouched: stages that run as in the plain model, since neither what
+    they save nor their input goes before their backward. host: op index of each ``offload`` -> its place in the slab.
     host_bytes: size of the slab. trace: the machine's prediction. keeps_all: nothing is moved or run twice.
     """
 
     sequence: Sequence
     forward_end: int
     replayed: frozenset[int]
+    untouched: frozenset[int]
     host: dict[int, HostRange]
     host_bytes: int
     trace: Trace
@@ -53,6 +55,7 @@ def compile_sequence(chain: Chain, sequence: Sequence, mem_limit: int | None = N
         sequence=sequence,
         forward_end=_forward_end(sequence, len(chain)),
         replayed=replayed,
+        untouched=_untouched(chain, sequence),
         host=host,
         host_bytes=max((r.offset + r.room for r in host.values()), default=0),
         trace=trace,
@@ -66,6 +69,30 @@ def _forward_end(sequence: Sequence, L: int) -> int:
     while index < len(sequence) and sequence[index].kind not in COMPUTES:
         index += 1
     return index
+
+
+def _untouched(chain: Chain, sequence: Sequence) -> frozenset[int]:
+    """Stages that run ``F_all`` once, and whose ā and input stay on the device, unmoved, until their ``B``."""
+    machine = Machine(chain)
+    source: dict[int, Value] = {}  # the input that a stage's F_all found
+    found: set[int] = set()
+    for op in sequence:
+        i = op.stage
+        if op.kind is OpKind.F_ALL and i not in source:
+            source[i] = machine.input_of(i) or Value(False, i - 1)
+            found.add(i)
+        elif op.kind in FORWARDS:
+            source.setdefault(i, Value(False, i - 1))
+            found.discard(i)
+            if op.kind is OpKind.F_NONE:
+                found = {k for k in found if source[k] != Value(False, i - 1) or i == 1}
+        elif op.kind in (OpKind.FREE, OpKind.DROP, OpKind.OFFLOAD):
+            if op.saved:
+                found.discard(i)
+            if op.kind is not OpKind.OFFLOAD:
+                found = {k for k in found if source[k] != op.value or k > machine.next_backward}
+        machine.step(op)
+    return frozenset(found)
 
 
 def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:

@@ -50,7 +50,7 @@ class ReplayState:
         self._generators = generators
         self._rng = generators.states()
         self._buffers = [(module, name, _buffer(module, name).clone()) for module, name in buffers]
-        self._autocast = _autocast_states({"cpu", generators.device.type})
+        self._autocast = [_autocast_state(device_type) for device_type in sorted({"cpu", generators.device.type})]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -60,12 +60,14 @@ class ReplayState:
         own = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
         with ExitStack() as stack:
             stack.callback(now.put, rng)
-            stack.callback(_put_buffers, own)
-            # clones, since the run changes them and another replay may follow
-            _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
+            if own:
+                stack.callback(_put_buffers, own)
+                # clones, since the run changes them and another replay may follow
+                _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
             now.put(self._rng)
-            for device_type, enabled, dtype, cache in self._autocast:
-                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache))
+            for state in self._autocast:
+                if state != _autocast_state(state[0]):
+                    stack.enter_context(torch.autocast(state[0], enabled=state[1], dtype=state[2], cache_enabled=state[3]))
             stack.enter_context(torch.enable_grad())
             yield
 
@@ -81,9 +83,9 @@ def _put_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) 
         module._buffers[name] = buffer
 
 
-def _autocast_states(device_types: set[str]) -> list[tuple[str, bool, torch.dtype, bool]]:
+def _autocast_state(device_type: str) -> tuple[str, bool, torch.dtype, bool]:
     cache = torch.is_autocast_cache_enabled()
-    return [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t), cache) for t in sorted(device_types)]
+    return device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type), cache
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from ..errors import ExecutionError
 from .link import Link, Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """How a tensor lies in a storage."""
 
     dtype: torch.dtype
@@ -40,10 +39,11 @@ class Slot:
     Autograd owns the slots of what it saves, so that memory goes as its graph goes; the interpreter owns those of outputs.
     """
 
-    __slots__ = ("tensor", "version", "__weakref__")
+    __slots__ = ("__weakref__", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
-        self.put(tensor)
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self.tensor = tensor
+        self.version = 0 if tensor is None else tensor._version
 
     def put(self, tensor: torch.Tensor | None) -> None:
         self.tensor = tensor
