@@ -23,7 +23,9 @@ from libc.string cimport memcmp, memcpy
 cdef enum:
     MOVE = 1   # the value made may move to the host
     DROP = 2   # the input is dropped once the stage has run
-    KIND = 2   # code >> KIND: 0 is F_ck, 1 + k is F_all (k = 0) or F_sel k
+    APART = 4  # B q+1 takes a_q, made again for it while ā_q waits on the host
+    EARLY = 8  # the same from the start: a_q is made right after ā_q, which leaves at once
+    KIND = 4   # code >> KIND: 0 is F_ck, 1 + k is F_all (k = 0) or F_sel k
     CK = 0
     NONE = 1
     ALL = 2
@@ -77,6 +79,7 @@ cdef struct Work:
     int32_t *made       # value made, -1 for B
     int32_t *gone       # value dropped right after, or -1
     int32_t *saved_set  # B: the value that is ā_i
+    int32_t *away       # value that must be on the host meanwhile, or -1
     int64_t *memory     # bytes while it runs, prefetches risen included
     # values
     int32_t *level
@@ -84,6 +87,7 @@ cdef struct Work:
     int64_t *size
     int8_t *movable
     int8_t *moves
+    int8_t *apart
     int8_t *on
     int32_t *head
     int32_t *tail
@@ -103,6 +107,7 @@ cdef struct Work:
     int32_t *place_tail
     # stages
     int32_t *have
+    int32_t *stash      # ā on the host that `have` does not show, or -1
     int32_t *visits
     int32_t *live       # movable values on the device
 
@@ -115,6 +120,7 @@ cdef inline int32_t _value(Work *w, int32_t *n_values, int32_t level, int32_t fo
     w.size[v] = size
     w.movable[v] = movable
     w.moves[v] = 0
+    w.apart[v] = 0
     w.on[v] = 0
     w.head[v] = -1
     w.tail[v] = -1
@@ -142,27 +148,42 @@ cdef inline void _use(Work *w, int32_t *n_uses, int32_t v, int32_t op) noexcept 
 cdef void _forward(Chain *c, Work *w, int32_t q, int32_t code, bint last, bint must_save, Py_ssize_t *n_ops,
                    int32_t *n_values, int32_t *n_uses) noexcept nogil:
     """Append one forward of stage q; `last` keeps its input, `must_save` makes ā_q whatever the code says."""
-    cdef int32_t t = <int32_t>n_ops[0]
     cdef int32_t kind = code >> KIND, source = w.have[q - 1], form = kind - 1
     cdef bint dropped = (code & DROP) and not last and q > 1
     if must_save and kind == 0:
         form = 0
     if form >= c.n_forms[q]:
         form = 0
+    if w.stash[q] >= 0:
+        form = -1
+    if form >= 0 and (code & EARLY) and (code & MOVE) and not must_save and q < c.L:
+        _forward_one(c, w, q, form, True, False, source, n_ops, n_values, n_uses)
+        w.stash[q] = w.made[n_ops[0] - 1]
+        w.away[n_ops[0]] = w.stash[q]
+        _forward_one(c, w, q, -1, True, dropped, source, n_ops, n_values, n_uses)
+        return
+    _forward_one(c, w, q, form, code & MOVE, dropped, source, n_ops, n_values, n_uses)
+    w.apart[w.made[n_ops[0] - 1]] = form >= 0 and (code & APART) and (code & MOVE) and q < c.L
+
+
+cdef void _forward_one(Chain *c, Work *w, int32_t q, int32_t form, bint moves, bint dropped, int32_t source,
+                       Py_ssize_t *n_ops, int32_t *n_values, int32_t *n_uses) noexcept nogil:
+    cdef int32_t t = <int32_t>n_ops[0]
     n_ops[0] = t + 1
     w.stage[t] = q
     w.source[t] = source
     w.gone[t] = -1
     w.saved_set[t] = -1
+    w.away[t + 1] = -1
     _use(w, n_uses, source, t)
     if form < 0:
         w.kind[t] = CK
         w.form[t] = 0
-        w.made[t] = _value(w, n_values, q, -1, c.out[q], (code & MOVE) and q < c.L)
+        w.made[t] = _value(w, n_values, q, -1, c.out[q], moves and q < c.L)
     else:
         w.kind[t] = ALL
         w.form[t] = form
-        w.made[t] = _value(w, n_values, q, form, c.saved[q * c.K + form], (code & MOVE) and q < c.L)
+        w.made[t] = _value(w, n_values, q, form, c.saved[q * c.K + form], moves and q < c.L)
     w.have[q] = w.made[t]
     if dropped:
         w.gone[t] = source
@@ -176,16 +197,21 @@ cdef Py_ssize_t _operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t 
                             int32_t *n_uses) noexcept nogil:
     """Pass 1; the number of operations, or -1 where there are more than `cap`."""
     cdef Py_ssize_t n = 0, L = c.L
-    cdef int32_t q, i, low, high, v
+    w.away[0] = -1
+    cdef int32_t q, i, low, high, v, source, aside
     cdef bint missing
     for q in range(L + 1):
         w.have[q] = -1
+        w.stash[q] = -1
         w.visits[q] = 0
     for q in range(1, <int32_t>L + 1):
         _forward(c, w, q, codes[q * V], q == L, q == L, &n, n_values, n_uses)
         w.visits[q] = 1
     for i in range(<int32_t>L, 0, -1):
         while True:
+            if w.have[i] < 0 and w.stash[i] >= 0:
+                w.have[i] = w.stash[i]
+                w.stash[i] = -1
             missing = w.have[i] < 0
             if missing:
                 high = i
@@ -196,7 +222,7 @@ cdef Py_ssize_t _operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t 
             low = high - 1
             while low > 0 and w.have[low] < 0:
                 low -= 1
-            if n + (high - low) + 2 * i + 2 > w.cap:
+            if n + 2 * (high - low) + 2 * i + 2 > w.cap:
                 return -1
             for q in range(low + 1, high + 1):
                 v = w.visits[q]
@@ -204,19 +230,40 @@ cdef Py_ssize_t _operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t 
                     v = <int32_t>V - 1
                 _forward(c, w, q, codes[q * V + v], q == i, q == i, &n, n_values, n_uses)
                 w.visits[q] += 1
+        source = w.have[i - 1]
+        if i > 1 and w.apart[source] and w.movable[source] and w.head[source] >= 0:
+            # a_{i-1} from the nearest value below, while ā_{i-1} waits on the host for B i-1.
+            aside = source
+            w.have[i - 1] = -1
+            low = i - 2
+            while low > 0 and w.have[low] < 0:
+                low -= 1
+            if n + 2 * (i - 1 - low) + 2 * i + 2 > w.cap:
+                return -1
+            for q in range(low + 1, i):
+                v = w.visits[q]
+                if v >= V:
+                    v = <int32_t>V - 1
+                _forward(c, w, q, codes[q * V + v] if q < i - 1 else 0, False, False, &n, n_values, n_uses)
+                w.visits[q] += 1
+            w.away[n - 1] = aside
+            source = w.have[i - 1]
+            w.have[i - 1] = aside
         w.kind[n] = BACK
         w.stage[n] = i
-        w.source[n] = w.have[i - 1]
+        w.source[n] = source
+        w.away[n + 1] = -1
         w.made[n] = -1
         w.gone[n] = -1
         w.saved_set[n] = w.have[i]
         w.form[n] = w.vform[w.have[i]]
-        _use(w, n_uses, w.have[i - 1], <int32_t>n)
+        _use(w, n_uses, source, <int32_t>n)
         _use(w, n_uses, w.have[i], <int32_t>n)
         w.have[i] = -1
-        if i > 1 and w.vform[w.have[i - 1]] < 0:
-            w.gone[n] = w.have[i - 1]
-            w.have[i - 1] = -1
+        if i > 1 and w.vform[source] < 0:
+            w.gone[n] = source
+            if w.have[i - 1] == source:
+                w.have[i - 1] = -1
         n += 1
     return n
 
@@ -255,9 +302,23 @@ cdef void _lose(Work *w, int32_t v, int64_t *held, Py_ssize_t *n_live) noexcept 
             _live_remove(w, n_live, v)
 
 
+cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live, Py_ssize_t *n_gaps) noexcept nogil:
+    """v is freed before operation t and comes back before its next use."""
+    cdef Py_ssize_t g = n_gaps[0]
+    _live_remove(w, n_live, v)
+    w.on[v] = 0
+    held[0] -= w.size[v]
+    w.moves[v] = 1
+    w.gap_of[v] = <int32_t>g
+    w.gap_value[g] = v
+    w.gap_from[g] = t
+    w.gap_to[g] = -1
+    n_gaps[0] = g + 1
+
+
 cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *emitted, Result *r) noexcept nogil:
     """All four passes; where `emitted` is not NULL, rows (kind, stage, form, saved) are written there."""
-    cdef int32_t n_values = 0, n_uses = 0, v, victim, i, t, p, g
+    cdef int32_t n_values = 0, n_uses = 0, v, i, t, p, g
     cdef Py_ssize_t n, x, n_live = 0, n_gaps = 0, n_reloads = 0, e = 0, next_free = 0, next_wait = 0, best_x
     cdef int64_t held = c.out[0], need, gradient = 0, peak = 0, over = 0, host = 0, host_peak = 0, size
     cdef double compute = 0.0, out_lane = 0.0, in_lane = 0.0, start, end
@@ -291,6 +352,8 @@ cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t
                 # δ_L is held as soon as stage L has run, by any free before B L too.
                 if w.size[w.made[t]] + c.grad[i] > need:
                     need = w.size[w.made[t]] + c.grad[i]
+        if w.away[t] >= 0 and w.on[w.away[t]]:
+            _evict(w, w.away[t], t, &held, &n_live, &n_gaps)
         while held + need > c.limit:
             farthest = t
             best_x = -1
@@ -303,17 +366,7 @@ cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t
                 if held + need - c.limit > over:
                     over = held + need - c.limit
                 break
-            victim = w.live[best_x]
-            n_live -= 1
-            w.live[best_x] = w.live[n_live]
-            w.on[victim] = 0
-            held -= w.size[victim]
-            w.moves[victim] = 1
-            w.gap_of[victim] = <int32_t>n_gaps
-            w.gap_value[n_gaps] = victim
-            w.gap_from[n_gaps] = t
-            w.gap_to[n_gaps] = -1
-            n_gaps += 1
+            _evict(w, w.live[best_x], t, &held, &n_live, &n_gaps)
         w.memory[t] = held + need
         if w.made[t] >= 0:
             v = w.made[t]
@@ -470,7 +523,9 @@ cdef int16_t _draw_code(Chain *c, uint64_t *state, Py_ssize_t q) noexcept nogil:
     cdef int16_t kind = 0
     if _below(state, 2):
         kind = <int16_t>(1 + _below(state, c.n_forms[q]))
-    return <int16_t>((kind << KIND) | (MOVE if _below(state, 2) else 0) | (DROP if _below(state, 3) == 0 else 0))
+    return <int16_t>((kind << KIND) | (MOVE if _below(state, 2) else 0) | (DROP if _below(state, 3) == 0 else 0)
+                     | (APART if _below(state, 8) == 0 else 0)
+                     | (EARLY if _below(state, 16) == 0 else 0))
 
 
 cdef void _mutate(Chain *c, Work *w, int16_t *codes, Py_ssize_t V, uint64_t *state) noexcept nogil:
@@ -483,7 +538,12 @@ cdef void _mutate(Chain *c, Work *w, int16_t *codes, Py_ssize_t V, uint64_t *sta
     if choice < 4:
         codes[q * V + v] ^= MOVE
     elif choice < 6:
-        codes[q * V + v] ^= DROP
+        if _below(state, 4):
+            codes[q * V + v] ^= DROP
+        elif codes[q * V + v] & (APART | EARLY):
+            codes[q * V + v] &= ~(APART | EARLY)
+        else:
+            codes[q * V + v] |= MOVE | (APART if _below(state, 2) else EARLY)
     elif choice < 9:
         codes[q * V + v] = _draw_code(c, state, q)
     elif choice < 11:  # swap the first visits of two near stages
@@ -567,12 +627,14 @@ cdef class Evaluator:
         w.made = <int32_t *>self._room(n, np.int32)
         w.gone = <int32_t *>self._room(n, np.int32)
         w.saved_set = <int32_t *>self._room(n, np.int32)
+        w.away = <int32_t *>self._room(n, np.int32)
         w.memory = <int64_t *>self._room(n, np.int64)
         w.level = <int32_t *>self._room(n, np.int32)
         w.vform = <int32_t *>self._room(n, np.int32)
         w.size = <int64_t *>self._room(n, np.int64)
         w.movable = <int8_t *>self._room(n, np.int8)
         w.moves = <int8_t *>self._room(n, np.int8)
+        w.apart = <int8_t *>self._room(n, np.int8)
         w.on = <int8_t *>self._room(n, np.int8)
         w.head = <int32_t *>self._room(n, np.int32)
         w.tail = <int32_t *>self._room(n, np.int32)
@@ -590,6 +652,7 @@ cdef class Evaluator:
         w.place_head = <int32_t *>self._room(n, np.int32)
         w.place_tail = <int32_t *>self._room(n, np.int32)
         w.have = <int32_t *>self._room(c.L + 2, np.int32)
+        w.stash = <int32_t *>self._room(c.L + 2, np.int32)
         w.visits = <int32_t *>self._room(c.L + 2, np.int32)
         w.live = <int32_t *>self._room(n, np.int32)
         self.emitted = np.zeros(4 * 12 * n, dtype=np.int32)

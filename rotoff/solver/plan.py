@@ -2,9 +2,11 @@
 
 ``codes[q, v]`` governs the v-th time that a forward of stage q runs (v from 0; the last column serves later visits too):
 
-- ``code >> 2`` is 0 for ``F_ck q``, 1 for ``F_all q``, 1 + k for ``F_sel q k``;
+- ``code >> 4`` is 0 for ``F_ck q``, 1 for ``F_all q``, 1 + k for ``F_sel q k``;
 - bit 0 (MOVE): the value made may be freed while it waits on the host (it is moved only if it has to make room);
-- bit 1 (DROP): the input of q is dropped right after (``F_ck`` becomes ``F_none`` where the input is held as ``a``).
+- bit 1 (DROP): the input of q is dropped right after (``F_ck`` becomes ``F_none`` where the input is held as ``a``);
+- bit 2 (APART, with MOVE, for an ā): B q+1 takes a_q, made again for it, while ā_q waits on the host;
+- bit 3 (EARLY, with MOVE, for an ā): the same from the start, a_q is made right after ā_q, which leaves at once.
 
 ``codes[0, 0]`` bit 0: no prefetch before the turn-around. Backwards need no code: before ``B i`` whatever is missing is made
 again from the nearest value below. Persistent recompute trees of the papers are such tables, and so is much more: values
@@ -22,8 +24,8 @@ from ..bounds import Arrays, arrays
 from ..chain import Chain
 from ..sequence import Op, OpKind, Sequence
 
-MOVE, DROP = 1, 2
-CK, ALL = 0, 4  # F_sel k is ALL + 4 * k
+MOVE, DROP, APART, EARLY = 1, 2, 4, 8
+CK, ALL = 0, 16  # F_sel k is ALL + 16 * k
 KINDS = (
     OpKind.F_ALL,
     OpKind.F_CK,
@@ -39,7 +41,7 @@ KINDS = (
 
 def select(form: int) -> int:
     """The code of F_all (form 0) or F_sel."""
-    return ALL + 4 * form
+    return ALL * (1 + form)
 
 
 def empty(chain: Chain, visits: int = 4) -> np.ndarray:

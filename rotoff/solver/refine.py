@@ -10,22 +10,27 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..chain import Chain
 from ..errors import OptionError
-from .plan import ALL, MOVE, evaluator, widened
+from .plan import ALL, APART, EARLY, MOVE, evaluator, widened
 
-if TYPE_CHECKING:
-    from .search import Candidate
-
-DEFAULT_SECONDS = 2.0
-OPERATIONS_PER_SECOND = 4e6  # what this class of machine decodes in one thread; only turns seconds into a count
+WIDEST = 24  # columns: deeper recompute trees are kept as they are
+DEFAULT_SECONDS = 1.0
+OPERATIONS_PER_SECOND = 25e6  # what this class of machine decodes in one thread; only turns seconds into a count
 THREADS = 2
+SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is smaller, and joint searches it again
 # (and, or) of every code: remat never moves, offload runs every stage forward once and keeps all that autograd saves.
-RULES = {"joint": (-1, 0), "remat": (~MOVE, 0), "offload": (MOVE, ALL)}
+RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MOVE, ALL)}
+# Temperatures at which the rounds start, as shares of the keep-all time. A hot round leaves the proposals' valley, a cold one
+# polishes; each ends a hundred times colder.
+ROUNDS = (3e-3, 3e-2, 1e-2, 3e-3, 1e-2, 1e-3)
+# A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed. As long
+# as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more.
+OVER_WEIGHTS = (5.0, 50.0)
+GROWTH = 10.0
 
 
 @dataclass(frozen=True)
@@ -43,55 +48,58 @@ class Budget:
             raise OptionError(f"refine is {refine!r}; give True, False or a number of seconds")
         return cls(float(refine))
 
-    def evaluations(self, chain: Chain) -> int:
+    def evaluations(self, chain: Chain, mode: str) -> int:
         """Plans to decode in each thread."""
-        return int(self.seconds * OPERATIONS_PER_SECOND / (3 * len(chain) + 8))
+        return int(SHARE[mode] * self.seconds * OPERATIONS_PER_SECOND / (3 * len(chain) + 8))
 
 
 def refined(
     chain: Chain,
     limit: int,
     mode: str,
-    found: list[Candidate],
+    starts: list[np.ndarray],
     budget: Budget,
+    host_limit: int | None = None,
     progress: Callable[[float, float], None] | None = None,
-) -> Candidate:
-    """The best candidate after the search; never slower than the best of `found`."""
-    from .search import judged
+) -> np.ndarray | None:
+    """The best plan that fits, found from `starts` (which need not fit); None where none was found.
 
-    best = found[0]
-    starts = [candidate.codes for candidate in found if candidate.codes is not None and candidate.codes.shape[1] <= 16]
+    Every round runs a chain of changes in each thread: one from the best plan so far, one from the next start.
+    """
+    starts = [codes for codes in starts if codes.shape[1] <= WIDEST]
     if not starts or budget.seconds == 0:
-        return best
-    width = max(4, max(codes.shape[1] for codes in starts[:6]))
-    rounds, each = 4, max(1, budget.evaluations(chain) // 4)
+        return None
+    width = max(codes.shape[1] for codes in starts)
+    pool_codes = [widened(codes, width) for codes in starts]
+    each = max(1, budget.evaluations(chain, mode) // len(ROUNDS))
     masks = np.array(RULES[mode], dtype=np.int16)
     scale = chain.compute_time or 1.0
-    weight = 5 * scale / max(1, limit)
-    evaluators = [evaluator(chain, limit, width) for _ in range(THREADS)]
-    pool_codes = [widened(codes, width) for codes in starts if codes.shape[1] <= width][:6]
-    scores = [evaluators[0].evaluate(codes)[0] for codes in pool_codes]
+    weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
+    evaluators = [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)]
+
+    def score(codes: np.ndarray) -> tuple[bool, float]:
+        makespan, _, _, over = evaluators[0].evaluate(codes)
+        return bool(over), makespan + weights[0] * over
+
+    scores = [score(codes) for codes in pool_codes]
     with ThreadPoolExecutor(THREADS) as pool:
-        for turn in range(rounds):
+        for turn, heat in enumerate(ROUNDS):
+            order = sorted(range(len(scores)), key=lambda x: scores[x])
+            firsts = [order[0], order[(1 + turn) % len(order)]]
             jobs = []
-            order = np.argsort(np.array(scores), kind="stable")
-            for worker in range(THREADS):
-                start = pool_codes[order[(worker + (turn if turn < 2 else 0)) % len(order)]].copy()
-                out = start.copy()
-                hot = scale * (3e-3 if turn < 2 else 1e-3)
+            for worker, first in enumerate(firsts):
+                start, best = pool_codes[first].copy(), pool_codes[first].copy()
+                hot = scale * heat
                 seed = 1 + turn * THREADS + worker
-                args = (start, each, seed, hot, hot / 100, masks, weight, out)
-                jobs.append((out, pool.submit(evaluators[worker].anneal, *args)))
-            for out, job in jobs:
-                time = job.result()
-                if math.isfinite(time):
-                    pool_codes.append(out)
-                    scores.append(time)
+                args = (start, each, seed, hot, hot / 100, masks, weights[worker], best)
+                jobs.append((best, pool.submit(evaluators[worker].anneal, *args)))
+            for best, job in jobs:
+                if math.isfinite(job.result()):
+                    pool_codes.append(best)
+                    scores.append(score(best))
+            if all(over for over, _ in scores):
+                weights = [GROWTH * weight for weight in weights]
             if progress is not None:
-                progress((turn + 1) / rounds, min(scores))
+                progress((turn + 1) / len(ROUNDS), min(scores)[1])
     winner = min(range(len(scores)), key=lambda x: scores[x])
-    if scores[winner] < best.makespan:
-        made = judged(chain, limit, pool_codes[winner], "refined")
-        if made is not None:
-            return made
-    return best
+    return None if scores[winner][0] else pool_codes[winner]

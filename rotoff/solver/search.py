@@ -11,10 +11,10 @@ import numpy as np
 
 from ..bounds import check_mode, host_plan, infeasible, min_mem_limit
 from ..chain import Chain
-from ..errors import OptionError
+from ..errors import InfeasibleError, OptionError
 from ..sequence import Op, Sequence
 from ..simulator import simulate
-from ..sizes import parse_bytes
+from ..sizes import format_bytes, parse_bytes
 from . import joint, offload, remat
 from .host import host_sequence
 from .plan import evaluator, keep_all, to_ops
@@ -40,6 +40,7 @@ def solve(
     mode: str = "joint",
     mem_slots: int = 50,
     refine: bool | float = True,
+    host_limit: int | str | None = None,
     progress: Callable[[float, float], None] | None = None,
 ) -> Sequence:
     """The fastest sequence found for one training step within `mem_limit`.
@@ -48,9 +49,10 @@ def solve(
         chain: the costs of the stages.
         mem_limit: bytes on the device, as a number or a size such as ``"6 GiB"``.
         mode: "joint" recomputes and moves, "remat" only recomputes, "offload" only moves.
-        mem_slots: N, the slots of the joint dynamic program.
+        mem_slots: N, the slots of the joint dynamic program (fewer on long chains where a search follows).
         refine: search on exact bytes after the dynamic programs; True for the default effort, a number for about that many
             seconds (the effort is a count of plans, so equal inputs give equal sequences), False for none.
+        host_limit: bytes that may wait on the host at any time; None for no limit.
         progress: called now and then with (fraction of the search done, best step time in seconds).
 
     Returns:
@@ -58,9 +60,11 @@ def solve(
         the source of the plan. It passes ``simulate(chain, sequence, mem_limit)``.
 
     Raises:
-        InfeasibleError: where nothing fits; its `min_mem_limit` does. LimitError, OptionError: for a bad argument.
+        InfeasibleError: where nothing fits; its `min_mem_limit` does (with a `host_limit`: without it, or none was found).
+        LimitError, OptionError: for a bad argument.
     """
     limit = parse_bytes(mem_limit)
+    host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
     if isinstance(mem_slots, bool) or not isinstance(mem_slots, (int, np.integer)) or mem_slots < 1:
         raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
@@ -70,37 +74,70 @@ def solve(
         return _sequence(chain, Candidate(0.0, everything.ops, None, "keep-all"), mode, limit)
     if limit < min_mem_limit(chain, mode):
         raise infeasible(chain, mode, limit)
-    best = _best(chain, limit, mode, int(mem_slots), budget, progress)
+    problem = Problem(chain, limit, host, int(mem_slots), budget)
+    best = _best(problem, mode, progress)
+    if best is None:
+        least = min_mem_limit(chain, mode)
+        raise InfeasibleError(
+            f"nothing found within {format_bytes(limit)} on the device and {format_bytes(host or 0)} on the host in mode"
+            f" {mode}; without a host limit it needs at least {format_bytes(least)} ({least} bytes)",
+            least,
+        )
     return _sequence(chain, best, mode, limit)
 
 
-def _best(
-    chain: Chain, limit: int, mode: str, mem_slots: int, budget: Budget, progress: Callable[[float, float], None] | None
-) -> Candidate:
-    found = candidates(chain, limit, mode, mem_slots, budget.seconds > 0)
+def parse_host_limit(host_limit: int | str) -> int:
+    """Bytes of a host limit; 0 is one too."""
+    return 0 if not isinstance(host_limit, (bool, str)) and host_limit == 0 else parse_bytes(host_limit, "host_limit")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every mode's search shares. limit, host_limit: bytes; slots: N of the joint dynamic program."""
+
+    chain: Chain
+    limit: int
+    host_limit: int | None
+    slots: int
+    budget: Budget
+
+
+def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
+    chain, limit, host = problem.chain, problem.limit, problem.host_limit
+    proposals = list(_proposals(problem, mode))
+    found = [made for source, codes in proposals if (made := judged(chain, limit, codes, source, host)) is not None]
     if mode == "joint":
         # The very results of the pure modes compete, so that joint is never slower than they are.
         for pure in ("remat", "offload"):
             if limit >= min_mem_limit(chain, pure):
-                found.append(_best(chain, limit, pure, mem_slots, budget, None))
-        found.sort(key=lambda candidate: candidate.makespan)
-    return refined(chain, limit, mode, found, budget, progress)
+                made = _best(problem, pure, None)
+                found += [made] if made is not None else []
+        found += _host_candidate(problem)
+    found.sort(key=lambda candidate: candidate.makespan)
+    starts = [candidate.codes for candidate in found if candidate.codes is not None][:6]
+    starts += [codes for _, codes in proposals if not any(codes is start for start in starts)][: 2 + 6 - len(starts)]
+    codes = refined(chain, limit, mode, starts, problem.budget, host, progress)
+    if codes is not None:
+        made = judged(chain, limit, codes, "refined", host)
+        if made is not None and (not found or made.makespan < found[0].makespan):
+            return made
+    return found[0] if found else None
 
 
-def candidates(chain: Chain, limit: int, mode: str, mem_slots: int, quick: bool) -> list[Candidate]:
-    """Every proposal that fits, best first; at least one where `min_mem_limit` says so."""
-    proposals: list[tuple[str, np.ndarray]] = list(_proposals(chain, limit, mode, mem_slots, quick))
-    found = [made for source, codes in proposals if (made := judged(chain, limit, codes, source)) is not None]
-    if mode == "joint" and not found:
-        plan = host_plan(chain, limit)
-        if plan is not None:
-            ops = host_sequence(chain, plan)
-            found.append(Candidate(simulate(chain, ops, limit).makespan, ops, None, "host"))
-    return sorted(found, key=lambda candidate: candidate.makespan)
+def _host_candidate(problem: Problem) -> list[Candidate]:
+    plan = host_plan(problem.chain, problem.limit)
+    if plan is None:
+        return []
+    ops = host_sequence(problem.chain, plan)
+    trace = simulate(problem.chain, ops, problem.limit)
+    if problem.host_limit is not None and trace.host_peak_bytes > problem.host_limit:
+        return []
+    return [Candidate(trace.makespan, ops, None, "host")]
 
 
-def _proposals(chain: Chain, limit: int, mode: str, mem_slots: int, quick: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """quick: a search follows, so tables that take long are filled with fewer slots."""
+def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Plans of every kind; where a search follows, tables that take long are filled with fewer slots."""
+    chain, limit, quick = problem.chain, problem.limit, problem.budget.seconds > 0
     remat_slots = min(REMAT_SLOTS, remat.quick_slots(chain)) if quick else REMAT_SLOTS
     if mode != "offload":
         for rounding in ROUNDINGS:
@@ -114,15 +151,15 @@ def _proposals(chain: Chain, limit: int, mode: str, mem_slots: int, quick: bool)
         for codes in offload.proposals(chain):
             yield "offload", codes
     if mode == "joint":
-        slots = min(mem_slots, joint.quick_slots(chain)) if quick else mem_slots
+        slots = min(problem.slots, joint.quick_slots(chain)) if quick else problem.slots
         yield from joint.proposals(chain, limit, slots, min(remat_slots, remat.quick_slots(chain)))
 
 
-def judged(chain: Chain, limit: int, codes: np.ndarray, source: str) -> Candidate | None:
+def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit: int | None = None) -> Candidate | None:
     """The plan as a candidate, or None where it does not fit."""
     L = len(chain)
     for most_ops in (16 * L + 64, 2 * L * L + 64):
-        decoder = evaluator(chain, limit, codes.shape[1], most_ops=most_ops)
+        decoder = evaluator(chain, limit, codes.shape[1], host_limit, most_ops)
         makespan, _, _, over = decoder.evaluate(codes)
         if math.isfinite(makespan):
             break
