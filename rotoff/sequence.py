@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from .errors import SequenceFormatError
+from .errors import LimitError, SequenceFormatError
+from .sizes import parse_bytes
 
 FORMAT = "rotoff.sequence"
 VERSION = 1
@@ -102,7 +103,9 @@ def parse(text: str) -> Op:
         return Op(kind, int(words[1]), form=int(words[2]))
     if kind in COMPUTES and kind is not OpKind.F_SEL and len(words) == 2 and _is_number(words[1]):
         return Op(kind, int(words[1]))
-    raise SequenceFormatError(f'{text!r} is not an operation; operations read "F_all 3", "F_sel 3 1", "B 3", "offload abar 3"')
+    raise SequenceFormatError(
+        f'{text!r} is not an operation; operations read "F_all 3", "F_sel 3 1", "B 3", "offload abar 3"'
+    )
 
 
 def _is_number(word: str) -> bool:
@@ -206,11 +209,12 @@ class Sequence:
         ops, mode, limit, meta = data.get("ops"), data.get("mode", ""), data.get("mem_limit"), data.get("meta", {})
         if not isinstance(ops, list) or not isinstance(mode, str) or not isinstance(meta, Mapping):
             raise SequenceFormatError('a sequence needs "ops", a list of texts; "mode" is text and "meta" an object')
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
-            raise SequenceFormatError(f'"mem_limit" of the sequence is {limit!r}; give a number of bytes')
+        try:
+            limit = None if limit is None else parse_bytes(limit, '"mem_limit" of the sequence')
+        except LimitError as error:
+            raise SequenceFormatError(str(error)) from None
         known = {"format", "version", "ops", "mode", "mem_limit", "meta"}
         extra = {key: data[key] for key in data if key not in known}
-        limit = None if limit is None else int(limit)
         return cls.from_text(ops, mode=mode, mem_limit=limit, meta=meta, extra=extra)
 
     def save(self, path: str | os.PathLike[str]) -> None:

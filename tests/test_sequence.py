@@ -169,7 +169,6 @@ def test_what_is_not_a_sequence(data: Any, sentence: str) -> None:
         Sequence.from_dict(data)
 
 
-@pytest.mark.xfail(strict=True, reason="the limit of a file is read as a number, whatever the number is")
 @pytest.mark.parametrize("limit", [float("nan"), float("inf"), -1, 0])
 def test_a_limit_in_a_file_is_a_number_of_bytes(limit: float) -> None:
     with pytest.raises(SequenceFormatError, match='"mem_limit" of the sequence is '):
