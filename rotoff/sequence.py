@@ -209,6 +209,8 @@ class Sequence:
         ops, mode, limit, meta = data.get("ops"), data.get("mode", ""), data.get("mem_limit"), data.get("meta", {})
         if not isinstance(ops, list) or not isinstance(mode, str) or not isinstance(meta, Mapping):
             raise SequenceFormatError('a sequence needs "ops", a list of texts; "mode" is text and "meta" an object')
+        if isinstance(limit, str):
+            raise SequenceFormatError(f'"mem_limit" of the sequence is {limit!r}; give a number of bytes')
         try:
             limit = None if limit is None else parse_bytes(limit, '"mem_limit" of the sequence')
         except LimitError as error:

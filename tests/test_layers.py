@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
     "chain": {"errors"},
-    "sequence": {"errors"},
+    "sequence": {"errors", "sizes"},
     "simulator": {"errors", "sizes", "chain", "sequence"},
     "bounds": {"errors", "sizes", "chain", "sequence", "simulator", *KERNELS},
     "solver": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", *KERNELS},
