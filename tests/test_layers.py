@@ -15,7 +15,7 @@ ROOT = Path(rotoff.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 # A module may import the layers listed here, and its own; what is not listed here may import everything.
-KERNELS = {path.name.split(".")[0] for path in ROOT.glob("_*.so")}
+KERNELS = {path.name.split(".")[0] for path in ROOT.glob("_*.pyx")}
 MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
