@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -31,3 +32,14 @@ def live_bytes() -> int:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
+
+
+def left_bytes(run: Callable[[], object]) -> int:
+    """Bytes that the CPU allocator holds after `run` beyond those before it; negative where it gave some back."""
+    every = _ExperimentalConfig(profile_all_threads=True)  # a link's thread may be the last to let go
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True, experimental_config=every
+    ) as profiler:
+        run()
+        gc.collect()
+    return sum(e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")

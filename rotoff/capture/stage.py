@@ -80,6 +80,8 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
     """The tensors in `value` (a tensor, or tuples, lists and dicts of them), and the way to put others in their places."""
     if isinstance(value, torch.Tensor):  # nearly always
         return [value], _only
+    if type(value) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in value):
+        return list(value), type(value)
     leaves, spec = pytree.tree_flatten(value)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]  # holds no tensor alive

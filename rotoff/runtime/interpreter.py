@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ AGAIN = (
     "this step's backward has run already and rotoff keeps nothing for a second one (retain_graph=True, or two losses of"
     " one forward); add the losses up, or run the forward again"
 )
+GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
 TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
 
 
@@ -59,6 +61,7 @@ class _StageRun:
         self.replay = replay
         self.slots: list[weakref.ref[Slot] | None] = []  # one for each tensor saved; None where it is not the stage's own
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []  # of the stage's own
+        self.made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
 
 
 class Step:
@@ -92,6 +95,7 @@ class Step:
         self._backward = 0  # stage whose B autograd is running
         self._consumed: list[torch.UntypedStorage] = []  # its ā, where the link records
         self._closed = False
+        self._failed = False
 
     # -- the two ways in
 
@@ -106,7 +110,7 @@ class Step:
             L = len(self._stages)
             return self._rebuild[L](self._edges.pop(L))
         except BaseException:
-            self.close()
+            self._give_up()
             raise
 
     def _gradient_arrived(self, i: int, _gradient: torch.Tensor) -> None:
@@ -119,7 +123,7 @@ class Step:
         if self._backward == i and not self._closed:
             return
         if self._closed:
-            raise ExecutionError(AGAIN)
+            raise ExecutionError(GIVEN_UP if self._failed else AGAIN)
         if torch.is_grad_enabled():
             raise ExecutionError(TWICE)
         try:
@@ -135,7 +139,7 @@ class Step:
             if op.stage != i:
                 raise ExecutionError(f"a gradient reached stage {i} after the backward of stage {op.stage} had begun")
         except BaseException:
-            self.close()
+            self._give_up()
             raise
 
     def _begin_backward(self, i: int) -> None:
@@ -163,20 +167,29 @@ class Step:
             self._consumed = []
         self._runs.pop(i, None)
 
+    def _give_up(self) -> None:
+        self._failed = True
+        self.close()
+
     def close(self) -> None:
-        """Give back all that the step holds; harmless when repeated."""
+        """Give back all that the step holds; harmless when repeated.
+
+        A copy that failed is no error any more: whoever needed its bytes has been told.
+        """
         if self._closed:
             return
         self._closed = True
         self._edges.clear()
         held, self._held = self._held, {}
         self._runs.clear()
+        held.pop(a(0), None)
         try:
-            for v, value in held.items():
-                if v == a(0):
-                    continue
-                self._release(value)
+            while held:
+                with suppress(Exception):
+                    self._release(held.popitem()[1])
         finally:
+            for value in held.values():  # an interrupt came: what is let go unawaited is safe, only later
+                value.forget()
             if self._link is not None:
                 self._done(self._link)
                 self._link = None
@@ -299,6 +312,7 @@ class Step:
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._gradient_arrived, i))
         self._edges[i] = outputs
+        self._runs[i].made = [(tensor.shape, tensor.dtype) for tensor in outputs]
         return [tensor.detach() for tensor in outputs]
 
     def _replay(self, i: int, keep: bool) -> list[torch.Tensor]:
@@ -326,7 +340,7 @@ class Step:
         assert run.replay is not None
         with run.replay.restored(), saved_tensors_hooks(pack, self._never):
             outputs, _ = flatten(self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
-        if count != len(run.slots):
+        if count != len(run.slots) or [(tensor.shape, tensor.dtype) for tensor in outputs] != run.made:
             raise self._changed(i)
         return [tensor.detach() for tensor in outputs]
 

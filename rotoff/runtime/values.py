@@ -117,10 +117,17 @@ class Held:
         self.tickets.append((link, self.offloaded))
 
     def release(self) -> None:
-        """Give the device bytes back once no copy touches them; slots forget their tensors."""
-        self.settle()
+        """Give the device bytes back once no copy touches them; slots forget their tensors, also where a copy failed."""
+        try:
+            self.settle()
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let the device bytes go; copies that still run keep theirs until they have ended."""
         for slot in self.slots():
             slot.put(None)
+        self._sources = []
         self.on_device = self.usable = False
 
     def storages(self) -> list[torch.UntypedStorage]:
