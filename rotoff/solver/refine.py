@@ -24,9 +24,9 @@ THREADS = 2
 SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is smaller, and joint searches it again
 # (and, or) of every code: remat never moves, offload runs every stage forward once and keeps all that autograd saves.
 RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MOVE, ALL)}
-# Temperatures at which the rounds start, as shares of the keep-all time. A hot round leaves the proposals' valley, a cold one
-# polishes; each ends a hundred times colder.
-ROUNDS = (3e-3, 3e-2, 1e-2, 3e-3, 1e-2, 1e-3)
+# Temperatures at which the rounds start in each thread, as shares of the keep-all time; each ends a hundred times colder. The
+# first thread polishes the best plan, the second one leaves its valley.
+ROUNDS = ((3e-3, 3e-3), (3e-3, 3e-2), (1e-3, 1e-2), (3e-3, 3e-3), (1e-3, 1e-2), (1e-3, 1e-3))
 # A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed. As long
 # as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more.
 OVER_WEIGHTS = (5.0, 50.0)
@@ -83,13 +83,13 @@ def refined(
 
     scores = [score(codes) for codes in pool_codes]
     with ThreadPoolExecutor(THREADS) as pool:
-        for turn, heat in enumerate(ROUNDS):
+        for turn, heats in enumerate(ROUNDS):
             order = sorted(range(len(scores)), key=lambda x: scores[x])
             firsts = [order[0], order[(1 + turn) % len(order)]]
             jobs = []
             for worker, first in enumerate(firsts):
                 start, best = pool_codes[first].copy(), pool_codes[first].copy()
-                hot = scale * heat
+                hot = scale * heats[worker]
                 seed = 1 + turn * THREADS + worker
                 args = (start, each, seed, hot, hot / 100, masks, weights[worker], best)
                 jobs.append((best, pool.submit(evaluators[worker].anneal, *args)))
