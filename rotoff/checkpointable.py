@@ -24,6 +24,8 @@ from .capture.stage import flatten
 from .chain import Chain
 from .errors import InfeasibleError, MeasureError, OptionError
 from .profile.measure import Profile, Progress, measure
+from .profile.meter import CUDA_BLOCK
+from .runtime.check import Checker
 from .runtime.free_memory import free_memory
 from .runtime.interpreter import Step
 from .runtime.link_pool import LinkPool
@@ -65,18 +67,22 @@ class Checkpointable(nn.Module):
         model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors.
         host_directory: on the CPU, where the file that values are offloaded to lies; it must be on a real disk.
             Default: the first writable of the usual temporary directories that is.
+        check: compare after every operation what the device holds with what the machine charges; slow, for tests and doubt.
 
     Raises:
         MeasureError: where `model` is not such a model.
     """
 
-    def __init__(self, model: nn.Module, *, host_directory: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, host_directory: str | os.PathLike[str] | None = None, check: bool = False
+    ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
         self._model = model
         self._stages = sequential.stages(model)
         self._links = LinkPool(host_directory)
+        self._check = check
         self._request: _Request | None = None
         self._known: OrderedDict[Any, _Planned] = OrderedDict()
         self._latest: _Planned | None = None
@@ -216,13 +222,14 @@ class Checkpointable(nn.Module):
             return self._model(value)
         assert known.plan is not None
         profile, plan = known.profile, known.plan
-        if plan.keeps_all:
+        if plan.keeps_all and not self._check:
             return self._model(value)
         for stage in profile.prefix:
             value = stage.run(value)
         device = profile.device
         link = self._links.take(device, plan.host_bytes) if plan.host_bytes else None
-        step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back)
+        checker = Checker(profile.chain, plan.sequence, CUDA_BLOCK if device.type == "cuda" else 1) if self._check else None
+        step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker)
         return step.forward(value)
 
     def _planned_for(self, value: Any) -> _Planned | None:

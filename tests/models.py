@@ -194,6 +194,55 @@ def differentiable_input() -> tuple[nn.Sequential, Batch]:
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), lambda: torch.randn(32, 16, requires_grad=True)
 
 
+class Masked(nn.Module):
+    """Takes and hands on (x, a mask of the batch, a scale of the batch that needs a gradient, a table of its own)."""
+
+    def __init__(self, width: int, first: bool = False) -> None:
+        super().__init__()
+        self.first = first
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("table", torch.linspace(0, 1, width))
+
+    def forward(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, mask, scale = given[:3]
+        table = self.table[None] if self.first else given[3]
+        x = x + self.dropout(torch.tanh(self.linear(x) * scale + table)) * mask
+        return x, mask, scale, table
+
+
+def side_inputs() -> tuple[nn.Sequential, Batch]:
+    class First(nn.Module):
+        def forward(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            return given[0]
+
+    model = nn.Sequential(*[Masked(16, first=n == 0) for n in range(4)], First(), nn.Linear(16, 4))
+
+    def batch() -> tuple[torch.Tensor, ...]:
+        return torch.randn(32, 16), torch.rand(32, 1) > 0.3, torch.rand(32, 16, requires_grad=True)
+
+    return model, batch
+
+
+def handed_on() -> tuple[nn.Sequential, Batch]:
+    """An activation that two later stages get beside the main one, as encoders' outputs and first features are."""
+
+    class Fork(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.relu(self.linear(x)), self.linear(x)
+
+    class Use(Fork):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            return torch.tanh(self.linear(pair[0])) + pair[1], pair[1]
+
+    model = nn.Sequential(nn.Linear(8, 16), Fork(16), Use(16), Use(16), Join(), nn.Linear(32, 16), nn.Tanh())
+    return model, lambda: torch.randn(32, 8)
+
+
 def double() -> tuple[nn.Sequential, Batch]:
     model, _ = residual()
     return model.double(), lambda: torch.randn(64, 16, dtype=torch.float64)
@@ -203,7 +252,7 @@ ALL: dict[str, Callable[[], tuple[nn.Sequential, Batch]]] = {
     f.__name__: f
     for f in (
         mlp, residual, convolutional, language, tuples, stateful, recurrent, frozen, tied, aliasing, overwriting,
-        differentiable_input, double,
+        differentiable_input, double, side_inputs, handed_on,
     )
 }  # fmt: skip
 
@@ -224,7 +273,8 @@ def train(model: nn.Module, batch: Batch, steps: int = 3, seed: int = 1) -> list
         seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         seen += [p.detach().clone() for p in model.parameters()]
         seen += [b.clone() for b in model.buffers()]
-        seen += [x.grad.clone()] if isinstance(x, torch.Tensor) and x.grad is not None else []
+        given = x if isinstance(x, tuple) else (x,)
+        seen += [t.grad.clone() for t in given if t.grad is not None]
     return [*seen, torch.get_rng_state()]
 
 

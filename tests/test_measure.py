@@ -57,6 +57,35 @@ def test_stages_that_alias_or_overwrite_are_merged() -> None:
     assert [s.name for s in wrapped.profile.prefix] == ["0"]  # nothing in it needs a gradient
 
 
+def test_what_the_batch_and_tables_bring_along_merges_nothing_and_is_charged_to_the_input() -> None:
+    model, batch = fresh("side_inputs")
+    chain = rotoff.Checkpointable(model).measure(batch()).chain
+    assert [s.name for s in chain.stages] == ["0", "1", "2", "3..4", "5"]
+    assert [s.output_bytes for s in chain.stages[:3]] == [32 * 16 * 4] * 3
+    assert chain.input_bytes == 2 * 32 * 16 * 4 + 32
+    assert [s.grad_bytes for s in chain.stages[:3]] == [2 * 32 * 16 * 4] * 3  # the scale's too
+
+
+def test_an_activation_that_is_handed_on_joins_its_stages() -> None:
+    model, batch = fresh("handed_on")
+    chain = rotoff.Checkpointable(model).measure(batch()).chain
+    assert [s.name for s in chain.stages] == ["0", "1..3", "4", "5", "6"]
+
+
+def test_changing_the_batch_in_place_far_from_the_start_is_refused() -> None:
+    class Meddler(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return pair[0] * pair[1].add_(1)
+
+    class Passing(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return pair[0].tanh(), pair[1]
+
+    model = nn.Sequential(Passing(), Passing(), Meddler(), nn.Linear(4, 4))
+    with pytest.raises(rotoff.MeasureError, match="stage '2' changes in place a part of the model's input"):
+        rotoff.Checkpointable(model).measure((torch.randn(4, 4), torch.randn(4, 4)))
+
+
 def test_stages_before_the_first_gradient_are_no_stages_of_the_chain() -> None:
     model, batch = fresh("frozen")
     wrapped = rotoff.Checkpointable(model).measure(batch())
@@ -85,15 +114,16 @@ def test_nothing_of_the_users_is_changed(name: str) -> None:
         if p.requires_grad:
             p.grad = torch.full_like(p, 3.0)
     state = copy.deepcopy(model.state_dict())
-    generator, given = torch.get_rng_state(), x.clone()
+    tensors = x if isinstance(x, tuple) else (x,)
+    generator, given = torch.get_rng_state(), [t.detach().clone() for t in tensors]
     buffers = [id(b) for b in model.buffers()]
     wrapped = rotoff.Checkpointable(model)
     live = live_bytes()
     wrapped.measure(x)
     assert live_bytes() == live
     assert torch.equal(torch.get_rng_state(), generator)
-    assert torch.equal(x, given)
-    assert x.grad is None
+    assert all(torch.equal(t, old) for t, old in zip(tensors, given, strict=True))
+    assert all(t.grad is None for t in tensors)
     assert [id(b) for b in model.buffers()] == buffers
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None or bool((p.grad == 3).all()) for p in model.parameters())

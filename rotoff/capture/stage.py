@@ -66,11 +66,14 @@ class SavedKind(Enum):
 class Behaviour:
     """What a measured run of a stage showed, beyond costs.
 
-    saved: the kind of each tensor that autograd saves, in the order of saving. changed_buffers: (module, name) of each
-    buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all hooks.
+    saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
+    the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
+    each buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
+    hooks.
     """
 
     saved: tuple[SavedKind, ...]
+    own_outputs: tuple[bool, ...] = ()
     changed_buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: bool = False
     stuck_bytes: int = 0

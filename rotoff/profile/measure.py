@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ..capture.stage import Behaviour, Copy, StageModule, flatten, storage_key
+from ..capture.aliasing import merge_aliases
+from ..capture.stage import Behaviour, StageModule, flatten
 from ..chain import Chain
 from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, preserved
@@ -29,8 +30,8 @@ class Profile:
     """A measured model.
 
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
-    which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every step. replay_bytes: the
-    snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds, its output (the chain's
+    which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every
+    step. replay_bytes: the snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds, its output (the chain's
     input) included.
     """
 
@@ -70,7 +71,7 @@ def measure(
     """
     if not flatten(value)[0]:
         raise MeasureError("the model's input holds no tensor")
-    groups = _merge_aliases(stages, value, device)
+    groups = merge_aliases(stages, value, device)
     meter = Meter(device, repeats)
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient
@@ -143,31 +144,3 @@ def _prefix_peak(prefix: Sequence[StageModule], value: Any, device: torch.device
 
     with preserved([found for stage in prefix for found in stage.buffers()], device), torch.enable_grad():
         return record(run, device)[1].peak()
-
-
-def _merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[StageModule]:
-    """Merge each stage whose output shares bytes with its input, or which changes its input, into the one before it.
-
-    A first stage that aliases the batch takes the next one in; one that changes it works on a copy.
-    """
-    groups: list[StageModule] = []
-    first_aliases = False  # the first group's output is still the batch itself
-    given, rebuild = flatten(value)
-    with torch.no_grad():
-        value = rebuild([t.clone() for t in given])  # a stage may change it
-        for stage in stages:
-            inputs = [(t, t._version) for t in flatten(value)[0]]
-            keys = {storage_key(t) for t, _ in inputs}
-            with preserved(list(stage.buffers()), device):
-                value = stage.run(value)
-            overwrites = any(t._version != version for t, version in inputs)
-            aliases = any(storage_key(t) in keys for t in flatten(value)[0])
-            if overwrites and (not groups or first_aliases):
-                stage, aliases = StageModule(stage.name, (Copy(), *stage.modules)), False
-            if groups and (overwrites or aliases or first_aliases):
-                groups[-1] = groups[-1].merged(stage)
-                first_aliases = first_aliases and aliases
-            else:
-                groups.append(stage)
-                first_aliases = len(groups) == 1 and aliases
-    return groups

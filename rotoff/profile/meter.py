@@ -78,6 +78,7 @@ class Meter:
         kinds = tuple(_kind(t, inputs, live) for t in saved)
         own = {_address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
         made = {_address(t) for t in outputs}
+        own_outputs = tuple(_address(t) in live for t in outputs)
         saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
         output_bytes = sum(size for ptr, size in live.items() if ptr in made)
         stuck = sum(live.values()) - saved_bytes
@@ -102,7 +103,7 @@ class Meter:
             checkpoint_transient_bytes=max(0, dropping.peak() - output_bytes - stuck),
             backward_transient_bytes=max(0, backward_peak - input_grad),
         )
-        return Measured(costs, Behaviour(kinds, changed, draws, stuck)), outputs
+        return Measured(costs, Behaviour(kinds, own_outputs, changed, draws, stuck)), outputs
 
     def _backward_peak(self, run: _Run) -> int:
         """Bytes above what ā and δ_i hold, while ``B`` runs.

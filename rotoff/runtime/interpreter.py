@@ -23,6 +23,7 @@ from torch.autograd.variable import Variable
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
 from ..errors import ExecutionError
 from ..sequence import Op, OpKind, Value, a, abar
+from .check import Checker
 from .link import Link
 from .plan import ExecutionPlan, describe
 from .replay import Generators, ReplayState
@@ -69,7 +70,7 @@ class Step:
 
     Args:
         plan: what to do. stages, behaviours: one for each stage of the chain. link: to the host, None where nothing moves.
-        done: called once with the link when the step needs it no more.
+        done: called once with the link when the step needs it no more. checker: told of every operation, if any.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class Step:
         device: torch.device,
         link: Link | None,
         done: Callable[[Link], None],
+        checker: Checker | None = None,
     ) -> None:
         self._plan = plan
         self._stages = stages
         self._behaviours = behaviours
         self._link = link
         self._done = done
+        self._checker = checker
         self._generators = Generators(device)
         self._held: dict[Value, Held] = {}
         self._runs: dict[int, _StageRun] = {}
@@ -134,6 +137,8 @@ class Step:
                 while (op := self._plan.sequence.ops[self._next]).kind is not OpKind.B:
                     self._execute(op)
                 self._begin_backward(op.stage)
+                if self._checker is not None:
+                    self._checker.begin(op)
                 if op.stage <= i:
                     break
             if op.stage != i:
@@ -209,6 +214,8 @@ class Step:
                 error.add_note(f"rotoff: while running {where}, stage {self._stage_name(op.stage)!r}")
             raise
         self._next += 1
+        if self._checker is not None:
+            self._checker.after(op, self._held)
 
     def _f_all(self, op: Op) -> None:
         self._forward(op.stage, keep=True)
@@ -264,7 +271,7 @@ class Step:
             held.refill(outputs)
         else:
             refs = [ref for ref in self._runs[i].slots if ref is not None] if keep else []
-            self._held[v] = Held(f"{v} ({self._stage_name(i)})", outputs, refs)
+            self._held[v] = Held(f"{v} ({self._stage_name(i)})", outputs, self._behaviours[i - 1].own_outputs, refs)
         self._touch(f"F {i}", [self._input_of(i)], [v])
 
     def _first(self, i: int, keep: bool) -> list[torch.Tensor]:
@@ -275,8 +282,8 @@ class Step:
                 tensor.data = now  # it was moved since it was made
         replay = ReplayState(self._generators, behaviour.changed_buffers) if i in self._plan.replayed else None
         run = self._runs[i] = _StageRun([t.requires_grad for t in inputs], replay)
-        if i in self._plan.untouched:
-            return self._made(i, self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
+        if i in self._plan.untouched and self._checker is None:
+            return self._made(i, inputs, self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
         places = {storage_key(t): n for n, t in enumerate(inputs)}
         slots, kinds = run.slots, behaviour.saved
 
@@ -303,13 +310,15 @@ class Step:
             result = self._stages[i - 1].run(self._rebuild[i - 1](inputs))
         if len(slots) != len(kinds):
             raise self._changed(i)
-        return self._made(i, result)
+        return self._made(i, inputs, result)
 
-    def _made(self, i: int, result: Any) -> list[torch.Tensor]:
+    def _made(self, i: int, inputs: list[torch.Tensor], result: Any) -> list[torch.Tensor]:
         """Take the output of stage i's first run in; returns its tensors, detached."""
         outputs, self._rebuild[i] = flatten(result)
+        if len(outputs) != len(self._behaviours[i - 1].own_outputs):
+            raise self._changed(i)
         for tensor in outputs:
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and not any(tensor is given for given in inputs):  # that one is whole much later
                 tensor.register_hook(partial(self._gradient_arrived, i))
         self._edges[i] = outputs
         self._runs[i].made = [(tensor.shape, tensor.dtype) for tensor in outputs]
@@ -384,8 +393,9 @@ class Step:
         """Let the graph's own outputs of stage i give their bytes back too, where the next stage has yet to run on them."""
         if any((held := self._held.get(v)) is not None and held.on_device for v in (a(i), abar(i))):
             return
-        for tensor in self._edges.get(i, ()):
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        for tensor, own in zip(self._edges.get(i, ()), self._behaviours[i - 1].own_outputs, strict=False):
+            if own:
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def _release(self, held: Held) -> None:
         leaving = held.storages() if self._link is not None and self._link.recording else []

@@ -58,13 +58,21 @@ class Held:
     """One value of the machine (a_i or ā_i) on the device, on the host, or both.
 
     Args:
-        outputs: the stage's outputs, detached; kept alive by this value.
+        outputs: the stage's outputs, detached; kept alive by this value. own: of each, whether its bytes are this value's;
+        others were there before, are not counted and stay.
         saved: what autograd saved, for ā_i; kept alive by the graph.
     """
 
-    def __init__(self, name: str, outputs: Sequence[torch.Tensor], saved: Sequence[weakref.ref[Slot]] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        own: Sequence[bool] = (),
+        saved: Sequence[weakref.ref[Slot]] = (),
+    ) -> None:
         self.name = name
         self.outputs = [Slot(t) for t in outputs]
+        self._own = [slot for slot, mine in zip(self.outputs, own, strict=True) if mine] if own else self.outputs
         self.saved = list(saved)
         self.on_device = True
         self.usable = True  # on the device, and arrived
@@ -76,8 +84,8 @@ class Held:
         self._sizes: list[int] = []
 
     def slots(self) -> list[Slot]:
-        """All slots still alive, outputs first."""
-        return self.outputs + [slot for ref in self.saved if (slot := ref()) is not None]
+        """The slots still alive of what this value holds itself, outputs first."""
+        return self._own + [slot for ref in self.saved if (slot := ref()) is not None]
 
     def tensors(self) -> list[torch.Tensor]:
         """The outputs, as they lie on the device."""

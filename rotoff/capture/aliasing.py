@@ -1,0 +1,70 @@
+"""Stages merged until each one's output is its own: the machine charges every byte to the value that keeps it alive.
+
+A stage that hands its input on, as a view or as it is, or changes it in place, shares bytes with the stage before it, so the
+two become one. Bytes that are there all the time may be handed on freely, beside others: the batch's (a mask that goes
+through all stages in a tuple) and a module's own tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import MeasureError
+from ..runtime.replay import preserved
+from .stage import Copy, StageModule, flatten, storage_key
+
+
+def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[StageModule]:
+    """Merge each stage whose output shares bytes with its input, or which changes its input, into the one before it.
+
+    A first stage that only hands the batch on takes the next one in; one that changes it works on a copy.
+
+    Args:
+        stages: in order. value: the sample input, which stays as it is; the stages are run on it without gradients.
+
+    Raises:
+        MeasureError: where a later stage changes in place what was handed on to it from the batch.
+    """
+    groups: list[StageModule] = []
+    first_aliases = False  # the first group's output is still the batch itself
+    given, rebuild = flatten(value)
+    with torch.no_grad():
+        value = rebuild([t.clone() for t in given])  # a stage may change it
+        lasting = {storage_key(t) for t in flatten(value)[0]}
+        for stage in stages:
+            source, value = value, None
+            inputs = [(t, t._version) for t in flatten(source)[0]]
+            keys = {storage_key(t) for t, _ in inputs}
+            value = _run(stage, source, device)
+            outputs = flatten(value)[0]
+            changed = {storage_key(t) for t, version in inputs if t._version != version}
+            handed_on = {storage_key(t) for t in outputs} & keys
+            aliases = bool(handed_on - lasting) or all(storage_key(t) in keys for t in outputs)
+            at_start = not groups or first_aliases
+            if changed and at_start:
+                stage, aliases = StageModule(stage.name, (Copy(), *stage.modules)), False
+                lasting -= keys
+            elif changed & lasting:
+                raise MeasureError(
+                    f"stage {stage.name!r} changes in place a part of the model's input that the stages before it handed"
+                    " on; clone it in that stage"
+                )
+            elif not changed and len(outputs) > 1:
+                again = flatten(_run(stage, source, device))[0]
+                lasting |= {storage_key(t) for t in outputs} & {storage_key(t) for t in again} - keys
+                del again
+            if groups and (changed or aliases or first_aliases):
+                groups[-1] = groups[-1].merged(stage)
+                first_aliases = first_aliases and aliases
+            else:
+                groups.append(stage)
+                first_aliases = len(groups) == 1 and aliases
+    return groups
+
+
+def _run(stage: StageModule, value: Any, device: torch.device) -> Any:
+    with preserved(list(stage.buffers()), device):
+        return stage.run(value)
