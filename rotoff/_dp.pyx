@@ -14,10 +14,11 @@ from libc.math cimport INFINITY
 def remat_need(const int64_t[::1] out, const int64_t[::1] grad, const int64_t[::1] ck_transient,
                const int32_t[::1] n_forms, const int64_t[:, ::1] saved, const int64_t[:, ::1] f_transient,
                const int64_t[:, ::1] b_transient):
-    """Bytes that persistent recompute needs beyond the input of its first stage: (backward table P, forward column W).
+    """Bytes that recompute needs beyond the input of its first stage: (backward table P, forward column W).
 
     P[i, j] is for "input of i and δ_j held, go to δ_{i-1}", W[i] for "input of i held, nothing run past it yet".
-    P is C_A's feasibility (NeurIPS 2021 supplement, B.3) as a bottleneck recurrence: whatever is held adds to every need.
+    P is C_A's feasibility (NeurIPS 2021 supplement, B.3) as a bottleneck recurrence: whatever is held adds to every need. One
+    choice more than the paper's: sweep to k - 1, F_all k, drop a_{k-1} under the kept ā_k, and make it again for B k.
     """
     cdef Py_ssize_t L = out.shape[0] - 1
     P_array = np.zeros((L + 2, L + 2), dtype=np.int64)
@@ -52,6 +53,15 @@ cdef void _remat_need(Py_ssize_t L, const int64_t[::1] out, const int64_t[::1] g
                     best = need
             sweep = 0
             for k in range(i, j):
+                if k > i:  # sweep still ends at k - 1
+                    for f in range(n_forms[k]):
+                        need = _max(sweep, held + out[k - 1] + saved[k, f] + f_transient[k, f])
+                        need = _max(need, saved[k, f] + P[k + 1, j])
+                        need = _max(need, sweep - held + grad[k] + out[L] + saved[k, f])
+                        need = _max(need, out[k - 1] + saved[k, f] + grad[k] + grad[k - 1] + out[L] + b_transient[k, f])
+                        need = _max(need, P[i, k - 1])
+                        if need < best:
+                            best = need
                 sweep = _max(sweep, held + out[k] + ck_transient[k] + (out[k - 1] if k > i else 0))
                 need = _max(sweep, _max(out[k] + P[k + 1, j], P[i, k]))
                 if need < best:
@@ -68,6 +78,14 @@ cdef void _remat_need(Py_ssize_t L, const int64_t[::1] out, const int64_t[::1] g
                 best = need
         sweep = 0
         for k in range(i, L):
+            if k > i:
+                for f in range(n_forms[k]):
+                    need = _max(sweep + grad[k] + out[L] + saved[k, f], out[k - 1] + saved[k, f] + f_transient[k, f])
+                    need = _max(need, saved[k, f] + W[k + 1])
+                    need = _max(need, out[k - 1] + saved[k, f] + grad[k] + grad[k - 1] + out[L] + b_transient[k, f])
+                    need = _max(need, P[i, k - 1])
+                    if need < best:
+                        best = need
             sweep = _max(sweep, out[k] + ck_transient[k] + (out[k - 1] if k > i else 0))
             need = _max(sweep, _max(out[k] + W[k + 1], P[i, k]))
             if need < best:

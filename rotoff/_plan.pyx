@@ -101,6 +101,7 @@ cdef struct Work:
     int32_t *gap_value
     int32_t *gap_from
     int32_t *gap_to
+    int32_t *gap_floor  # no prefetch before the operation after this one
     int32_t *gap_next   # next prefetch at the same place
     int32_t *reload
     int32_t *place_head
@@ -159,7 +160,6 @@ cdef void _forward(Chain *c, Work *w, int32_t q, int32_t code, bint last, bint m
     if form >= 0 and (code & EARLY) and (code & MOVE) and not must_save and q < c.L:
         _forward_one(c, w, q, form, True, False, source, n_ops, n_values, n_uses)
         w.stash[q] = w.made[n_ops[0] - 1]
-        w.away[n_ops[0]] = w.stash[q]
         _forward_one(c, w, q, -1, True, dropped, source, n_ops, n_values, n_uses)
         return
     _forward_one(c, w, q, form, code & MOVE, dropped, source, n_ops, n_values, n_uses)
@@ -180,6 +180,8 @@ cdef void _forward_one(Chain *c, Work *w, int32_t q, int32_t form, bint moves, b
         w.kind[t] = CK
         w.form[t] = 0
         w.made[t] = _value(w, n_values, q, -1, c.out[q], moves and q < c.L)
+        if w.stash[q] >= 0:
+            w.away[t] = w.stash[q]
     else:
         w.kind[t] = ALL
         w.form[t] = form
@@ -312,6 +314,7 @@ cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_liv
     w.gap_of[v] = <int32_t>g
     w.gap_value[g] = v
     w.gap_from[g] = t
+    w.gap_floor[g] = t
     w.gap_to[g] = -1
     n_gaps[0] = g + 1
 
@@ -352,8 +355,11 @@ cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t
                 # δ_L is held as soon as stage L has run, by any free before B L too.
                 if w.size[w.made[t]] + c.grad[i] > need:
                     need = w.size[w.made[t]] + c.grad[i]
-        if w.away[t] >= 0 and w.on[w.away[t]]:
-            _evict(w, w.away[t], t, &held, &n_live, &n_gaps)
+        if w.away[t] >= 0:
+            if w.on[w.away[t]]:
+                _evict(w, w.away[t], t, &held, &n_live, &n_gaps)
+            else:
+                w.gap_floor[w.gap_of[w.away[t]]] = t
         while held + need > c.limit:
             farthest = t
             best_x = -1
@@ -393,7 +399,7 @@ cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t
         g = w.reload[x]
         size = w.size[w.gap_value[g]]
         p = w.gap_to[g]
-        while p - 1 > w.gap_from[g] and p > floor_place and w.memory[p - 1] + size <= c.limit:
+        while p - 1 > w.gap_floor[g] and p > floor_place and w.memory[p - 1] + size <= c.limit:
             p -= 1
             w.memory[p] += size
         w.gap_next[g] = -1
@@ -647,6 +653,7 @@ cdef class Evaluator:
         w.gap_value = <int32_t *>self._room(3 * n, np.int32)
         w.gap_from = <int32_t *>self._room(3 * n, np.int32)
         w.gap_to = <int32_t *>self._room(3 * n, np.int32)
+        w.gap_floor = <int32_t *>self._room(3 * n, np.int32)
         w.gap_next = <int32_t *>self._room(3 * n, np.int32)
         w.reload = <int32_t *>self._room(3 * n, np.int32)
         w.place_head = <int32_t *>self._room(n, np.int32)

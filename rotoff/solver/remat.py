@@ -181,43 +181,71 @@ def segment_codes(kind: str, i: int, x: int) -> list[tuple[int, int]]:
 
 
 def smallest_plan(chain: Chain, mem_limit: int) -> np.ndarray | None:
-    """A recompute plan on exact bytes wherever persistent recompute fits at all; it keeps what fits, stage by stage."""
+    """A recompute plan on exact bytes wherever `bounds.need_tables` says that one fits; it keeps what fits, stage by stage."""
     c, L = arrays(chain), len(chain)
     P, W = need_tables(chain)
     need = needs(c)
     done: list[tuple[int, int]] = []
-    waiting: list[tuple[int, int, int]] = []
+    waiting: list[tuple[str, int, int, int]] = []  # what still runs, last first: a segment i..j in m bytes, or a sweep
     i, m = 1, mem_limit - int(c.out[0])
     if W[1] > m:
         return None
     while i <= L:
-        kind, x = _first_fit(c, need, i, L, m, P, W[1:], 0, i == L)
-        done += segment_codes(kind, i, x)
-        if kind == "all":
-            i, m = i + 1, m - int(c.saved[i, x])
-        else:
-            waiting.append((i, x, m))
-            i, m = x + 1, m - int(c.out[x])
+        choice = _first_fit(c, need, i, L, m, P, W[1:], 0, i == L)
+        i, m = _run(c, choice, i, m, done, waiting)
     while waiting:
-        i, j, m = waiting.pop()
-        kind, x = _first_fit(c, need, i, j, m, P, P[1:, j], int(need.held[j]), i == j)
-        done += segment_codes(kind, i, x)
-        if kind == "ck":
-            waiting.append((i, x, m))
-            waiting.append((x + 1, j, m - int(c.out[x])))
-        elif i < j:
-            waiting.append((i + 1, j, m - int(c.saved[i, x])))
+        what, i, j, m = waiting.pop()
+        if what == "sweep":
+            done += segment_codes("ck", i, j)
+            continue
+        choice = _first_fit(c, need, i, j, m, P, P[1:, j], int(need.held[j]), i == j)
+        next_i, next_m = _run(c, choice, i, m, done, waiting)
+        if next_i <= j:
+            waiting.append(("segment", next_i, j, next_m))
     return from_forwards(chain, done)
+
+
+def _run(
+    c: Arrays,
+    choice: tuple[str, int, int],
+    i: int,
+    m: int,
+    done: list[tuple[int, int]],
+    waiting: list[tuple[str, int, int, int]],
+) -> tuple[int, int]:
+    """Append a choice's forwards; what it leaves for later goes to `waiting`. Returns where to go on, with how many bytes."""
+    kind, k, x = choice
+    if kind == "all":
+        done += segment_codes("all", i, x)
+        return i + 1, m - int(c.saved[i, x])
+    waiting.append(("segment", i, k if kind == "ck" else k - 1, m))
+    if kind == "ck":
+        done += segment_codes("ck", i, k)
+        return k + 1, m - int(c.out[k])
+    waiting.append(("sweep", i, k - 1, m))
+    done += segment_codes("ck", i, k - 1)
+    done.append((k, select(x) | DROP))
+    return k + 1, m - int(c.saved[k, x])
 
 
 def _first_fit(
     c: Arrays, need: Needs, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int, alone: bool
-) -> tuple[str, int]:
-    """A first operation of i..j that leaves the rest feasible in m bytes; rest[k] is what stages k+1..j need at least."""
+) -> tuple[str, int, int]:
+    """A first choice for i..j that leaves the rest feasible in m bytes; rest[k] is what stages k+1..j need at least.
+
+    ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k without its input, which is made again.
+    """
     for x in range(int(c.n_forms[i])):
         if max(held + need.all[i, x], need.b[i, x]) <= m and (alone or c.saved[i, x] + rest[i] <= m):
-            return "all", x
+            return "all", i, x
     for k in range(j - 1, i - 1, -1):
         if held + need.ck[i, k] <= m and c.out[k] + rest[k] <= m and P[i, k] <= m:
-            return "ck", k
+            return "ck", k, 0
+    for k in range(j - 1, i, -1):
+        for x in range(int(c.n_forms[k])):
+            kept, before = int(c.saved[k, x]), int(c.out[k - 1])
+            again = need.held[k] + kept + need.ck[i, k - 1]
+            operands = max(held + before + need.all[k, x], before + need.b[k, x])
+            if held + need.ck[i, k - 1] <= m and max(again, operands, kept + rest[k], P[i, k - 1]) <= m:
+                return "bare", k, x
     raise AssertionError("the need tables said that this segment fits")

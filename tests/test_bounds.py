@@ -1,0 +1,50 @@
+"""Bounds: below every sequence, in order, and the smallest limits in sentences."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles.chains import chains
+
+from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
+from rotoff.solver import keep_all
+
+
+@given(chains(), st.sampled_from([0.0, 0.1, 0.4, 0.8]))
+def test_no_sequence_beats_the_bound(chain: Chain, share: float) -> None:
+    least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes
+    limit = max(1, round(least + share * max(0, peak - least)))
+    bound = lower_bound(chain, limit)
+    assert bound <= simulate(chain, solve(chain, limit, refine=0.01), limit).makespan * (1 + 1e-9)
+
+
+@given(chains())
+def test_the_joint_minimum_is_the_smallest(chain: Chain) -> None:
+    assert min_mem_limit(chain, "joint") <= min(min_mem_limit(chain, "remat"), min_mem_limit(chain, "offload"))
+
+
+def test_minima_by_hand() -> None:
+    # B 2 needs abar 2, abar 1 (its input), δ_2, δ_1 and a_0; recompute or a copy may replace abar 1 by a 1.
+    chain = Chain((Stage("", 1.0, 1.0, 10, 100), Stage("", 1.0, 1.0, 1, 50)), 1.0, 1.0, input_bytes=5)
+    assert min_mem_limit(chain, "offload") == 5 + 100 + 50 + 1 + 10
+    assert min_mem_limit(chain, "remat") == 5 + 100 + 10 + 1  # B 1, with a_2 still held
+    assert min_mem_limit(chain, "joint") == 5 + 100 + 10 + 1
+
+
+def test_the_bound_is_tight_where_all_fits_and_sees_the_link() -> None:
+    chain = Chain(tuple(Stage("", 1.0, 2.0, 10, 30) for _ in range(10)), 10.0, 10.0)
+    peak = simulate(chain, keep_all(chain)).peak_bytes
+    assert lower_bound(chain, peak) == pytest.approx(30.0)
+    assert lower_bound(chain, peak // 2) > 31.0
+
+
+def test_refusals() -> None:
+    chain = Chain((Stage("", 1.0, 1.0, 10, 100),), 1.0, 1.0, input_bytes=5)
+    with pytest.raises(OptionError, match="modes are"):
+        min_mem_limit(chain, "both")
+    with pytest.raises(LimitError):
+        lower_bound(chain, -1)
+    least = min_mem_limit(chain, "joint")
+    with pytest.raises(InfeasibleError, match=f"needs at least 115 B \\({least} bytes\\) in mode joint; the limit is 114 B"):
+        lower_bound(chain, least - 1)
