@@ -20,7 +20,7 @@ from ..chain import Chain
 from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, preserved
 from .allocations import record
-from .meter import Measured, Meter
+from .meter import PLAIN, Measured, Meter
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
 
@@ -71,8 +71,12 @@ def measure(
     """
     if not flatten(value)[0]:
         raise MeasureError("the model's input holds no tensor")
+    for tensor in flatten(value)[0]:
+        if type(tensor) not in PLAIN:
+            raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
     groups = merge_aliases(stages, value, device)
     meter = Meter(device, repeats)
+    meter.begin(value)
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient
     start = batch = value
@@ -83,6 +87,7 @@ def measure(
             result, value = meter.stage(group, value, n + 1 == len(groups))
         if result is None:
             prefix, measured, start = n + 1, [], value
+            meter.begin(value)
         else:
             measured.append(result)
     if progress is not None:

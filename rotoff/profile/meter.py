@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from ..capture.changes import ChangedBuffers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
 from ..chain import Stage
+from ..errors import MeasureError
 from ..runtime.replay import Generators
 from .allocations import mark, record
 
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
+
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})  # whose bytes are those of one storage
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,11 @@ class Meter:
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device = device
         self.repeats = max(1, repeats)
+        self._lasting: set[int] = set()  # storages that are there throughout the step
+
+    def begin(self, value: Any) -> None:
+        """What is measured next starts the chain: its input `value` is there throughout."""
+        self._lasting = {storage_key(t) for t in flatten(value)[0]}
 
     def stage(self, stage: StageModule, value: Any, last: bool) -> tuple[Measured | None, Any]:
         """Measure `stage` on the input `value`; None where its output needs no gradient. Also returns its output.
@@ -45,20 +55,21 @@ class Meter:
         """
         tensors, rebuild = flatten(value)
         run = _Run(stage, tensors, rebuild, last)
-        leaves = run.leaves()
+        leaves, changes = run.leaves(), ChangedBuffers(stage)
         outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
+        _refuse_subclasses(stage, outputs)
         needs = [t.requires_grad for t in outputs]
         if any(needs):
             _backward(get_edges(outputs), _ones(outputs), run.targets(leaves))
             del outputs, leaves
-            measured, outputs = self._costs(run)
+            measured, outputs = self._costs(run, changes)
         else:
             measured = None
         detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
         return measured, rebuild_output(detached)
 
-    def _costs(self, run: _Run) -> tuple[Measured, list[torch.Tensor]]:
-        buffers = [(module, name, tensor, tensor.detach().clone()) for module, name, tensor in run.stage.buffers()]
+    def _costs(self, run: _Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
+        changes.look()
         generators = Generators(self.device)
         drawn = generators.states()
         leaves = run.leaves()
@@ -70,18 +81,22 @@ class Meter:
         with saved_tensors_hooks(keep, _never):
             outputs, log = record(lambda: flatten(run.forward(leaves))[0], self.device)
         live = log.live()
-        # by content, since batch norm changes its statistics without telling their version counters
-        changed = tuple((m, name) for m, name, t, old in buffers if m._buffers[name] is not t or not torch.equal(t, old))
-        del buffers
+        _refuse_subclasses(run.stage, saved)
+        changed = changes.look()
         draws = generators.states() is not drawn
         inputs = {storage_key(t) for t in leaves}
         kinds = tuple(_kind(t, inputs, live) for t in saved)
         own = {_address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
         made = {_address(t) for t in outputs}
-        own_outputs = tuple(_address(t) in live for t in outputs)
+        self._lasting |= {storage_key(t) for t in outputs if _address(t) not in live} - inputs  # a module's tables
+        own_outputs = tuple(storage_key(t) not in self._lasting for t in outputs)
+        carried = [t for t in outputs if storage_key(t) in inputs - self._lasting]
         saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
         output_bytes = sum(size for ptr, size in live.items() if ptr in made)
         stuck = sum(live.values()) - saved_bytes
+        carried_bytes = self.storage_bytes(carried)  # of the input's, and charged to the output too
+        saved_bytes, output_bytes = saved_bytes + carried_bytes, output_bytes + carried_bytes
+        del carried
         output_grad, input_grad = self.gradient_bytes(outputs), self.gradient_bytes(leaves)
         outputs = [t.detach() for t in outputs]
         saved.clear()
@@ -234,6 +249,15 @@ def _kind(tensor: torch.Tensor, inputs: set[int], live: dict[int, int]) -> Saved
     if storage_key(tensor) in inputs:
         return SavedKind.INPUT
     return SavedKind.OWN if _address(tensor) in live else SavedKind.RESIDENT
+
+
+def _refuse_subclasses(stage: StageModule, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            raise MeasureError(
+                f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move; use plain"
+                " tensors in what it returns and differentiates"
+            )
 
 
 def _forget(_: torch.Tensor) -> None:

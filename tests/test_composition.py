@@ -1,0 +1,358 @@
+"""What people put around, on and into the stages of a model: the bits of the plain model under limits that force moves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Batch, Residual, fresh, same, train
+from random_programs import random_sequence
+from test_runtime import smallest, with_sequence
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rotoff
+
+Make = Callable[[], tuple[nn.Sequential, Batch]]
+Run = Callable[[nn.Module, Batch], list[torch.Tensor]]
+
+
+def blocks(width: int = 32, count: int = 4) -> list[nn.Module]:
+    return [Residual(width) for _ in range(count)]
+
+
+def compare(make: Make, run: Run, measured_in: Callable[[], Any] | None = None, seeds: int = 3) -> None:
+    """`run` gives the same tensors with the plain model, at the smallest joint limit, and with random sequences."""
+    torch.manual_seed(0)
+    model, batch = make()
+    torch.manual_seed(1)
+    expected = run(model, batch)
+    for seed in range(-1, seeds):
+        torch.manual_seed(0)
+        model, batch = make()
+        wrapped = rotoff.Checkpointable(model, check=True)
+        if measured_in is not None:
+            with measured_in():
+                wrapped.measure(batch(), repeats=1)
+        else:
+            wrapped.measure(batch(), repeats=1)
+        if seed < 0:
+            wrapped.compute_sequence(smallest(wrapped, "joint"))
+        else:
+            with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
+        torch.manual_seed(1)
+        got = run(wrapped, batch)
+        assert same(got, expected), f"seed {seed}\n{wrapped.sequence}"
+        wrapped.close()
+
+
+def sequential(*modules: nn.Module, shape: tuple[int, ...] = (64, 16)) -> tuple[nn.Sequential, Batch]:
+    return nn.Sequential(*modules), lambda: torch.randn(*shape)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+# -- inside of stages
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.Dropout, (16, 4)),
+        (nn.AlphaDropout, (16, 4)),
+        (nn.FeatureAlphaDropout, (16, 4)),
+        (nn.Dropout1d, (8, 4, 6)),
+        (nn.Dropout2d, (8, 4, 6, 6)),
+        (nn.Dropout3d, (4, 4, 3, 3, 3)),
+        (nn.RReLU, (16, 4)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_dropout_of_all_kinds(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    compare(lambda: sequential(nn.PReLU(), kind(), nn.GELU(), kind(), nn.PReLU(), kind(), shape=shape), train, seeds=2)
+
+
+def test_normalisations_with_parametrised_weights() -> None:
+    def make() -> tuple[nn.Sequential, Batch]:
+        weight = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
+        norms = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh()), nn.GroupNorm(4, 16), nn.BatchNorm1d(16, momentum=None)
+        return sequential(nn.Linear(16, 16), weight, norms[0], spectral, norms[1], orthogonal, norms[2], nn.Linear(16, 4))
+
+    compare(make, train)
+
+
+def test_checkpoint_within_a_stage() -> None:
+    class Inner(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.body, self.reentrant = Residual(16), reentrant
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.body, torch.tanh(x), use_reentrant=self.reentrant).sin()
+
+    compare(lambda: sequential(nn.Linear(16, 16), Inner(False), nn.Tanh(), Inner(False), nn.Linear(16, 4)), train)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_stages(backend: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+
+    def make() -> tuple[nn.Sequential, Batch]:
+        model, batch = sequential(nn.Linear(16, 32), *blocks(count=2), nn.Tanh(), nn.Linear(32, 8))
+        for n in (1, 2):
+            model[n].dropout = nn.Identity()
+            model[n].compile(backend=backend)
+        return model, batch
+
+    compare(make, train, seeds=2)
+
+
+def test_complex_numbers_expanded_and_overlapping_tensors() -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.ifft(torch.fft.fft(x) * self.phase)
+
+    class Expand(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            row = x.real.mean(0, keepdim=True).tanh().expand(64, 16)  # one row of bytes, saved as 64
+            return torch.view_as_real(x * row).flatten(1)
+
+    class Spread(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.sum(1, keepdim=True) * 0.1).expand(-1, 8)  # an output of stride 0
+
+    class Windows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).unfold(1, 4, 2)[:, :3] * 1.5
+
+    compare(lambda: sequential(nn.Linear(16, 16), Waves(), Expand(), Spread(), Windows(), nn.Linear(4, 4)), train)
+
+
+def test_integers_and_floats_between_stages() -> None:
+    class Route(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+            return x.tanh(), x.argmax(1), 3
+
+    class Gather(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(32, 32)
+
+        def forward(self, given: tuple[torch.Tensor, torch.Tensor, int]) -> dict[str, Any]:
+            x, where, times = given
+            return {"x": x * self.table(where) * times, "where": (where + 1) % 32, "name": "gathered"}
+
+    class Last(nn.Module):
+        def forward(self, given: dict[str, Any]) -> torch.Tensor:
+            return given["x"].gather(1, given["where"][:, None]) + given["x"].mean()
+
+    compare(lambda: sequential(nn.Linear(16, 32), Route(), Gather(), Last(), nn.Linear(1, 4)), train)
+
+
+def test_low_rank_adapters_added_in_place_over_frozen_weights() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.base = nn.Linear(width, width).requires_grad_(False)
+            self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.base(x)
+            y += self.up(self.down(x))
+            return y
+
+    def make() -> tuple[nn.Sequential, Batch]:
+        head = [nn.Embedding(20, 16).requires_grad_(False), nn.Linear(16, 16).requires_grad_(False)]
+        body = [m for _ in range(3) for m in (Adapted(16), nn.GELU())]
+        return nn.Sequential(*head, *body, nn.Linear(16, 20).requires_grad_(False)), lambda: torch.randint(0, 20, (4, 8))
+
+    compare(make, train)
+
+
+def test_a_tensor_subclass_is_refused_in_a_sentence() -> None:
+    from torch.masked import masked_tensor
+
+    class Masks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return masked_tensor(x, x > 0)
+
+    model = nn.Sequential(nn.Linear(4, 4), Masks(), nn.Tanh())
+    with pytest.raises(rotoff.MeasureError, match="MaskedTensor"):
+        rotoff.Checkpointable(model).measure(torch.randn(4, 4))
+
+
+# -- hooks
+
+
+def test_hooks_on_parameters_and_backward_hooks_on_stages() -> None:
+    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        hooks = [p.register_hook(lambda g: g * 0.5) for p in model[1].parameters()]
+        hooks.append(model[2].register_full_backward_hook(lambda m, gi, go: seen.extend([gi[0].clone(), go[0].clone()])))
+        hooks.append(model[3].register_full_backward_pre_hook(lambda m, go: (go[0] * 2,)))
+        hooks += [p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())) for p in model[3].parameters()]
+        result = train(model, batch, steps=2)
+        for hook in hooks:
+            hook.remove()
+        return result + seen
+
+    compare(lambda: sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8)), run)
+
+
+def test_hooks_that_are_there_when_measured() -> None:
+    def make() -> tuple[nn.Sequential, Batch]:
+        model, batch = sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8))
+        model[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
+        model[3].register_forward_hook(lambda m, i, o: o * 2)
+        model[4].register_forward_pre_hook(lambda m, i: (i[0] + 1,))
+        return model, batch
+
+    compare(make, train)
+
+
+def test_forward_hooks_fire_again_on_a_replay_and_the_values_are_those_of_the_first_run() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    text = ["F_ck 1", "F_ck 2", "F_none 3", "F_none 4", "F_none 5", "F_all 6", "B 6"]
+    text += ["F_all 2", "F_all 3", "F_all 4", "F_all 5", "B 5", "B 4", "B 3", "B 2", "F_all 1", "B 1"]
+    with_sequence(wrapped, rotoff.Sequence.from_text(text))
+    seen: list[torch.Tensor] = []
+    hook = model[2].register_forward_hook(lambda m, i, o: seen.append(o.detach().clone()))
+    wrapped(batch()).sum().backward()
+    hook.remove()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+# -- around the model
+
+
+def test_gradients_accumulated_over_micro_batches() -> None:
+    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        seen = []
+        for _ in range(2):
+            for _ in range(3):
+                (model(batch()).square().mean() / 3).backward()
+            seen += gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen + [p.detach().clone() for p in model.parameters()]
+
+    compare(lambda: sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8)), run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_with_a_gradient_scaler(dtype: torch.dtype) -> None:
+    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2)  # the first steps overflow
+        seen = []
+        for _ in range(4):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = model(batch()).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            seen += gradients(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=False)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(torch.tensor(scaler.get_scale()))
+        return [torch.nan_to_num(t, nan=-7.0) for t in seen] + [p.detach().clone() for p in model.parameters()]
+
+    def casting() -> torch.autocast:
+        return torch.autocast("cpu", dtype=dtype)
+
+    compare(lambda: sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8)), run, casting)
+
+
+def test_an_optimizer_in_backward() -> None:
+    """Weights change as soon as their gradient is whole, while earlier stages have yet to be replayed."""
+
+    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        def step(p: torch.Tensor) -> None:
+            with torch.no_grad():
+                p -= 0.05 * p.grad
+            p.grad = None
+
+        hooks = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+        for _ in range(3):
+            model(batch()).square().mean().backward()
+        for hook in hooks:
+            hook.remove()
+        return [p.detach().clone() for p in model.parameters()]
+
+    compare(lambda: sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8)), run)
+    compare(lambda: fresh("tied"), run)  # a gradient is whole only after its last use
+
+
+def test_torch_autograd_grad_of_everything_and_of_the_input() -> None:
+    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        x = batch().requires_grad_()
+        return list(torch.autograd.grad(model(x).square().mean(), [x, *model.parameters()]))
+
+    def make() -> tuple[nn.Sequential, Batch]:
+        model, batch = sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8))
+        return model, lambda: batch().requires_grad_()
+
+    compare(make, run)
+
+
+def test_outputs_of_which_only_some_get_a_gradient() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(32, 4), nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return self.one(x).tanh(), self.two(x).tanh(), x.argmax(1)
+
+    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        seen = []
+        for which in (0, 1, 0):
+            model.zero_grad()
+            model(batch())[which].square().sum().backward()
+            seen += gradients(model)
+        return seen
+
+    compare(lambda: sequential(nn.Linear(16, 32), *blocks(), Heads()), run)
+
+
+def test_a_loss_of_an_intermediate_result_beside_the_last() -> None:
+    """A forward hook takes a stage's output into the loss: the gradient enters there too."""
+
+    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        taken.clear()
+        loss = model(batch()).square().mean()
+        (loss + taken[0]).backward()
+        return gradients(model)
+
+    def make() -> tuple[nn.Sequential, Batch]:
+        model, batch = sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8))
+        model[2].register_forward_hook(lambda m, i, o: taken.append(o.square().mean()))
+        return model, batch
+
+    taken: list[torch.Tensor] = []
+    compare(make, run)
+
+
+def test_a_hook_that_came_after_measuring_and_saves_is_named() -> None:
+    model, batch = sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8))
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "joint"))
+    model[2].register_forward_hook(lambda m, i, o: o * o.tanh())
+    with pytest.raises(rotoff.ExecutionError, match="stage '2' saved other tensors.*call measure.. again"):
+        wrapped(batch())
