@@ -2,3 +2,6 @@
 
 from .plan import keep_all as keep_all
 from .search import solve as solve
+from .sweep import Row as Row
+from .sweep import Sweep as Sweep
+from .sweep import sweep as sweep

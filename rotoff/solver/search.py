@@ -69,21 +69,31 @@ def solve(
     if isinstance(mem_slots, bool) or not isinstance(mem_slots, (int, np.integer)) or mem_slots < 1:
         raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
     budget = Budget.of(refine)
+    best = best_candidate(Problem(chain, limit, host, int(mem_slots), budget), mode, progress)
+    return as_sequence(chain, best, mode, limit)
+
+
+def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float], None] | None = None) -> Candidate:
+    """The best candidate of `mode`; keeping everything where that fits.
+
+    Raises:
+        InfeasibleError: where nothing fits.
+    """
+    chain, limit, host = problem.chain, problem.limit, problem.host_limit
     everything = keep_all(chain)
     if simulate(chain, everything).peak_bytes <= limit:
-        return _sequence(chain, Candidate(0.0, everything.ops, None, "keep-all"), mode, limit)
-    if limit < min_mem_limit(chain, mode):
+        return Candidate(chain.compute_time, everything.ops, None, "keep-all")
+    least = min_mem_limit(chain, mode)
+    if limit < least:
         raise infeasible(chain, mode, limit)
-    problem = Problem(chain, limit, host, int(mem_slots), budget)
     best = _best(problem, mode, progress)
     if best is None:
-        least = min_mem_limit(chain, mode)
         raise InfeasibleError(
             f"nothing found within {format_bytes(limit)} on the device and {format_bytes(host or 0)} on the host in mode"
             f" {mode}; without a host limit it needs at least {format_bytes(least)} ({least} bytes)",
             least,
         )
-    return _sequence(chain, best, mode, limit)
+    return best
 
 
 def parse_host_limit(host_limit: int | str) -> int:
@@ -93,18 +103,19 @@ def parse_host_limit(host_limit: int | str) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """What every mode's search shares. limit, host_limit: bytes; slots: N of the joint dynamic program."""
+    """What every mode's search shares. limit, host_limit: bytes; slots: N of the joint dynamic program; known: plans."""
 
     chain: Chain
     limit: int
     host_limit: int | None
     slots: int
     budget: Budget
+    known: tuple[np.ndarray, ...] = ()
 
 
 def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
-    proposals = list(_proposals(problem, mode))
+    proposals = [*_proposals(problem, mode), *(("known", codes) for codes in problem.known)]
     found = [made for source, codes in proposals if (made := judged(chain, limit, codes, source, host)) is not None]
     if mode == "joint":
         # The very results of the pure modes compete, so that joint is never slower than they are.
@@ -170,8 +181,9 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
     return Candidate(makespan, to_ops(rows), codes, source)
 
 
-def _sequence(chain: Chain, best: Candidate, mode: str, limit: int) -> Sequence:
-    trace = simulate(chain, best.ops, limit)  # what is returned has passed the machine
+def as_sequence(chain: Chain, best: Candidate, mode: str, limit: int) -> Sequence:
+    """The candidate as a sequence that has passed the machine."""
+    trace = simulate(chain, best.ops, limit)
     meta: dict[str, Any] = {
         "makespan": trace.makespan,
         "peak_bytes": trace.peak_bytes,

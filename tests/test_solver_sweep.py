@@ -1,0 +1,60 @@
+"""Many limits at once, and limits on the host."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from oracles.chains import chains
+
+from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
+from rotoff.solver import sweep
+
+CHAIN = Chain(tuple(Stage("", 1.0, 2.0, 10, 30) for _ in range(8)), 20.0, 20.0, input_bytes=5)
+
+
+def test_rows_table_and_csv(tmp_path: Path) -> None:
+    seen: list[float] = []
+    found = sweep(CHAIN, [60, "100 B", 200, 300], ("joint", "remat"), refine=0.05, progress=lambda x, _: seen.append(x))
+    assert [(row.limit, row.mode) for row in found] == [(b, m) for m in ("joint", "remat") for b in (60, 100, 200, 300)]
+    assert seen[-1] == 1.0
+    for row, sequence in zip(found, found.sequences, strict=True):
+        if sequence is None:
+            assert row.limit < min_mem_limit(CHAIN, row.mode)
+        else:
+            assert row.makespan == simulate(CHAIN, sequence, row.limit).makespan
+    assert len(str(found).splitlines()) == 1 + len(found)
+    assert "does not fit" in str(found)
+    found.save(tmp_path / "rows.csv")
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [int(row["limit"]) for row in rows] == [row.limit for row in found]
+
+
+@given(chains(least=2, most=6))
+def test_more_memory_is_never_slower(chain: Chain) -> None:
+    for mode in ("joint", "remat", "offload"):
+        times = [row.makespan for row in sweep(chain, None, (mode,), refine=0.001) if row.makespan is not None]
+        assert times == sorted(times, reverse=True)
+
+
+def test_a_host_limit_is_kept() -> None:
+    free = solve(CHAIN, 120, refine=0.1)
+    assert free.meta["host_peak_bytes"] > 30
+    times = [free.meta["makespan"]]
+    for host in (60, 30, 0):
+        sequence = solve(CHAIN, 120, refine=0.1, host_limit=host)
+        trace = simulate(CHAIN, sequence, 120)
+        assert trace.host_peak_bytes <= host
+        times.append(trace.makespan)
+    assert times == sorted(times)
+    with pytest.raises(InfeasibleError, match="on the host"):
+        solve(CHAIN, 120, "offload", refine=0.1, host_limit=0)
+
+
+def test_bad_sweeps_are_refused() -> None:
+    with pytest.raises(OptionError):
+        sweep(CHAIN, [100], ())
+    with pytest.raises(OptionError):
+        sweep(CHAIN, [100], ("both",))
