@@ -14,6 +14,7 @@ cdef struct Costs:
     double beta_F, beta_B
     const double *U           # running sums of u_F
     const double *base        # running sums of u_F + u_B^0
+    const double *least       # running sums of u_F + min_k u_B^k
     const double *u_B         # [i, k]
     const int32_t *n_forms
     const int32_t *out        # slots of a_i; 0 for a_0, which is charged apart
@@ -33,6 +34,7 @@ cdef struct Costs:
     const int64_t *row        # C_A of (i, j) starts at (row[i] + j) (N + 1)²
     double *C
     double *O                 # OC of (i, x, A, A_F, A_B)
+    int8_t *R                 # whether OC_0(1, 0, 0, 0) can lead to that state
 
 
 cdef struct Choice:
@@ -48,9 +50,14 @@ cdef inline double *_O(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
     return c.O + (i * (c.K + 1) + x) * (c.N + 1) * (c.N + 1) * (c.N + 1)
 
 
+cdef inline Py_ssize_t _nearest(double x) noexcept nogil:
+    """floor(x + 1/2), by the cast where that is the same: a call of floor is most of the time otherwise."""
+    return <Py_ssize_t>(x + 0.5) if x >= 0.0 else <Py_ssize_t>floor(x + 0.5)
+
+
 cdef inline Py_ssize_t _drained(Costs *c, Py_ssize_t i, Py_ssize_t j, double seconds) noexcept nogil:
     """Slots that come in while segment i..j is processed in `seconds`: its own clock, and what lasts beyond it rounded."""
-    return c.clock[j] - c.clock[i - 1] + <Py_ssize_t>floor(c.beta_B * (seconds - (c.base[j] - c.base[i - 1])) + 0.5)
+    return c.clock[j] - c.clock[i - 1] + _nearest(c.beta_B * (seconds - (c.base[j] - c.base[i - 1])))
 
 
 cdef inline Py_ssize_t _left(Py_ssize_t backlog, Py_ssize_t drained) noexcept nogil:
@@ -61,6 +68,10 @@ cdef inline Py_ssize_t _left(Py_ssize_t backlog, Py_ssize_t drained) noexcept no
 
 cdef inline double _excess(double slots) noexcept nogil:
     return slots if slots > 0.0 else 0.0
+
+
+cdef inline int8_t *_R(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
+    return c.R + (i * (c.K + 1) + x) * (c.N + 1) * (c.N + 1) * (c.N + 1)
 
 
 cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D, Choice *best) noexcept nogil:
@@ -99,8 +110,8 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
     for k in range(i, j):
         if c.need_ck_B[(j * L1 + i) * L1 + k] + A > N:
             break  # longer sweeps need no less
-        c1 = _C(c, i, k)[A * (N + 1) + D]
-        if c1 == INFINITY or A + c.out[k] > N:
+        c1 = _C(c, i, k)[A * (N + 1) + D]  # infinite ones fail the next test too
+        if c.U[k] - c.U[i - 1] + c1 + (c.least[j] - c.least[k]) >= best.cost or A + c.out[k] > N:
             continue
         D2 = _left(D, _drained(c, i, k, c1))
         if A + c.out[k] + D2 > N:
@@ -120,8 +131,8 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
 
 
 cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B,
-                         Choice *best) noexcept nogil:
-    """OC_x(i, A, A_F, A_B), B.1 and B.2."""
+                         bint mark, Choice *best) noexcept nogil:
+    """OC_x(i, A, A_F, A_B), B.1 and B.2; with `mark`, only mark the states that it refers to."""
     cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, k, w, v, j, size, idle_F, idle_B, A1, F1, B1, drain
     cdef double cost, rest, segment, wait
     cdef bint stays
@@ -159,6 +170,9 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
             B1 = _left(A_B, c.clock_B[w] + idle_B) + (size if v else 0)
             if A1 + F1 > N or A1 + B1 > N:
                 continue
+            if mark:
+                _R(c, i + 1, 1 + k)[(A1 * M + F1) * M + B1] = 1
+                continue
             rest = cost + _O(c, i + 1, 1 + k)[(A1 * M + F1) * M + B1]
             if rest < best.cost:
                 best.cost = rest
@@ -178,14 +192,18 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
             continue
         wait = _excess(c.early[i * L1 + j] + A + A_F + size - N)
         cost = c.U[j] - c.U[i - 1] + wait / c.beta_F + segment
-        drain = c.clock_F[j] - c.clock_F[i - 1] + <Py_ssize_t>floor(wait + 0.5)
+        if not mark and cost + (c.least[c.L] - c.least[j]) >= best.cost:
+            continue
+        drain = c.clock_F[j] - c.clock_F[i - 1] + _nearest(wait)
         B1 = _left(A_B, _drained(c, i, j, segment))
         if stays:
             A1 = A + size
             F1 = _left(A_F, drain)
             if A1 + F1 <= N and A1 + B1 <= N:
+                if mark:
+                    _R(c, j + 1, 0)[(A1 * M + F1) * M + B1] = 1
                 rest = cost + _O(c, j + 1, 0)[(A1 * M + F1) * M + B1]
-                if rest < best.cost:
+                if not mark and rest < best.cost:
                     best.cost = rest
                     best.form = -1
                     best.cut = <int32_t>j
@@ -196,8 +214,10 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
         if i > 1:
             F1 = _left(A_F + size, drain)
             if A + F1 <= N and A + B1 + size <= N:
+                if mark:
+                    _R(c, j + 1, 0)[(A * M + F1) * M + B1 + size] = 1
                 rest = cost + _O(c, j + 1, 0)[(A * M + F1) * M + B1 + size]
-                if rest < best.cost:
+                if not mark and rest < best.cost:
                     best.cost = rest
                     best.form = -1
                     best.cut = <int32_t>j
@@ -213,8 +233,8 @@ cdef class Kernel:
     cdef Costs c
     cdef list keep
 
-    def __init__(self, costs, double[:, :, ::1] C, double[:, :, :, :, ::1] O):
-        self.keep = [costs, C, O]
+    def __init__(self, costs, double[:, :, ::1] C, double[:, :, :, :, ::1] O, int8_t[:, :, :, :, ::1] R):
+        self.keep = [costs, C, O, R]
         cdef Costs *c = &self.c
         c.L = costs.L
         c.N = costs.N
@@ -223,6 +243,7 @@ cdef class Kernel:
         c.beta_B = costs.beta_B
         c.U = <double *>_at(costs.U, "d")
         c.base = <double *>_at(costs.base, "d")
+        c.least = <double *>_at(costs.least, "d")
         c.u_B = <double *>_at(costs.u_B, "d")
         c.n_forms = <int32_t *>_at(costs.n_forms, "i")
         c.out = <int32_t *>_at(costs.out, "i")
@@ -242,6 +263,7 @@ cdef class Kernel:
         c.row = <int64_t *>_at(costs.row, "l")
         c.C = &C[0, 0, 0]
         c.O = &O[0, 0, 0, 0, 0]
+        c.R = &R[0, 0, 0, 0, 0]
 
     def fill_backward(self, Py_ssize_t d, Py_ssize_t low, Py_ssize_t high):
         """C_A of the segments (i, i + d), low <= i < high; shorter segments are filled already."""
@@ -256,18 +278,28 @@ cdef class Kernel:
                         _backward_state(&self.c, i, i + d, A, D, &best)
                         row[A * (N + 1) + D] = best.cost
 
+    def mark_forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts):
+        """Mark what the marked states of (i, x) refer to, for every `parts`-th A; two threads may write the same 1."""
+        self._forward(i, x, part, parts, True)
+
     def fill_forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts):
-        """OC_x(i, ...) for every `parts`-th A from `part` on; later stages are filled already."""
+        """OC_x(i, ...) at the marked states of every `parts`-th A from `part` on; later stages are filled already."""
+        self._forward(i, x, part, parts, False)
+
+    cdef _forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts, bint mark):
         cdef Py_ssize_t A, F, B, N = self.c.N, M = self.c.N + 1
         cdef double *row = _O(&self.c, i, x)
+        cdef int8_t *marked = _R(&self.c, i, x)
         cdef Choice best
         with nogil:
             A = part
             while A <= N:
                 for F in range(N + 1 - A):
                     for B in range(N + 1 - A):
-                        _forward_state(&self.c, i, x, A, F, B, &best)
-                        row[(A * M + F) * M + B] = best.cost
+                        if marked[(A * M + F) * M + B]:
+                            _forward_state(&self.c, i, x, A, F, B, mark, &best)
+                            if not mark:
+                                row[(A * M + F) * M + B] = best.cost
                 A += parts
 
     def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
@@ -279,7 +311,7 @@ cdef class Kernel:
     def forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B):
         """(cost, form or -1, cut, whether the input moves, A', A_F', A_B') of OC_x(i, A, A_F, A_B)."""
         cdef Choice best
-        _forward_state(&self.c, i, x, A, A_F, A_B, &best)
+        _forward_state(&self.c, i, x, A, A_F, A_B, False, &best)
         return best.cost, best.form, best.cut, bool(best.moved), best.A, best.A_F, best.A_B
 
     def after_segment(self, Py_ssize_t i, Py_ssize_t j, double seconds, Py_ssize_t D):

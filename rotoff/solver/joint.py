@@ -37,6 +37,7 @@ class Costs:
     beta_B: float
     U: np.ndarray
     base: np.ndarray
+    least: np.ndarray
     u_B: np.ndarray
     n_forms: np.ndarray
     out: np.ndarray
@@ -78,6 +79,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
     for i in range(1, L + 1):
         row[i] = (i - 1) * (L - 1) - (i - 1) * (i - 2) // 2 - i
     held = need.held
+    fastest = np.where(np.arange(c.u_B.shape[1]) < c.n_forms[:, None], c.u_B, np.inf).min(axis=1)
     clock_B = clock(c.u_B[:, 0], beta_B)
     by_form = np.diff(clock_B, prepend=0)[:, None] + np.floor(beta_B * (c.u_B - c.u_B[:, :1]) + 0.5).astype(np.int64)
     return Costs(
@@ -88,6 +90,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
         beta_B=beta_B,
         U=U,
         base=np.cumsum(c.u_F + c.u_B[:, 0]),
+        least=np.cumsum(c.u_F + fastest),
         u_B=c.u_B,
         n_forms=c.n_forms,
         out=slots.out,
@@ -109,22 +112,26 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
 
 
 def fill(table: Costs) -> Kernel:
-    """Both tables, in two threads; the interpreter runs between rows, so that Ctrl-C is seen."""
+    """Both tables, in two threads, OC only at the states that its answer can lead to; the interpreter runs between rows, so that Ctrl-C is seen."""
     L, N, X = table.L, table.N, table.K + 1
     C = np.full((max(1, L * (L - 1) // 2), N + 1, N + 1), math.inf)
-    OC = np.full((L + 1, X, N + 1, N + 1, N + 1), math.inf)
-    kernel = Kernel(table, C, OC)
+    OC = np.empty((L + 1, X, N + 1, N + 1, N + 1))  # only states that can be reached are ever read
+    reached = np.zeros(OC.shape, dtype=np.int8)
+    reached[1, 0, 0, 0, 0] = 1
+    kernel = Kernel(table, C, OC, reached)
     with ThreadPoolExecutor(2) as pool:
         for d in range(L - 1):
             count = L - 1 - d
             jobs = [pool.submit(kernel.fill_backward, d, 1 + a, 1 + b) for a, b in _quarters(count)]
             for job in jobs:
                 job.result()
-        for i in range(L, 0, -1):
-            inputs = range(1 if i == 1 else 1 + int(table.n_forms[i - 1]))
-            jobs = [pool.submit(kernel.fill_forward, i, x, part, 4) for x in inputs for part in range(4)]
-            for job in jobs:
-                job.result()
+        passes = [(kernel.mark_forward, range(1, L)), (kernel.fill_forward, range(L, 0, -1))]
+        for work, stages in passes:
+            for i in stages:
+                inputs = range(1 if i == 1 else 1 + int(table.n_forms[i - 1]))
+                jobs = [pool.submit(work, i, x, part, 4) for x in inputs for part in range(4)]
+                for job in jobs:
+                    job.result()
     return kernel
 
 
@@ -136,7 +143,7 @@ def _quarters(count: int) -> list[tuple[int, int]]:
 def table_bytes(chain: Chain, N: int) -> int:
     """Bytes of both tables."""
     L, X = len(chain), 2 + max(len(s.forms) for s in chain.stages)
-    return 8 * (L * (L - 1) // 2 * (N + 1) ** 2 + (L + 1) * X * (N + 1) ** 3)
+    return 8 * (L * (L - 1) // 2) * (N + 1) ** 2 + 9 * (L + 1) * X * (N + 1) ** 3
 
 
 def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
