@@ -66,10 +66,13 @@ def test_what_the_batch_and_tables_bring_along_merges_nothing_and_is_charged_to_
     assert [s.grad_bytes for s in chain.stages[:3]] == [2 * 32 * 16 * 4] * 3  # the scale's too
 
 
-def test_an_activation_that_is_handed_on_joins_its_stages() -> None:
+def test_an_activation_that_is_handed_on_is_charged_to_every_value_that_carries_it() -> None:
     model, batch = fresh("handed_on")
     chain = rotoff.Checkpointable(model).measure(batch()).chain
-    assert [s.name for s in chain.stages] == ["0", "1..3", "4", "5", "6"]
+    assert [s.name for s in chain.stages] == ["0", "1", "2", "3", "4", "5", "6"]
+    tensor = 32 * 16 * 4
+    assert [s.output_bytes // tensor for s in chain.stages[:4]] == [1, 2, 2, 2]
+    assert [s.grad_bytes // tensor for s in chain.stages[:4]] == [1, 2, 2, 2]
 
 
 def test_changing_the_batch_in_place_far_from_the_start_is_refused() -> None:

@@ -1,8 +1,8 @@
-"""Stages merged until each one's output is its own: the machine charges every byte to the value that keeps it alive.
+"""Stages merged until each one makes something: the machine charges every byte to the value that keeps it alive.
 
-A stage that hands its input on, as a view or as it is, or changes it in place, shares bytes with the stage before it, so the
-two become one. Bytes that are there all the time may be handed on freely, beside others: the batch's (a mask that goes
-through all stages in a tuple) and a module's own tables.
+A stage that only hands its input on, as a view or as it is, or changes it in place, becomes one with the stage before it.
+Beside others, bytes may be handed on: those that are there all the time (the batch's, such as a mask that goes through all
+stages in a tuple, and a module's own tables) for nothing; a skip connection's are charged to every value that carries it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
             value = _run(stage, source, device)
             outputs = flatten(value)[0]
             changed = {storage_key(t) for t, version in inputs if t._version != version}
-            handed_on = {storage_key(t) for t in outputs} & keys
-            aliases = bool(handed_on - lasting) or all(storage_key(t) in keys for t in outputs)
+            aliases = all(storage_key(t) in keys for t in outputs)
             at_start = not groups or first_aliases
             if changed and at_start:
                 stage, aliases = StageModule(stage.name, (Copy(), *stage.modules)), False

@@ -74,9 +74,12 @@ class Meter:
         drawn = generators.states()
         leaves = run.leaves()
         saved: list[torch.Tensor] = []
+        gathered: set[int] = set()  # storages of parameters that are only there while the stage runs (FSDP)
 
         def keep(tensor: torch.Tensor) -> None:
             saved.append(tensor.detach())
+            if storage_key(tensor) in {storage_key(p) for m in run.stage.modules for p in m.parameters()}:
+                gathered.add(storage_key(tensor))
 
         with saved_tensors_hooks(keep, _never):
             outputs, log = record(lambda: flatten(run.forward(leaves))[0], self.device)
@@ -85,7 +88,7 @@ class Meter:
         changed = changes.look()
         draws = generators.states() is not drawn
         inputs = {storage_key(t) for t in leaves}
-        kinds = tuple(_kind(t, inputs, live) for t in saved)
+        kinds = tuple(SavedKind.RESIDENT if storage_key(t) in gathered else _kind(t, inputs, live) for t in saved)
         own = {_address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
         made = {_address(t) for t in outputs}
         self._lasting |= {storage_key(t) for t in outputs if _address(t) not in live} - inputs  # a module's tables

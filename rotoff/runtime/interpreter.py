@@ -168,7 +168,9 @@ class Step:
             if v in self._held and v != a(0):
                 self._release(self._held.pop(v))
         if self._link is not None and self._consumed:
-            self._link.release(f"B {i}", self._consumed)  # autograd let go of them one by one
+            staying = {s._cdata for other in self._held.values() for s in other.storages()}
+            # autograd let go of them one by one
+            self._link.release(f"B {i}", [s for s in self._consumed if s._cdata not in staying])
             self._consumed = []
         self._runs.pop(i, None)
 
@@ -317,9 +319,13 @@ class Step:
         outputs, self._rebuild[i] = flatten(result)
         if len(outputs) != len(self._behaviours[i - 1].own_outputs):
             raise self._changed(i)
-        for tensor in outputs:
-            if tensor.grad_fn is not None and not any(tensor is given for given in inputs):  # that one is whole much later
-                tensor.register_hook(partial(self._gradient_arrived, i))
+        for n, own in enumerate(self._behaviours[i - 1].own_outputs):
+            if any(outputs[n] is given for given in inputs):
+                if not own:
+                    continue  # the batch's, say: its gradient is whole much later
+                outputs[n] = outputs[n].view_as(outputs[n])  # a skip connection: its bytes may come and go on their own
+            if outputs[n].grad_fn is not None:
+                outputs[n].register_hook(partial(self._gradient_arrived, i))
         self._edges[i] = outputs
         self._runs[i].made = [(tensor.shape, tensor.dtype) for tensor in outputs]
         return [tensor.detach() for tensor in outputs]
@@ -401,8 +407,9 @@ class Step:
         leaving = held.storages() if self._link is not None and self._link.recording else []
         held.settle()
         if self._link is not None and leaving:
-            consumed = {s._cdata for s in self._consumed}
-            self._link.release(held.name, [s for s in leaving if s._cdata not in consumed])
+            others = [s for other in self._held.values() if other is not held for s in other.storages()]
+            staying = {s._cdata for s in (*self._consumed, *others)}  # a skip connection's bytes stand in several values
+            self._link.release(held.name, [s for s in leaving if s._cdata not in staying])
         held.release()
 
     def _touch(self, what: str, reads: Sequence[Value], writes: Sequence[Value]) -> None:
