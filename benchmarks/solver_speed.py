@@ -1,0 +1,69 @@
+"""How long the tables take, and what memory: remat at 500 slots, joint at 50, each in a process of its own.
+
+python benchmarks/solver_speed.py --out benchmarks/results/solver_speed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STAGES = {"remat": (30, 100, 350), "joint": (50, 100, 350), "solve": (20, 50, 100)}
+SLOTS = {"remat": 500, "joint": 50}
+SHARE = 0.45  # limit over the keep-all peak
+
+
+def measured(what: str, stages: int) -> dict[str, object]:
+    """Seconds and peak bytes of one table, or of a whole `solve`, in this process."""
+    from solver_chains import heterogeneous
+
+    from rotoff import simulate, solve
+    from rotoff.solver import joint, keep_all, remat
+
+    chain = heterogeneous(11, stages)
+    limit = int(SHARE * simulate(chain, keep_all(chain)).peak_bytes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    if what == "remat":
+        remat.solve_slots(chain, limit, SLOTS[what], "up")
+    elif what == "joint":
+        joint.solve_slots(chain, limit, SLOTS[what], "up")
+    else:
+        solve(chain, limit)
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"what": what, "stages": stages, "slots": SLOTS.get(what), "seconds": seconds, "bytes": 1024 * (after - before)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", nargs=2, metavar=("WHAT", "STAGES"))
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measured(args.one[0], int(args.one[1]))))
+        return
+    rows = []
+    for what, counts in STAGES.items():
+        for stages in counts:
+            command = [sys.executable, __file__, "--one", what, str(stages)]
+            rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            row = rows[-1]
+            print(f"{what:6} {stages:4} stages {row['seconds']:8.2f} s {row['bytes'] / 2**20:8.0f} MiB", flush=True)
+    if args.out:
+        import numpy
+
+        machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        versions = {"python": platform.python_version(), "numpy": numpy.__version__}
+        args.out.write_text(json.dumps({"machine": machine, "versions": versions, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
