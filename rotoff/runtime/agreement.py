@@ -1,0 +1,121 @@
+"""One plan for all processes of a group: the costliest of what each measured, the tightest limit, one process's sequence.
+
+Where stages communicate while they run (sharded parameters are gathered), processes that followed different plans would wait
+for each other forever. Processes must come here together: each new input signature in the same step of all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..capture.stage import StageModule
+from ..chain import Chain, Stage
+from ..errors import InfeasibleError, MeasureError
+from ..profile.measure import Profile
+from ..sequence import Sequence as Plan
+
+_BYTES = (
+    "output_bytes",
+    "saved_bytes",
+    "grad_bytes",
+    "forward_transient_bytes",
+    "checkpoint_transient_bytes",
+    "backward_transient_bytes",
+)
+_SECONDS = ("forward_time", "backward_time")
+_CONSTANTS = ("stuck_bytes", "replay_bytes", "prefix_peak_bytes")
+
+
+def agree_on_profile(profile: Profile, group: Any) -> Profile:
+    """`profile` with the largest bytes and times of all processes, and the smallest bandwidths.
+
+    Raises:
+        MeasureError: where the processes have different stages.
+    """
+    everyone: list[tuple[Chain, dict[str, int]]] = _gather(
+        (profile.chain, {name: getattr(profile, name) for name in _CONSTANTS}), group
+    )
+    chains = [chain for chain, _ in everyone]
+    names = [[stage.name for stage in chain.stages] for chain in chains]
+    if any(other != names[0] for other in names):
+        raise MeasureError(
+            f"the processes measured different stages ({names}); give all of them the same model and inputs of the same kind"
+        )
+    chain = replace(
+        chains[0],
+        stages=tuple(_largest(stages) for stages in zip(*(chain.stages for chain in chains), strict=True)),
+        d2h_bandwidth=min(chain.d2h_bandwidth for chain in chains),
+        h2d_bandwidth=min(chain.h2d_bandwidth for chain in chains),
+        input_bytes=max(chain.input_bytes for chain in chains),
+        input_grad_bytes=max(chain.input_grad_bytes for chain in chains),
+    )
+    constants: dict[str, Any] = {name: max(found[name] for _, found in everyone) for name in _CONSTANTS}
+    return replace(profile, chain=chain, **constants)
+
+
+def agree_on_limit(mem_limit: int, group: Any) -> int:
+    """The smallest `mem_limit` of all processes, in bytes."""
+    return min(_gather(mem_limit, group))
+
+
+def agree_on_sequence(solve: Callable[[], Plan], group: Any) -> Plan:
+    """What `solve` gives in the first process of the group; it may search for as long as a clock says, so one does it.
+
+    Raises:
+        InfeasibleError: in all processes, where the first one's raises it.
+    """
+    box: list[Any] = [None]
+    failure: BaseException | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            box = [solve().to_dict()]
+        except InfeasibleError as error:
+            box = [(str(error), error.min_mem_limit)]
+        except BaseException as error:
+            box, failure = [(repr(error), -1)], error
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    if failure is not None:
+        raise failure
+    if isinstance(box[0], dict):
+        return Plan.from_dict(box[0])
+    message, least = box[0]
+    if least < 0:
+        raise MeasureError(f"the first process of the group could not plan: {message}")
+    raise InfeasibleError(message, least)
+
+
+def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
+    """Raise where FSDP2 shards parameters by a module around the stages: the backward of one stage alone gives them all up.
+
+    Raises:
+        MeasureError: naming such a stage.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    sharded = () if fsdp is None else fsdp.FSDPModule
+    if not any(isinstance(module, sharded) for module in (root, *root.modules())):
+        return
+    for stage in stages:
+        for module in stage.modules:
+            inside = {id(p) for m in module.modules() if isinstance(m, sharded) for p in m.parameters()}
+            if any(id(p) not in inside for p in module.parameters()):
+                raise MeasureError(
+                    f"the parameters of stage {stage.name!r} are sharded by a module around it; fully_shard each stage with"
+                    " parameters, then the rotoff.Checkpointable"
+                )
+
+
+def _gather(mine: Any, group: Any) -> list[Any]:
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _largest(stages: Sequence[Stage]) -> Stage:
+    most: dict[str, Any] = {name: max(getattr(stage, name) or 0 for stage in stages) for name in (*_BYTES, *_SECONDS)}
+    return replace(stages[0], **most)

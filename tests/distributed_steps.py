@@ -1,0 +1,92 @@
+"""Run by torchrun in each of two processes: a few steps under DDP or FSDP2, with and without rotoff; prints a line that
+`test_distributed` reads."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from models import Residual
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rotoff
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), *[Residual(32) for _ in range(4)], nn.BatchNorm1d(32), nn.Linear(32, 8))
+
+
+def wrap(kind: str, limit: float | None, mode: str) -> tuple[nn.Module, rotoff.Checkpointable | None]:
+    """The model under the wrapper `kind`, within `limit` (a fraction of keeping everything) or plain."""
+    stages = model()
+    inner: nn.Module = stages
+    planned = None
+    if kind == "fsdp":
+        for stage in stages:
+            fully_shard(stage)
+    if limit is not None:
+        # planned in the first step, within the root's first forward; ranks ask for different limits, the tighter one rules
+        probe = rotoff.Checkpointable(model()).measure(torch.randn(64, 16))
+        try:
+            probe.compute_sequence(1, mode=mode)
+        except rotoff.InfeasibleError as error:
+            least = error.min_mem_limit
+        asked = int(least + limit * (probe.keep_all_memory - least)) + 1000 * dist.get_rank()
+        probe.close()
+        inner = planned = rotoff.Checkpointable(stages, process_group=True).compute_sequence(asked, mode=mode)
+    if kind == "fsdp":
+        return fully_shard(inner), planned
+    return DistributedDataParallel(inner), planned
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def train(module: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    seen = []
+    for rows in (64, 64, 24, 64):
+        x = torch.randn(rows, 16)
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        seen += [whole(p.grad).clone() for p in module.parameters()]
+        optimizer.step()
+        seen += [b.clone() for b in module.buffers()]
+    return [*seen, torch.get_rng_state()]
+
+
+def main() -> None:
+    kind = sys.argv[1]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    expected = train(wrap(kind, None, "")[0])
+    for mode in ("joint", "remat", "offload"):
+        module, planned = wrap(kind, 0.7 if kind == "fsdp" else 0.3, mode)
+        got = train(module)
+        assert planned is not None
+        equal = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        plans: list[str | None] = [None, None]
+        dist.all_gather_object(plans, f"{planned.sequence}\n{planned.mem_limit}")
+        work = sum(op.kind.value != "B" for op in planned.sequence) > len(planned.chain)
+        if dist.get_rank() == 0:
+            print(f"{kind} {mode}: equal={equal} same_plan={plans[0] == plans[1]} works={work}", flush=True)
+        planned.close()
+    if kind == "fsdp":
+        try:  # the root shards what its stages do not: those parameters are gone after the first measured backward
+            fully_shard(rotoff.Checkpointable(model()).compute_sequence(1 << 20))(torch.randn(64, 16))
+        except rotoff.MeasureError as error:
+            if dist.get_rank() == 0:
+                print("bare root: refused" if "fully_shard each stage" in str(error) else error, flush=True)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+main()

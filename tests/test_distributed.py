@@ -1,0 +1,53 @@
+"""Two processes on the CPU: gradients under DDP and FSDP2 are those of the plain model there, and all follow one plan."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rotoff
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+TESTS = Path(__file__).parent
+
+
+def torchrun(script: Path, *arguments: str) -> str:
+    """What `script` prints, run in two processes."""
+    paths = [str(Path(rotoff.__file__).parent.parent), str(TESTS)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_plan(kind: str) -> None:
+    said = torchrun(TESTS / "distributed_steps.py", kind)
+    for mode in ("joint", "remat", "offload"):
+        assert f"{kind} {mode}: equal=True same_plan=True works=True" in said, said
+    assert "bare root: refused" in said or kind == "ddp"
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp"])
+def test_the_example_trains(shard: bool) -> None:
+    small = ["--limit", "1.5 MiB", "--width", "64", "--rows", "256", "--steps", "4"]
+    said = torchrun(TESTS.parent / "examples" / "ddp.py", *small, *(["--shard"] if shard else []))
+    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    peak = next(line.split() for line in said.splitlines() if line.startswith("peak"))
+    assert rotoff.parse_bytes(" ".join(peak[1:3])) <= rotoff.parse_bytes("1.5 MiB")
+    assert rotoff.parse_bytes(" ".join(peak[4:6])) > rotoff.parse_bytes("1.5 MiB")
+
+
+def test_a_process_group_that_is_not_there() -> None:
+    with pytest.raises(rotoff.OptionError, match="init_process_group"):
+        rotoff.Checkpointable(torch.nn.Sequential(torch.nn.Linear(2, 2)), process_group=True)
