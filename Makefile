@@ -35,8 +35,9 @@ demo: $(VENV)/installed
 quickstart: $(VENV)/installed
 	$(BIN)/python examples/quickstart.py
 
-# From a folder that has no rotoff/, so that neither pytest nor a child that it starts can find the source tree.
-PYTEST = cd $(VENV) && ROTOFF_TEST_INSTALLED=1 bin/pytest -c ../pyproject.toml ../tests
+# All tools run as modules: where PYTHON's own packages are used, those have no scripts in .venv.
+# Tests run in a folder that has no rotoff/, so that neither pytest nor a child that it starts can find the source tree.
+PYTEST = cd $(VENV) && ROTOFF_TEST_INSTALLED=1 bin/python -m pytest -c ../pyproject.toml ../tests
 
 test: $(VENV)/tools
 	$(PYTEST) $(ARGS)
@@ -45,9 +46,9 @@ test-all: $(VENV)/tools
 	$(PYTEST) -m "" $(ARGS)
 
 lint: $(VENV)/tools
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 dist: $(VENV)/wheel
 

@@ -50,9 +50,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # (tokens or what became of them, the
 
 
 # -- the model: a Sequential whose stages pass (activations, targets) on
-#
-# Each hands on a copy of the targets, 8 bytes a character: a stage that passes its input's own memory on cannot be
-# planned apart from the stage before it.
 
 
 class Embedding(nn.Module):
@@ -64,7 +61,7 @@ class Embedding(nn.Module):
 
     def forward(self, batch: Batch) -> Batch:
         tokens, targets = batch
-        return self.dropout(self.tokens(tokens) + self.positions), targets.clone()
+        return self.dropout(self.tokens(tokens) + self.positions), targets
 
 
 class Block(nn.Module):
@@ -85,7 +82,7 @@ class Block(nn.Module):
     def forward(self, batch: Batch) -> Batch:
         x, targets = batch
         x = x + self.dropout(self.attend(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x))), targets.clone()
+        return x + self.dropout(self.mlp(self.norm2(x))), targets
 
 
 class Head(nn.Module):
@@ -95,7 +92,7 @@ class Head(nn.Module):
 
     def forward(self, batch: Batch) -> Batch:
         x, targets = batch
-        return self.project(self.norm(x)), targets.clone()
+        return self.project(self.norm(x)), targets
 
 
 class Loss(nn.Module):
