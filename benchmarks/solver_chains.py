@@ -84,7 +84,7 @@ def grid() -> list[Chain]:
     return [
         gpt(24),
         gpt(48, bandwidth=12e9),
-        gpt(96, width=2048, bandwidth=50e9),
+        gpt(96, width=2048, bandwidth=16e9),
         resnet((3, 4, 6, 3)),
         resnet((3, 4, 23, 3)),
         resnet((3, 8, 36, 3), bandwidth=25e9),

@@ -27,4 +27,5 @@ class Evaluator:
         masks: np.ndarray,
         weight: float,
         best: np.ndarray,
+        stop: np.ndarray,
     ) -> float: ...

@@ -691,12 +691,12 @@ cdef class Evaluator:
         return np.asarray(self.emitted)[: 4 * r.n_emitted].reshape(-1, 4).copy()
 
     def anneal(self, int16_t[:, ::1] codes, Py_ssize_t evaluations, uint64_t seed, double hot, double cold,
-               const int16_t[::1] masks, double weight, int16_t[:, ::1] best):
+               const int16_t[::1] masks, double weight, int16_t[:, ::1] best, const int8_t[::1] stop):
         """Search from `codes` (changed in place to the last plan); the best plan that fits goes to `best`.
 
         Simulated annealing: `evaluations` random changes, temperatures falling geometrically from `hot` to `cold` seconds;
         a plan over the limits costs `weight` seconds a byte more. masks: what a code is and-ed, then or-ed with (a mode's
-        rules). Returns the best makespan, infinity where no plan fitted.
+        rules). stop: the search ends soon after stop[0] is set. Returns the best makespan, infinity where no plan fitted.
         """
         cdef double found
         cdef Py_ssize_t n = codes.shape[0] * codes.shape[1]
@@ -704,13 +704,13 @@ cdef class Evaluator:
         cdef int16_t[::1] room = work
         with nogil:
             found = _anneal(&self.c, &self.w, &codes[0, 0], n, self.V, evaluations, seed, hot, cold, masks[0], masks[1], weight,
-                            &best[0, 0], &room[0])
+                            &best[0, 0], &room[0], &stop[0])
         return found
 
 
 cdef double _anneal(Chain *c, Work *w, int16_t *codes, Py_ssize_t n, Py_ssize_t V, Py_ssize_t evaluations, uint64_t seed,
                     double hot, double cold, int16_t keep, int16_t force, double weight, int16_t *best,
-                    int16_t *tried) noexcept nogil:
+                    int16_t *tried, const int8_t *stop) noexcept nogil:
     cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
     cdef Result r
     cdef double cost, now, temperature, found = INF
@@ -721,6 +721,8 @@ cdef double _anneal(Chain *c, Work *w, int16_t *codes, Py_ssize_t n, Py_ssize_t 
         found = r.makespan
         memcpy(best, codes, n * sizeof(int16_t))
     for step in range(evaluations):
+        if stop[0]:
+            break
         temperature = hot * pow(cold / hot, (<double>step) / evaluations)
         memcpy(tried, codes, n * sizeof(int16_t))
         _mutate(c, w, tried, V, &state)

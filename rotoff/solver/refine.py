@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is s
 RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MOVE, ALL)}
 # Temperatures at which the rounds start in each thread, as shares of the keep-all time; each ends a hundred times colder. The
 # first thread polishes the best plan, the second one leaves its valley.
-ROUNDS = ((3e-3, 3e-3), (3e-3, 3e-2), (1e-3, 1e-2), (3e-3, 3e-3), (1e-3, 1e-2), (1e-3, 1e-3))
+ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
 # A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed. As long
 # as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more.
 OVER_WEIGHTS = (5.0, 50.0)
@@ -72,6 +72,7 @@ def refined(
     width = max(codes.shape[1] for codes in starts)
     pool_codes = [widened(codes, width) for codes in starts]
     each = max(1, budget.evaluations(chain, mode) // len(ROUNDS))
+    stop = np.zeros(1, dtype=np.int8)
     masks = np.array(RULES[mode], dtype=np.int16)
     scale = chain.compute_time or 1.0
     weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
@@ -91,10 +92,10 @@ def refined(
                 start, best = pool_codes[first].copy(), pool_codes[first].copy()
                 hot = scale * heats[worker]
                 seed = 1 + turn * THREADS + worker
-                args = (start, each, seed, hot, hot / 100, masks, weights[worker], best)
+                args = (start, each, seed, hot, hot / 100, masks, weights[worker], best, stop)
                 jobs.append((best, pool.submit(evaluators[worker].anneal, *args)))
             for best, job in jobs:
-                if math.isfinite(job.result()):
+                if math.isfinite(_result(job, stop)):
                     pool_codes.append(best)
                     scores.append(score(best))
             if all(over for over, _ in scores):
@@ -103,3 +104,12 @@ def refined(
                 progress((turn + 1) / len(ROUNDS), min(scores)[1])
     winner = min(range(len(scores)), key=lambda x: scores[x])
     return None if scores[winner][0] else pool_codes[winner]
+
+
+def _result(job: Future[float], stop: np.ndarray) -> float:
+    """The job's result; an interrupt meanwhile ends the kernels, which hold no lock that Ctrl-C could wait for."""
+    try:
+        return job.result()
+    except BaseException:
+        stop[0] = 1
+        raise
