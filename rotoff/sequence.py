@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -27,11 +28,13 @@ class Value(NamedTuple):
         return f"{'abar' if self.saved else 'a'} {self.stage}"
 
 
+@cache  # asked for several times in every operation that the interpreter runs
 def a(i: int) -> Value:
     """a_i, the output of stage i; a_0 is the chain's input."""
     return Value(False, i)
 
 
+@cache
 def abar(i: int) -> Value:
     """ā_i, all that stage i's backward needs besides its input."""
     return Value(True, i)

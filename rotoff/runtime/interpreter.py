@@ -87,6 +87,7 @@ class Step:
         self._stages = stages
         self._behaviours = behaviours
         self._link = link
+        self._recording = link is not None and link.recording
         self._done = done
         self._checker = checker
         self._generators = Generators(device)
@@ -150,9 +151,10 @@ class Step:
     def _begin_backward(self, i: int) -> None:
         self._next += 1
         self._backward = i
-        self._touch(f"B {i}", [abar(i), self._input_of(i)], [])
-        if self._link is not None and self._link.recording and i < len(self._stages):
-            self._consumed = self._held[abar(i)].storages()
+        if self._recording:
+            self._touch(f"B {i}", [abar(i), self._input_of(i)], [])
+            if i < len(self._stages):
+                self._consumed = self._held[abar(i)].storages()
         # The stage's outputs have no reader left but the slots that saved them.
         if (made := self._held.pop(a(i), None)) is not None and i < len(self._stages):
             self._release(made)
@@ -235,7 +237,8 @@ class Step:
 
     def _offload(self, op: Op) -> None:
         place = self._plan.host[self._next]
-        self._touch(str(op), [op.value], [])
+        if self._recording:
+            self._touch(str(op), [op.value], [])
         self._held[op.value].offload(self._need_link(), place.offset, place.room)
 
     def _free(self, op: Op) -> None:
@@ -274,7 +277,8 @@ class Step:
         else:
             refs = [ref for ref in self._runs[i].slots if ref is not None] if keep else []
             self._held[v] = Held(f"{v} ({self._stage_name(i)})", outputs, self._behaviours[i - 1].own_outputs, refs)
-        self._touch(f"F {i}", [self._input_of(i)], [v])
+        if self._recording:
+            self._touch(f"F {i}", [self._input_of(i)], [v])
 
     def _first(self, i: int, keep: bool) -> list[torch.Tensor]:
         """Run stage i in the user's graph; returns its outputs, detached."""
@@ -404,7 +408,7 @@ class Step:
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def _release(self, held: Held) -> None:
-        leaving = held.storages() if self._link is not None and self._link.recording else []
+        leaving = held.storages() if self._recording else []
         held.settle()
         if self._link is not None and leaving:
             others = [s for other in self._held.values() if other is not held for s in other.storages()]
@@ -413,7 +417,7 @@ class Step:
         held.release()
 
     def _touch(self, what: str, reads: Sequence[Value], writes: Sequence[Value]) -> None:
-        if self._link is not None and self._link.recording:
+        if self._link is not None:
             storages = [[s for v in values for s in self._held[v].storages()] for values in (reads, writes)]
             self._link.access(what, *storages)
 

@@ -7,7 +7,8 @@ and the autocast state; a replay runs on those and puts everything back after.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +22,17 @@ class Generators:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._last: tuple[torch.Tensor, ...] = ()
+        self._content: tuple[bytes, ...] = ()  # of those; bytes compare several times faster than tensors of this size
 
     def states(self) -> tuple[torch.Tensor, ...]:
         """The present states; the same object as at the last call where nothing was drawn since, to save bytes."""
-        now = self._read()
-        if len(now) != len(self._last) or not all(torch.equal(x, y) for x, y in zip(now, self._last, strict=True)):
-            self._last = now
+        now = self.read()
+        content = tuple(state.numpy().tobytes() for state in now)
+        if content != self._content:
+            self._last, self._content = now, content
         return self._last
 
-    def _read(self) -> tuple[torch.Tensor, ...]:
+    def read(self) -> tuple[torch.Tensor, ...]:
         cpu = torch.get_rng_state()
         return (cpu, torch.cuda.get_rng_state(self.device)) if self.device.type == "cuda" else (cpu,)
 
@@ -55,21 +58,25 @@ class ReplayState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Within, everything is as before the first run; after, as it was."""
-        now = Generators(self._generators.device)
-        rng = now.states()
+        rng = self._generators.read()
         own = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
-        with ExitStack() as stack:
-            stack.callback(now.put, rng)
-            if own:
-                stack.callback(_put_buffers, own)
-                # clones, since the run changes them and another replay may follow
-                _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
-            now.put(self._rng)
-            for state in self._autocast:
-                if state != _autocast_state(state[0]):
-                    stack.enter_context(torch.autocast(state[0], enabled=state[1], dtype=state[2], cache_enabled=state[3]))
-            stack.enter_context(torch.enable_grad())
-            yield
+        try:
+            # clones, since the run changes them and another replay may follow
+            _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
+            self._generators.put(self._rng)
+            with self._autocast_as_then(), torch.enable_grad():
+                yield
+        finally:
+            _put_buffers(own)
+            self._generators.put(rng)
+
+    def _autocast_as_then(self) -> AbstractContextManager[Any]:
+        if all(state == _autocast_state(state[0]) for state in self._autocast):
+            return nullcontext()
+        stack = ExitStack()
+        for device_type, enabled, dtype, cache_enabled in self._autocast:
+            stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled))
+        return stack
 
 
 def _buffer(module: nn.Module, name: str) -> torch.Tensor:
