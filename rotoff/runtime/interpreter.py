@@ -61,7 +61,7 @@ class _StageRun:
         self.requires_grad = requires_grad  # of the inputs
         self.replay = replay
         self.slots: list[weakref.ref[Slot] | None] = []  # one for each tensor saved; None where it is not the stage's own
-        self.shapes: list[tuple[torch.Size, torch.dtype]] = []  # of the stage's own
+        self.shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
         self.made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
 
 
@@ -107,7 +107,7 @@ class Step:
         """Run the forward phase on the chain's input; returns the last stage's output, in the user's graph."""
         tensors, self._rebuild[0] = flatten(value)
         self._edges[0] = tensors
-        self._held[a(0)] = Held("the input", [t.detach() for t in tensors])
+        self._held[a(0)] = Held((a(0), "input"), [t.detach() for t in tensors])
         try:
             while self._next < self._plan.forward_end:
                 self._execute(self._plan.sequence.ops[self._next])
@@ -276,7 +276,7 @@ class Step:
             held.refill(outputs)
         else:
             refs = [ref for ref in self._runs[i].slots if ref is not None] if keep else []
-            self._held[v] = Held(f"{v} ({self._stage_name(i)})", outputs, self._behaviours[i - 1].own_outputs, refs)
+            self._held[v] = Held((v, self._stage_name(i)), outputs, self._behaviours[i - 1].own_outputs, refs)
         if self._recording:
             self._touch(f"F {i}", [self._input_of(i)], [v])
 
@@ -291,8 +291,7 @@ class Step:
         if i in self._plan.untouched and self._checker is None:
             return self._made(i, inputs, self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
         places = {storage_key(t): n for n, t in enumerate(inputs)}
-        slots, kinds = run.slots, behaviour.saved
-
+        slots, shapes, kinds = run.slots, run.shapes, behaviour.saved
         whole = [View.of(t) for t in inputs]
 
         def pack(tensor: torch.Tensor) -> _Packed:
@@ -302,12 +301,14 @@ class Step:
                 raise self._changed(i)
             if place is not None:
                 slots.append(None)
+                shapes.append(None)
                 view = View.of(tensor)
                 return _InputRef(place, None if view == whole[place] else view)
             if kinds[n] is SavedKind.RESIDENT:
                 slots.append(None)
+                shapes.append(None)
                 return _Resident(tensor, tensor._version)
-            run.shapes.append((tensor.shape, tensor.dtype))
+            shapes.append((tensor.shape, tensor.dtype))
             slot = Slot(tensor.detach() if keep else None)
             slots.append(weakref.ref(slot))
             return slot
@@ -340,18 +341,16 @@ class Step:
         held = self._held[self._input_of(i)]
         inputs = [t.detach().requires_grad_(needs) for t, needs in zip(held.tensors(), run.requires_grad, strict=True)]
         places = {storage_key(t) for t in inputs}
-        own = iter(zip((ref for ref in run.slots if ref is not None), run.shapes, strict=True))
-        count = 0
+        slots, shapes, count = run.slots, run.shapes, 0
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal count
             n, count = count, count + 1
-            if n >= len(run.slots) or (run.slots[n] is None) != (self._behaviours[i - 1].saved[n] is not SavedKind.OWN):
+            if n >= len(slots):
                 raise self._changed(i)
-            if run.slots[n] is None:
+            if (ref := slots[n]) is None:
                 return
-            ref, shape = next(own)
-            if shape != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
+            if shapes[n] != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
                 raise self._changed(i)
             if keep and (slot := ref()) is not None:
                 slot.put(tensor.detach())

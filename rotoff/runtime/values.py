@@ -58,6 +58,7 @@ class Held:
     """One value of the machine (a_i or ā_i) on the device, on the host, or both.
 
     Args:
+        name: which value, and the name of the stage that made it.
         outputs: the stage's outputs, detached; kept alive by this value. own: of each, whether its bytes are this value's;
         others were there before, are not counted and stay.
         saved: what autograd saved, for ā_i; kept alive by the graph.
@@ -65,12 +66,12 @@ class Held:
 
     def __init__(
         self,
-        name: str,
+        name: tuple[object, str],
         outputs: Sequence[torch.Tensor],
         own: Sequence[bool] = (),
         saved: Sequence[weakref.ref[Slot]] = (),
     ) -> None:
-        self.name = name
+        self._name = name
         self.outputs = [Slot(t) for t in outputs]
         self._own = [slot for slot, mine in zip(self.outputs, own, strict=True) if mine] if own else self.outputs
         self.saved = list(saved)
@@ -82,6 +83,11 @@ class Held:
         self._sources: list[torch.Tensor] = []
         self._layout: list[tuple[weakref.ref[Slot], int, View]] = []  # slot, index of its storage, view
         self._sizes: list[int] = []
+
+    @property
+    def name(self) -> str:
+        """For messages; put together only there."""
+        return f"{self._name[0]} ({self._name[1]})"
 
     def slots(self) -> list[Slot]:
         """The slots still alive of what this value holds itself, outputs first."""
