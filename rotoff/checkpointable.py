@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .bounds import min_mem_limit
-from .capture import sequential
+from .capture import sequential, strategy
 from .capture.stage import flatten
 from .chain import Chain
 from .errors import InfeasibleError, MeasureError, OptionError
 from .profile.measure import Profile, Progress, measure
 from .profile.meter import CUDA_BLOCK
+from .runtime.agreement import agree_on_limit, agree_on_profile, agree_on_sequence, refuse_root_shards
 from .runtime.check import Checker
 from .runtime.free_memory import free_memory
 from .runtime.interpreter import Step
@@ -64,25 +66,36 @@ class Checkpointable(nn.Module):
     model's own.
 
     Args:
-        model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors.
+        model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors, or any
+            model that ``torch.fx`` can trace.
         host_directory: on the CPU, where the file that values are offloaded to lies; it must be on a real disk.
             Default: the first writable of the usual temporary directories that is.
         check: compare after every operation what the device holds with what the machine charges; slow, for tests and doubt.
+        process_group: of ``torch.distributed``, or True for the default one: all of its processes follow one plan, made for
+            the costliest of what each measured and the smallest limit. They must all call `measure` and `compute_sequence`,
+            and meet a new input signature in the same step. Needed where stages communicate (FSDP), of use for even steps.
 
     Raises:
         MeasureError: where `model` is not such a model.
     """
 
     def __init__(
-        self, model: nn.Module, *, host_directory: str | os.PathLike[str] | None = None, check: bool = False
+        self,
+        model: nn.Module,
+        *,
+        host_directory: str | os.PathLike[str] | None = None,
+        check: bool = False,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
         self._model = model
-        self._stages = sequential.stages(model)
+        if strategy.is_sequential(model):
+            sequential.stages(model)  # so that an empty one is refused here
         self._links = LinkPool(host_directory)
         self._check = check
+        self._group = _group(process_group)
         self._request: _Request | None = None
         self._known: OrderedDict[Any, _Planned] = OrderedDict()
         self._latest: _Planned | None = None
@@ -93,19 +106,21 @@ class Checkpointable(nn.Module):
 
     # -- planning
 
-    def measure(self, *sample: Any, progress: Progress | None = None, repeats: int = 5) -> Checkpointable:
+    def measure(self, *sample: Any, progress: Progress | None = None, repeats: int = 5, **kwargs: Any) -> Checkpointable:
         """Measure bytes and times of every stage on a sample batch; returns the module.
 
         At most one stage is held at a time. Gradients, buffers, generators and memory statistics are left as they were.
 
         Args:
-            sample: what the model is called with, on its device. progress: called with (stages done, of, next stage).
+            sample, kwargs: what the model is called with, on its device. progress: called with (stages done, of, next stage).
             repeats: timed runs of each stage, of which the median counts.
 
         Raises:
             MeasureError: where the model cannot be measured on this input.
         """
-        value = _single(sample)
+        return self._measure(strategy.chain_input(self._model, sample, kwargs), progress, repeats)
+
+    def _measure(self, value: Any, progress: Progress | None = None, repeats: int = 5) -> Checkpointable:
         device = _device_of(self._model, value)
 
         def bandwidth(nbytes: int) -> tuple[float, float, bool]:
@@ -115,10 +130,14 @@ class Checkpointable(nn.Module):
         if not was_training:
             self._model.train()
         try:
-            profile = measure(self._stages, value, device, bandwidth, repeats=repeats, progress=progress)
+            stages = strategy.stages(self._model, value, device)
+            refuse_root_shards(self, stages)
+            profile = measure(stages, value, device, bandwidth, repeats=repeats, progress=progress)
         finally:
             if not was_training:
                 self._model.eval()
+        if self._group is not None:
+            profile = agree_on_profile(profile, self._group)
         known = _Planned(profile)
         self._known[_signature(value)] = known
         self._latest = known
@@ -148,9 +167,12 @@ class Checkpointable(nn.Module):
         else:
             limit = parse_bytes(mem_limit)
         _check_options(mode, mem_slots)
+        if self._group is not None:
+            limit = agree_on_limit(limit, self._group)
         request = _Request(limit, mode, mem_slots, options)
         if self._latest is not None:
-            self._latest.plan = _make_plan(self._latest.profile, request)  # first, so that a failure changes nothing
+            # first, so that a failure changes nothing
+            self._latest.plan = _make_plan(self._latest.profile, request, self._group)
         self._request = request
         for known in self._known.values():
             if known is not self._latest:
@@ -216,14 +238,14 @@ class Checkpointable(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled() or self._request is None:
             return self._model(*args, **kwargs)
-        value = _single(args, kwargs)
+        value = strategy.chain_input(self._model, args, kwargs)
         known = self._planned_for(value)
         if known is None:
-            return self._model(value)
+            return self._model(*args, **kwargs)
         assert known.plan is not None
         profile, plan = known.profile, known.plan
         if plan.keeps_all and not self._check:
-            return self._model(value)
+            return self._model(*args, **kwargs)
         for stage in profile.prefix:
             value = stage.run(value)
         device = profile.device
@@ -243,11 +265,11 @@ class Checkpointable(nn.Module):
             ):
                 return None
             logger.info("rotoff: measuring a new input signature %s", signature[0])
-            self.measure(value)
+            self._measure(value)
             known = self._known[signature]
         self._known.move_to_end(signature)
         if known.plan is None:
-            known.plan = _make_plan(known.profile, self._request)
+            known.plan = _make_plan(known.profile, self._request, self._group)
         self._latest = known
         return known
 
@@ -298,7 +320,15 @@ def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
         state[inner + key[len(prefix) :]] = state.pop(key)
 
 
-def _make_plan(profile: Profile, request: _Request) -> ExecutionPlan:
+def _group(process_group: Any) -> Any:
+    if process_group is None or process_group is False:
+        return None
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise OptionError("process_group needs torch.distributed.init_process_group to have been called before")
+    return torch.distributed.group.WORLD if process_group is True else process_group
+
+
+def _make_plan(profile: Profile, request: _Request, group: Any = None) -> ExecutionPlan:
     """Plan under what is left of the user's limit once constants are taken off and the batch is added."""
     chain, asked, least = profile.chain, request.mem_limit, profile.prefix_peak_bytes
     everything = compile_sequence(chain, keep_all(chain))
@@ -312,7 +342,11 @@ def _make_plan(profile: Profile, request: _Request) -> ExecutionPlan:
     try:
         if asked + offset <= 0:
             raise InfeasibleError("", min_mem_limit(chain, request.mode))
-        sequence = solve(chain, asked + offset, mode=request.mode, mem_slots=request.mem_slots, **request.options)
+
+        def search() -> Sequence:
+            return solve(chain, asked + offset, mode=request.mode, mem_slots=request.mem_slots, **request.options)
+
+        sequence = search() if group is None else agree_on_sequence(search, group)
     except InfeasibleError as error:
         raise _infeasible(request, max(least, error.min_mem_limit - offset)) from None
     plan = compile_sequence(chain, sequence, asked + offset)
@@ -354,18 +388,17 @@ def _check_options(mode: str, mem_slots: int) -> None:
         raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
 
 
-def _single(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    if kwargs or len(args) != 1:
-        raise MeasureError("an nn.Sequential takes one positional argument: a tensor, or a tuple of tensors")
-    return args[0]
-
-
 def _signature(value: Any) -> Any:
-    tensors, _ = flatten(value)
-    shapes = tuple((tuple(t.shape), str(t.dtype), str(t.device), t.requires_grad) for t in tensors)
+    leaves = tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    shapes = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     types = {"cpu", *(t.device.type for t in tensors)}
     autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
     return shapes, autocast
+
+
+def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
 
 
 def _device_of(model: nn.Module, value: Any) -> torch.device:

@@ -25,7 +25,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 def live_bytes() -> int:
     """Bytes of all storages that some Python tensor keeps alive."""
-    gc.collect()
+    while gc.collect():  # what a finalizer lets go may be garbage only in the next round
+        pass
     found = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, torch.nn.Parameter):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocated import peak_bytes
 from torch import nn
 from torch.nn import functional as F
 
@@ -93,6 +94,8 @@ class TwoInputs(nn.Module):
 
     def forward(self, tokens: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> dict[str, torch.Tensor]:
         rows = tokens.size(0)
+        if bias is not None:
+            tokens = tokens + bias
         x = torch.tanh(self.first(self.embed(tokens))) * self.scale
         x = torch.sigmoid(self.second(x)) * self.scale
         return {"out": (x * weight).reshape(rows, -1), "mean": x.mean()}
@@ -143,3 +146,75 @@ def test_a_model_that_branches_on_data_says_so() -> None:
 
     with pytest.raises(rotoff.MeasureError, match="cannot trace Branches"):
         graph.stages(Branches(), (torch.randn(3),))
+
+
+def train(model: nn.Module, batch: Callable[[], tuple[Any, ...]], steps: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    for _ in range(steps):
+        output = model(*batch())
+        loss = sum(part.square().mean() for part in (output.values() if isinstance(output, dict) else [output]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+    return [*seen, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_at_the_smallest_limit_gives_the_bits_of_the_plain_model(name: str, mode: str) -> None:
+    build, batch = MODELS[name]
+    torch.manual_seed(0)
+    expected = train(build(), batch)
+    torch.manual_seed(0)
+    wrapped = rotoff.Checkpointable(build(), check=True).measure(*batch())
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        wrapped.compute_sequence(1, mode=mode)
+    wrapped.compute_sequence(caught.value.min_mem_limit, mode=mode)
+    got = train(wrapped, batch)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    x = batch()
+    parameters = list(wrapped.parameters())
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    parts = list(wrapped(*x).values()) if name == "two inputs" else [wrapped(*x)]
+    gradients = [torch.ones_like(v) for v in parts]
+
+    def step() -> None:
+        output = wrapped(*x)
+        torch.autograd.backward(list(output.values()) if isinstance(output, dict) else [output], gradients)
+
+    assert peak_bytes(step) <= wrapped.get_expected_memory()
+    wrapped.close()
+
+
+def test_arguments_by_name_and_left_out_are_filled_in() -> None:
+    _, batch = MODELS["two inputs"]
+    model = TwoInputs()
+    tokens, weight, _ = batch()
+    wrapped = rotoff.Checkpointable(model).compute_sequence("1 MiB")
+    out = wrapped(weight=weight, tokens=tokens)
+    torch.testing.assert_close(out, model(tokens, weight), rtol=0, atol=0)
+    with pytest.raises(rotoff.MeasureError, match="cannot be called like this"):
+        wrapped(tokens)
+
+
+def test_a_model_that_no_way_fits_is_told_what_to_do() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum() > 0 else -x
+
+    class Any_(nn.Module):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return args[0]
+
+    with pytest.raises(rotoff.MeasureError, match=r"no nn.Sequential, and torch.fx cannot trace Branches .* make the model"):
+        rotoff.Checkpointable(Branches()).measure(torch.randn(2, 3))
+    with pytest.raises(rotoff.MeasureError, match="takes any number of arguments"):
+        rotoff.Checkpointable(Any_()).measure(torch.randn(2, 3))

@@ -11,6 +11,7 @@ A cut never separates an operation that overwrites a tensor from the one that ma
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ def stages(model: nn.Module, values: tuple[Any, ...], count: int = STAGES) -> li
     Raises:
         MeasureError: where the model's forward cannot be traced; the sentence says what stopped it.
     """
-    graph = trace(model)
+    graph = trace(model, values)
     tally = _Tally(graph)
     with torch.no_grad():
         tally.run(*values)
@@ -57,14 +58,16 @@ def stages(model: nn.Module, values: tuple[Any, ...], count: int = STAGES) -> li
     ]
 
 
-def trace(model: nn.Module) -> fx.GraphModule:
-    """The graph of `model` in its present mode.
+def trace(model: nn.Module, values: tuple[Any, ...]) -> fx.GraphModule:
+    """The graph of `model` in its present mode, for tensors in place of those in `values` and the very other arguments.
 
     Raises:
         MeasureError: where it cannot be traced.
     """
     try:
-        return fx.symbolic_trace(model)
+        names = list(inspect.signature(model.forward).parameters)
+        constants = {name: v for name, v in zip(names, values, strict=True) if not flatten(v)[0]}
+        return fx.symbolic_trace(model, constants)
     except Exception as error:  # a forward may fail in any way on the proxies that it is traced with
         reason = str(error).strip().splitlines()
         raise MeasureError(

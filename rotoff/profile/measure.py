@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..chain import Chain
 from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, preserved
 from .allocations import record
+from .gradients import charge
 from .meter import PLAIN, Measured, Meter
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
@@ -97,15 +98,16 @@ def measure(
     typical = statistics.median(m.costs.saved_bytes for m in measured)
     d2h, h2d, duplex = bandwidth(max(1, int(typical)))
     starts = flatten(start)[0]
+    gradients = charge([(m.gradients, m.own_gradient_bytes) for m in measured])
     return Profile(
         device=device,
         chain=Chain(
-            stages=tuple(m.costs for m in measured),
+            stages=tuple(replace(m.costs, grad_bytes=n) for m, n in zip(measured, gradients[1:], strict=True)),
             d2h_bandwidth=d2h,
             h2d_bandwidth=h2d,
             duplex=duplex,
             input_bytes=meter.storage_bytes(starts),
-            input_grad_bytes=meter.gradient_bytes(starts),
+            input_grad_bytes=max(gradients[0], meter.gradient_bytes(starts)),
         ),
         prefix=tuple(groups[:prefix]),
         stages=tuple(groups[prefix:]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..chain import Stage
 from ..errors import MeasureError
 from ..runtime.replay import Generators
 from .allocations import mark, record
+from .gradients import GradientPlace
 
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
 
@@ -26,10 +27,17 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})  # whose 
 
 @dataclass(frozen=True)
 class Measured:
-    """Costs of a stage for the chain, and its behaviour for the runtime."""
+    """Costs of a stage for the chain, and its behaviour for the runtime.
+
+    gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes: of
+    each output tensor's gradient by itself, 0 for those without. The costs count gradients like that, one by one; those that
+    share or outgrow their bytes are `gradients.charge`'s business.
+    """
 
     costs: Stage
     behaviour: Behaviour
+    gradients: tuple[GradientPlace | None, ...]
+    own_gradient_bytes: tuple[int, ...]
 
 
 class Meter:
@@ -100,12 +108,13 @@ class Meter:
         carried_bytes = self.storage_bytes(carried)  # of the input's, and charged to the output too
         saved_bytes, output_bytes = saved_bytes + carried_bytes, output_bytes + carried_bytes
         del carried
-        output_grad, input_grad = self.gradient_bytes(outputs), self.gradient_bytes(leaves)
+        own_gradients = tuple(self.gradient_bytes([t]) for t in outputs)
         outputs = [t.detach() for t in outputs]
         saved.clear()
         del leaves
 
-        backward_peak = self._backward_peak(run)
+        backward_peak, places = self._backward_peak(run)
+        fresh_bytes = sum({place.storage: place.nbytes for place in places if place and place.incoming is None}.values())
         leaves = run.leaves()
         with saved_tensors_hooks(_forget, _never):
             _, dropping = record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]], self.device)
@@ -116,15 +125,15 @@ class Meter:
             backward_time=backward_time,
             output_bytes=output_bytes,
             saved_bytes=saved_bytes,
-            grad_bytes=output_grad,
+            grad_bytes=sum(own_gradients),
             forward_transient_bytes=max(0, log.peak() - saved_bytes - stuck),
             checkpoint_transient_bytes=max(0, dropping.peak() - output_bytes - stuck),
-            backward_transient_bytes=max(0, backward_peak - input_grad),
+            backward_transient_bytes=max(0, backward_peak - fresh_bytes),
         )
-        return Measured(costs, Behaviour(kinds, own_outputs, changed, draws, stuck)), outputs
+        return Measured(costs, Behaviour(kinds, own_outputs, changed, draws, stuck), places, own_gradients), outputs
 
-    def _backward_peak(self, run: _Run) -> int:
-        """Bytes above what ā and δ_i hold, while ``B`` runs.
+    def _backward_peak(self, run: _Run) -> tuple[int, tuple[GradientPlace | None, ...]]:
+        """Bytes above what ā and δ_i hold, while ``B`` runs, and where it leaves the inputs' gradients.
 
         Parameter gradients are resident, but each one's fresh value is there until it has been added to them: it counts
         from its making to the mark that its hook leaves.
@@ -132,11 +141,14 @@ class Meter:
         leaves = run.leaves()
         targets = run.targets(leaves)
         held: list[torch.Tensor] = []
+        incoming: list[tuple[int, int]] = []  # (storage, output) of the gradients given
 
         def step() -> tuple[torch.Tensor | None, ...]:
             outputs = flatten(run.forward(leaves))[0]
             edges, gradients = get_edges(outputs), _ones(outputs)
             held.extend(t.detach() for t in outputs if run.last)
+            needing = [n for n, t in enumerate(outputs) if t.requires_grad]
+            incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
             mark("backward")
             del outputs  # as the interpreter does when B begins
             return _backward(edges, gradients, targets)
@@ -148,7 +160,20 @@ class Meter:
             for hook in hooks:
                 hook.remove()
         fresh = grads[len(grads) - len(run.parameters) :]
-        return log.after("backward").peak({_address(g): str(n) for n, g in enumerate(fresh) if g is not None})
+        peak = log.after("backward").peak({_address(g): str(n) for n, g in enumerate(fresh) if g is not None})
+        return peak, tuple(self._places(leaves, grads, dict(incoming)))
+
+    def _places(
+        self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], incoming: dict[int, int]
+    ) -> Iterator[GradientPlace | None]:
+        found = iter(grads)
+        for leaf in leaves:
+            gradient = next(found) if leaf.requires_grad else None
+            if gradient is None:
+                yield None
+            else:
+                key = storage_key(gradient)
+                yield GradientPlace(key, self._rounded(gradient.untyped_storage().nbytes()), incoming.get(key))
 
     def _times(self, run: _Run) -> tuple[float, float]:
         """Median seconds of the forward and of the backward."""
