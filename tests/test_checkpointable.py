@@ -93,6 +93,18 @@ def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixtur
     assert sum("mode joint" in r.message for r in caplog.records) == 1
 
 
+def test_plans_are_kept_for_the_signatures_seen_last() -> None:
+    model, _ = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).compute_sequence(1 << 30)
+    wrapped.measure(torch.randn(64, 16))
+    for rows in range(1, 11):
+        wrapped(torch.randn(rows, 16)).sum().backward()
+    assert len(wrapped._known) == 8
+    latest = wrapped.chain
+    wrapped(torch.randn(10, 16)).sum().backward()
+    assert wrapped.chain is latest  # known: neither measured nor planned again
+
+
 def test_a_limit_that_does_not_fit_changes_nothing() -> None:
     model, batch = fresh("residual")
     wrapped = rotoff.Checkpointable(model).measure(batch())

@@ -57,6 +57,17 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+class Inner(nn.Module):
+    """A block that checkpoints its body by itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.reentrant = Residual(16), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, torch.tanh(x), use_reentrant=self.reentrant).sin()
+
+
 # -- inside of stages
 
 
@@ -89,18 +100,16 @@ def test_normalisations_with_parametrised_weights() -> None:
 
 
 def test_checkpoint_within_a_stage() -> None:
-    class Inner(nn.Module):
-        def __init__(self, reentrant: bool) -> None:
-            super().__init__()
-            self.body, self.reentrant = Residual(16), reentrant
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.body, torch.tanh(x), use_reentrant=self.reentrant).sin()
-
     compare(lambda: sequential(nn.Linear(16, 16), Inner(False), nn.Tanh(), Inner(False), nn.Linear(16, 4)), train)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_reentrant_checkpoint_within_a_stage_is_refused_with_the_cure() -> None:
+    model = rotoff.Checkpointable(nn.Sequential(nn.Linear(16, 16), Inner(True), nn.Linear(16, 4)))
+    with pytest.raises(rotoff.MeasureError, match="stage '1'.*use_reentrant=False"):
+        model.measure(torch.randn(64, 16))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_stages(backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")

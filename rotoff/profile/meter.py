@@ -68,7 +68,15 @@ class Meter:
         _refuse_subclasses(stage, outputs)
         needs = [t.requires_grad for t in outputs]
         if any(needs):
-            _backward(get_edges(outputs), _ones(outputs), run.targets(leaves))
+            try:
+                _backward(get_edges(outputs), _ones(outputs), run.targets(leaves))
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error):
+                    raise
+                raise MeasureError(
+                    f"stage {stage.name!r} has a reentrant torch.utils.checkpoint, which allows no gradients but by"
+                    " .backward(); pass it use_reentrant=False"
+                ) from None
             del outputs, leaves
             measured, outputs = self._costs(run, changes)
         else:
