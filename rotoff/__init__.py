@@ -46,7 +46,15 @@ def __getattr__(name: str) -> Any:
     if name in _NEED_TORCH:
         from importlib import import_module
 
-        return getattr(import_module(f".{_NEED_TORCH[name]}", __name__), name)
+        try:
+            return getattr(import_module(f".{_NEED_TORCH[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                f'rotoff.{name} needs torch, which is not installed; pip install "rotoff[torch]", or plan without it',
+                name="torch",
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
