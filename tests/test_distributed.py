@@ -38,14 +38,14 @@ def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_pla
 
 @pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp"])
 def test_the_example_trains(shard: bool) -> None:
-    small = ["--limit", "1.5 MiB", "--width", "64", "--rows", "256", "--steps", "4"]
+    small = ["--limit", "1.7 MiB", "--width", "64", "--rows", "256", "--steps", "4"]
     said = torchrun(TESTS.parent / "examples" / "ddp.py", *small, *(["--shard"] if shard else []))
     losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     peak = next(line.split() for line in said.splitlines() if line.startswith("peak"))
-    assert rotoff.parse_bytes(" ".join(peak[1:3])) <= rotoff.parse_bytes("1.5 MiB")
-    assert rotoff.parse_bytes(" ".join(peak[4:6])) > rotoff.parse_bytes("1.5 MiB")
+    assert rotoff.parse_bytes(" ".join(peak[1:3])) <= rotoff.parse_bytes("1.7 MiB")
+    assert rotoff.parse_bytes(" ".join(peak[4:6])) > rotoff.parse_bytes("1.7 MiB")
 
 
 def test_a_process_group_that_is_not_there() -> None:

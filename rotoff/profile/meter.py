@@ -16,9 +16,12 @@ from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_
 from ..chain import Stage
 from ..errors import MeasureError
 from ..runtime.replay import Generators
-from .allocations import mark, record
+from .allocations import AllocationLog, mark, record
 from .gradients import GradientPlace
 
+# A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
+# run a few times more, always as often, since all processes must take part, and the run that seems to leave least counts.
+COLLECTIVE_TRIES = 3
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
 
 
@@ -89,16 +92,12 @@ class Meter:
         generators = Generators(self.device)
         drawn = generators.states()
         leaves = run.leaves()
-        saved: list[torch.Tensor] = []
-        gathered: set[int] = set()  # storages of parameters that are only there while the stage runs (FSDP)
-
-        def keep(tensor: torch.Tensor) -> None:
-            saved.append(tensor.detach())
-            if storage_key(tensor) in {storage_key(p) for m in run.stage.modules for p in m.parameters()}:
-                gathered.add(storage_key(tensor))
-
-        with saved_tensors_hooks(keep, _never):
-            outputs, log = record(lambda: flatten(run.forward(leaves))[0], self.device)
+        outputs, saved, gathered, log = self._kept(run, leaves)
+        for _ in range(COLLECTIVE_TRIES if gathered else 0):
+            again = self._kept(run, leaves)
+            if sum(again[3].live().values()) < sum(log.live().values()):
+                outputs, saved, gathered, log = again
+            del again
         live = log.live()
         _refuse_subclasses(run.stage, saved)
         changed = changes.look()
@@ -139,6 +138,22 @@ class Meter:
             backward_transient_bytes=max(0, backward_peak - fresh_bytes),
         )
         return Measured(costs, Behaviour(kinds, own_outputs, changed, draws, stuck), places, own_gradients), outputs
+
+    def _kept(
+        self, run: _Run, leaves: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], set[int], AllocationLog]:
+        """A recorded forward: its outputs, what autograd saves, which storages of those are parameters', and the log."""
+        saved: list[torch.Tensor] = []
+        gathered: set[int] = set()  # parameters may be there only while the stage runs (FSDP)
+
+        def keep(tensor: torch.Tensor) -> None:
+            saved.append(tensor.detach())
+            if storage_key(tensor) in {storage_key(p) for m in run.stage.modules for p in m.parameters()}:
+                gathered.add(storage_key(tensor))
+
+        with saved_tensors_hooks(keep, _never):
+            outputs, log = record(lambda: flatten(run.forward(leaves))[0], self.device)
+        return outputs, saved, gathered, log
 
     def _backward_peak(self, run: _Run) -> tuple[int, tuple[GradientPlace | None, ...]]:
         """Bytes above what ā and δ_i hold, while ``B`` runs, and where it leaves the inputs' gradients.
