@@ -6,6 +6,8 @@ Symbols: A slots kept, A_F slots still leaving, A_B and Δ slots that must be ba
 are whole slots, needs and times real; how either is rounded is stated in `rotoff.solver.slots`.
 """
 
+import numpy as np
+
 from libc.math cimport INFINITY, floor
 from libc.stdint cimport int8_t, int32_t, int64_t
 
@@ -23,11 +25,13 @@ cdef struct Costs:
     const int32_t *clock_B    # [i, k] slots that come in during B i, rounded on running sums
     const int32_t *clock      # running β_B (u_F + u_B^0), rounded
     const int32_t *need_all   # [i, k] slots of ā + o_F, forward phase
-    const int32_t *need_all_B  # [j, i, k] the same with held_j
     const int32_t *need_B     # [i, k]
     const int32_t *need_ck    # [i, k] slots of F_ck i, F_∅ i+1..k, forward phase
     const int32_t *need_rest  # [i, k] the same without F_ck i
-    const int32_t *need_ck_B  # [j, i, k] need_ck with held_j
+    const int64_t *bytes_held  # [j] δ_j and a_L, exact bytes
+    const int64_t *bytes_all  # [i, k] ā + o_F, exact bytes
+    const int64_t *bytes_ck   # [i, k] F_ck i, F_∅ i+1..k, exact bytes
+    int64_t room              # bytes of the N slots
     const double *late        # [i, k] max_q need_q − β_B Σ_{q<r≤k} u_F(r), real slots
     const double *early       # [i, k] max_q need_q − β_F Σ_{i≤r<q} u_F(r), real slots
     const double *held        # held_j, real slots
@@ -74,7 +78,24 @@ cdef inline int8_t *_R(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
     return c.R + (i * (c.K + 1) + x) * (c.N + 1) * (c.N + 1) * (c.N + 1)
 
 
-cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D, Choice *best) noexcept nogil:
+cdef inline int32_t _slots(Costs *c, int64_t size) noexcept nogil:
+    """Slots that hold `size` bytes, rounded up; at most N + 1, which fits nowhere."""
+    if size > c.room:
+        return <int32_t>(c.N + 1)
+    return <int32_t>((size * c.N + c.room - 1) // c.room) if size > 0 else 0
+
+
+cdef void _backward_needs(Costs *c, Py_ssize_t i, Py_ssize_t j, int32_t *need) noexcept nogil:
+    """Slots with held_j: need[k] of F_ck i, F_∅ i+1..k for i ≤ k < j; need[L + 1 + k] of F_all i in form k."""
+    cdef Py_ssize_t k
+    for k in range(i, j):
+        need[k] = _slots(c, c.bytes_held[j] + c.bytes_ck[i * (c.L + 1) + k])
+    for k in range(c.n_forms[i]):
+        need[c.L + 1 + k] = _slots(c, c.bytes_held[j] + c.bytes_all[i * c.K + k])
+
+
+cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D, const int32_t *needs,
+                          Choice *best) noexcept nogil:
     """C_A(i, j, A, Δ = D), B.3."""
     cdef Py_ssize_t L1 = c.L + 1, N = c.N, k, w, D1, D2, D3, idle
     cdef double cost, c1, c2, need, other
@@ -83,7 +104,7 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
     best.cut = -1
     for k in range(c.n_forms[i]):
         w = i * c.K + k
-        need = c.need_all_B[(j * L1 + i) * c.K + k]
+        need = needs[L1 + k]
         if need + A > N or c.need_B[w] + A > N:
             continue
         if i == j:
@@ -108,7 +129,7 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
             best.cost = cost
             best.form = <int32_t>k
     for k in range(i, j):
-        if c.need_ck_B[(j * L1 + i) * L1 + k] + A > N:
+        if needs[k] + A > N:
             break  # longer sweeps need no less
         c1 = _C(c, i, k)[A * (N + 1) + D]  # infinite ones fail the next test too
         if c.U[k] - c.U[i - 1] + c1 + (c.least[j] - c.least[k]) >= best.cost or A + c.out[k] > N:
@@ -252,11 +273,13 @@ cdef class Kernel:
         c.clock_B = <int32_t *>_at(costs.clock_B, "i")
         c.clock = <int32_t *>_at(costs.clock, "i")
         c.need_all = <int32_t *>_at(costs.need_all, "i")
-        c.need_all_B = <int32_t *>_at(costs.need_all_B, "i")
         c.need_B = <int32_t *>_at(costs.need_B, "i")
         c.need_ck = <int32_t *>_at(costs.need_ck, "i")
         c.need_rest = <int32_t *>_at(costs.need_rest, "i")
-        c.need_ck_B = <int32_t *>_at(costs.need_ck_B, "i")
+        c.bytes_held = <int64_t *>_at(costs.bytes_held, "l")
+        c.bytes_all = <int64_t *>_at(costs.bytes_all, "l")
+        c.bytes_ck = <int64_t *>_at(costs.bytes_ck, "l")
+        c.room = costs.room
         c.late = <double *>_at(costs.late, "d")
         c.early = <double *>_at(costs.early, "d")
         c.held = <double *>_at(costs.held, "d")
@@ -270,12 +293,14 @@ cdef class Kernel:
         cdef Py_ssize_t i, A, D, N = self.c.N
         cdef double *row
         cdef Choice best
+        cdef int32_t[::1] needs = np.zeros(self.c.L + 1 + self.c.K, dtype=np.int32)
         with nogil:
             for i in range(low, high):
+                _backward_needs(&self.c, i, i + d, &needs[0])
                 row = _C(&self.c, i, i + d)
                 for A in range(N + 1):
                     for D in range(N + 1 - A):
-                        _backward_state(&self.c, i, i + d, A, D, &best)
+                        _backward_state(&self.c, i, i + d, A, D, &needs[0], &best)
                         row[A * (N + 1) + D] = best.cost
 
     def mark_forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts):
@@ -305,7 +330,9 @@ cdef class Kernel:
     def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
         """(cost, form or -1, cut) of C_A(i, j, A, Δ)."""
         cdef Choice best
-        _backward_state(&self.c, i, j, A, D, &best)
+        cdef int32_t[::1] needs = np.zeros(self.c.L + 1 + self.c.K, dtype=np.int32)
+        _backward_needs(&self.c, i, j, &needs[0])
+        _backward_state(&self.c, i, j, A, D, &needs[0], &best)
         return best.cost, best.form, best.cut
 
     def forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B):

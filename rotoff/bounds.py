@@ -197,6 +197,7 @@ def _joint_minimum(chain: Chain) -> int:
 
 # The ascent's patience and shrinking were tuned against the linear program's own optimum: 0.2 points below it on average.
 PATIENCE, SHRINK, FIRST_RISE = 3000, 0.4, 0.05
+ASCENT_WORK = 1_000_000_000  # steps times intervals times stages: about a second
 
 
 def lower_bound(chain: Chain, mem_limit: int | str) -> float:
@@ -258,7 +259,7 @@ def _certified(chain: Chain, limit: int) -> float:
         c.n_forms,
     )
 
-    patience = min(PATIENCE, 60 * L)
+    patience = max(20, min(PATIENCE, 60 * L, ASCENT_WORK // (40 * L * L)))
     ascent = (20 * patience, FIRST_RISE, patience, SHRINK)
     best = 1.0
     for p0, r0, price in _turn_around_prices(chain, limit, room[L] * size):

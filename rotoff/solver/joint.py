@@ -46,11 +46,13 @@ class Costs:
     clock_B: np.ndarray
     clock: np.ndarray
     need_all: np.ndarray
-    need_all_B: np.ndarray
     need_B: np.ndarray
     need_ck: np.ndarray
     need_rest: np.ndarray
-    need_ck_B: np.ndarray
+    bytes_held: np.ndarray
+    bytes_all: np.ndarray
+    bytes_ck: np.ndarray
+    room: int
     late: np.ndarray
     early: np.ndarray
     held: np.ndarray
@@ -99,11 +101,13 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
         clock_B=np.ascontiguousarray(np.clip(by_form, 0, 1 << 30).astype(np.int32)),
         clock=clock(c.u_F + c.u_B[:, 0], beta_B),
         need_all=needed(need.all, slots),
-        need_all_B=needed(need.all[None] + held[:, None, None], slots),
         need_B=needed(need.b, slots),
         need_ck=needed(need.ck, slots),
         need_rest=needed(rest, slots),
-        need_ck_B=needed(need.ck[None] + held[:, None, None], slots),
+        bytes_held=np.ascontiguousarray(held, dtype=np.int64),
+        bytes_all=np.ascontiguousarray(need.all, dtype=np.int64),
+        bytes_ck=np.ascontiguousarray(need.ck, dtype=np.int64),
+        room=room,
         late=late,
         early=early,
         held=held * (N / room),
@@ -192,7 +196,7 @@ def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
 
 def quick_slots(chain: Chain) -> int:
     """N at which the tables take about a tenth of a second: enough where a search follows."""
-    return max(8, round(math.pow(1.5e7 / len(chain) ** 2, 1 / 3)))
+    return max(4, round(math.pow(1.5e7 / len(chain) ** 2, 1 / 3)))
 
 
 def proposals(chain: Chain, limit: int, slots: int, remat_slots: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -210,7 +214,7 @@ def proposals(chain: Chain, limit: int, slots: int, remat_slots: int) -> Iterato
         _, codes = solve_slots(chain, limit, slots, rounding)
         if codes is not None:
             yield f"joint-{rounding}", codes
-    for inflation in (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0):
+    for inflation in (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0) if len(chain) <= 150 else (1.15, 1.75):
         _, codes = remat.solve_slots(chain, int(limit * inflation), remat_slots, "sums")
         if codes is not None:
             moved = codes.copy()

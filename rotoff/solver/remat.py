@@ -124,7 +124,7 @@ def _backward_choices(
 def quick_slots(chain: Chain) -> int:
     """N at which the tables take about a tenth of a second and stay small: enough where a search follows."""
     L = len(chain)
-    return max(8, min(500, 600_000_000 // L**3, 64_000_000 // L**2))
+    return max(8 if L <= 600 else 4, min(500, 600_000_000 // L**3, 64_000_000 // L**2))
 
 
 def remat_cost(t: Tables) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..bounds import check_mode, host_plan, infeasible, min_mem_limit
-from ..chain import Chain
+from ..chain import Chain, check_chain
 from ..errors import InfeasibleError, OptionError
 from ..sequence import Op, Sequence
 from ..simulator import simulate
@@ -63,6 +63,7 @@ def solve(
         InfeasibleError: where nothing fits; its `min_mem_limit` does (with a `host_limit`: without it, or none was found).
         LimitError, OptionError: for a bad argument.
     """
+    check_chain(chain)
     limit = parse_bytes(mem_limit)
     host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
