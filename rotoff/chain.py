@@ -202,6 +202,12 @@ class Chain:
             raise ChainError(f"{path}: {error}") from error
 
 
+def check_chain(chain: Any) -> None:
+    """Raise a `ChainError` where `chain` is something else, such as a path."""
+    if not isinstance(chain, Chain):
+        raise ChainError(f"the chain is {chain!r} ({type(chain).__name__}); give a rotoff.Chain, such as Chain.load(path)")
+
+
 _FORM_FIELDS = ("saved_bytes", "backward_time", "forward_transient_bytes", "backward_transient_bytes")
 _STAGE_FIELDS = (
     "name",

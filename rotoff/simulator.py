@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .chain import Chain
+from .chain import Chain, check_chain
 from .errors import InvalidSequenceError
 from .sequence import COMPUTES, FORWARDS, Op, OpKind, Value, a, abar
 from .sizes import format_bytes, parse_bytes
@@ -296,6 +296,7 @@ def simulate(chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None =
     Raises:
         InvalidSequenceError: naming the first operation that is not legal or exceeds `mem_limit`, and its index.
     """
+    check_chain(chain)
     machine = Machine(chain, None if mem_limit is None else parse_bytes(mem_limit))
     for op in sequence:
         machine.step(op)

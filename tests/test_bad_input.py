@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rotoff
-from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage
+from rotoff import Chain, ChainError, InfeasibleError, LimitError, OptionError, Stage
 
 MODES = ("joint", "remat", "offload")
 CHAIN = Chain(
@@ -152,3 +152,10 @@ def test_huge_sizes_do_not_overflow(mode: str) -> None:
     assert rotoff.simulate(chain, rotoff.solve(chain, limit, mode=mode), limit).peak_bytes <= limit
     with pytest.raises(InfeasibleError):
         rotoff.solve(chain, limit - 1, mode=mode)
+
+
+@pytest.mark.parametrize("chain", [None, "chain.json", {"format": "rotoff.chain"}])
+def test_what_is_no_chain_says_how_to_get_one(chain: Any) -> None:
+    for use in (lambda: rotoff.solve(chain, 100), lambda: rotoff.simulate(chain, [])):
+        with pytest.raises(ChainError, match=r"the chain is .* give a rotoff.Chain, such as Chain.load\(path\)"):
+            use()
