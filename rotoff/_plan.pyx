@@ -323,7 +323,7 @@ cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t
     """All four passes; where `emitted` is not NULL, rows (kind, stage, form, saved) are written there."""
     cdef int32_t n_values = 0, n_uses = 0, v, i, t, p, g
     cdef Py_ssize_t n, x, n_live = 0, n_gaps = 0, n_reloads = 0, e = 0, next_free = 0, next_wait = 0, best_x
-    cdef int64_t held = c.out[0], need, gradient = 0, peak = 0, over = 0, host = 0, host_peak = 0, size
+    cdef int64_t held = c.out[0], need, after, gradient = 0, peak = 0, over = 0, host = 0, host_peak = 0, size
     cdef double compute = 0.0, out_lane = 0.0, in_lane = 0.0, start, end
     cdef bint backward = False
     cdef int32_t turn = 0, floor_place, farthest
@@ -342,6 +342,13 @@ cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t
         if w.kind[t] == BACK:
             _bring(w, w.saved_set[t], t, &held, &n_live, &n_reloads)
             need = c.grad[i] + c.grad[i - 1] + c.b_transient[i * c.K + w.form[t]]
+            if i == c.L:
+                # a_L alone may outweigh the ā_L that held it; a free right after B L would see that.
+                after = c.out[i] + c.grad[i - 1] - w.size[w.saved_set[t]]
+                if w.gone[t] >= 0:
+                    after -= w.size[w.gone[t]]
+                if after > need:
+                    need = after
         else:
             need = w.size[w.made[t]]
             if w.kind[t] == ALL:
