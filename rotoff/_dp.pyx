@@ -98,15 +98,16 @@ cdef void _remat_need(Py_ssize_t L, const int64_t[::1] out, const int64_t[::1] g
 def remat_diagonal(Py_ssize_t d, Py_ssize_t low, Py_ssize_t high, double[:, ::1] C, const int64_t[::1] base,
                    const double[::1] U, const double[:, ::1] u_B, const int32_t[::1] n_forms, const int32_t[::1] out,
                    const int32_t[:, ::1] saved, const int64_t[::1] held, const int64_t[:, ::1] ck_need,
-                   const int64_t[:, ::1] all_need, const int64_t[:, ::1] b_need, int64_t room):
+                   const int64_t[:, ::1] all_need, const int64_t[:, ::1] b_need, int64_t room, int32_t[::1] least):
     """Fill the rows of segments (i, i + d), low <= i < high, from shorter ones (rotor's Opt: C_A with Δ = 0, m = N − A).
 
     C[base[i] + j, m]: seconds from "input of i held, δ_j" to δ_{i-1} with m slots beyond the input of i; N + 1 columns.
     U: running sums of u_F. out, saved: sizes in slots by the rule of `solver.slots`. Needs are exact bytes, rounded up here to
     slots of room / N: held[j] for δ_j and a_L; ck_need[i, k] for F_ck i, F_∅ i+1..k; all_need, b_need[i, x] for form x.
+    least[row]: the fewest slots with which a filled row is finite; what needs more is never looked at.
     """
     with nogil:
-        _remat_diagonal(d, low, high, C, base, U, u_B, n_forms, out, saved, held, ck_need, all_need, b_need, room)
+        _remat_diagonal(d, low, high, C, base, U, u_B, n_forms, out, saved, held, ck_need, all_need, b_need, room, least)
 
 
 cdef inline Py_ssize_t _slots(int64_t size, Py_ssize_t N, int64_t room) noexcept nogil:
@@ -120,7 +121,7 @@ cdef void _remat_diagonal(Py_ssize_t d, Py_ssize_t low, Py_ssize_t high, double[
                           const double[::1] U, const double[:, ::1] u_B, const int32_t[::1] n_forms,
                           const int32_t[::1] out, const int32_t[:, ::1] saved, const int64_t[::1] held,
                           const int64_t[:, ::1] ck_need, const int64_t[:, ::1] all_need, const int64_t[:, ::1] b_need,
-                          int64_t room) noexcept nogil:
+                          int64_t room, int32_t[::1] least) noexcept nogil:
     cdef Py_ssize_t i, j, k, x, m, first, N = C.shape[1] - 1
     cdef double cost, sweep
     cdef double *row
@@ -138,19 +139,21 @@ cdef void _remat_diagonal(Py_ssize_t d, Py_ssize_t low, Py_ssize_t high, double[
                 for m in range(first, N + 1):
                     row[m] = cost if cost < row[m] else row[m]
             else:
-                if first < saved[i, x]:
-                    first = saved[i, x]
+                first = _max(first, saved[i, x] + least[base[i + 1] + j])
                 right = &C[base[i + 1] + j, 0]
                 for m in range(first, N + 1):
                     sweep = cost + right[m - saved[i, x]]
                     row[m] = sweep if sweep < row[m] else row[m]
         for k in range(i, j):
             first = _slots(held[j] + ck_need[i, k], N, room)
-            if first < out[k]:
-                first = out[k]
+            first = _max(first, _max(least[base[i] + k], out[k] + least[base[k + 1] + j]))
             sweep = U[k] - U[i - 1]
             left = &C[base[i] + k, 0]
             right = &C[base[k + 1] + j, 0]
             for m in range(first, N + 1):
                 cost = sweep + left[m] + right[m - out[k]]
                 row[m] = cost if cost < row[m] else row[m]
+        m = 0
+        while m <= N and row[m] == INFINITY:
+            m += 1
+        least[base[i] + j] = <int32_t>m

@@ -64,14 +64,15 @@ def fill(chain: Chain, slots: Slots) -> Tables:
     C = np.empty((max(1, L * (L - 1) // 2), N + 1))
     U = np.cumsum(c.u_F)
     shared = (C, base, U, c.u_B, c.n_forms, slots.out, slots.saved, need.held, need.ck, need.all, need.b, slots.room)
+    least = np.zeros(len(C), dtype=np.int32)
     with ThreadPoolExecutor(2) as pool:
         for d in range(L - 1):
             count = L - 1 - d
             if count * d < 400:
-                remat_diagonal(d, 1, 1 + count, *shared)
+                remat_diagonal(d, 1, 1 + count, *shared, least)
             else:
                 cuts = [1, 1 + count // 2, 1 + count]
-                list(pool.map(lambda a, b, d=d: remat_diagonal(d, a, b, *shared), cuts[:-1], cuts[1:]))
+                list(pool.map(lambda a, b, d=d: remat_diagonal(d, a, b, *shared, least), cuts[:-1], cuts[1:]))
     W = np.full((L + 2, N + 1), math.inf)
     for i in range(L, 0, -1):
         for _, first, cost in _forward_choices(c, slots, need, Tables(slots, base, C, W), U, i):
