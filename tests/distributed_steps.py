@@ -21,27 +21,30 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), *[Residual(32) for _ in range(4)], nn.BatchNorm1d(32), nn.Linear(32, 8))
 
 
-def wrap(kind: str, limit: float | None, mode: str) -> tuple[nn.Module, rotoff.Checkpointable | None]:
-    """The model under the wrapper `kind`, within `limit` (a fraction of keeping everything) or plain."""
+def wrap(kind: str, mode: str | None) -> tuple[nn.Module, rotoff.Checkpointable | None]:
+    """The model under the wrapper `kind`, plain or within a limit half-way between the smallest and keeping everything."""
     stages = model()
     inner: nn.Module = stages
     planned = None
     if kind == "fsdp":
         for stage in stages:
             fully_shard(stage)
-    if limit is not None:
-        # planned in the first step, within the root's first forward; ranks ask for different limits, the tighter one rules
-        probe = rotoff.Checkpointable(model()).measure(torch.randn(64, 16))
+    if mode is not None:
+        inner = planned = rotoff.Checkpointable(stages, process_group=True).compute_sequence(1 << 40)
+    module = fully_shard(inner) if kind == "fsdp" else DistributedDataParallel(inner)
+    if planned is not None and mode is not None:
+        buffers = [b.clone() for b in module.buffers()]
+        module(torch.randn(64, 16)).sum().backward()  # measured within the root's first forward
+        module.zero_grad()
+        for buffer, old in zip(module.buffers(), buffers, strict=True):
+            buffer.copy_(old)
         try:
-            probe.compute_sequence(1, mode=mode)
+            planned.compute_sequence(1, mode=mode)
         except rotoff.InfeasibleError as error:
             least = error.min_mem_limit
-        asked = int(least + limit * (probe.keep_all_memory - least)) + 1000 * dist.get_rank()
-        probe.close()
-        inner = planned = rotoff.Checkpointable(stages, process_group=True).compute_sequence(asked, mode=mode)
-    if kind == "fsdp":
-        return fully_shard(inner), planned
-    return DistributedDataParallel(inner), planned
+        # ranks ask for different limits, and the tighter one rules
+        planned.compute_sequence((least + planned.keep_all_memory) // 2 + 1000 * dist.get_rank(), mode=mode)
+    return module, planned
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -66,9 +69,9 @@ def main() -> None:
     kind = sys.argv[1]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    expected = train(wrap(kind, None, "")[0])
+    expected = train(wrap(kind, None)[0])
     for mode in ("joint", "remat", "offload"):
-        module, planned = wrap(kind, 0.9 if kind == "fsdp" else 0.3, mode)
+        module, planned = wrap(kind, mode)
         got = train(module)
         assert planned is not None
         equal = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
