@@ -19,36 +19,26 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .bounds import min_mem_limit
 from .capture import sequential, strategy
 from .capture.stage import flatten
 from .chain import Chain
-from .errors import InfeasibleError, MeasureError, OptionError
+from .errors import MeasureError, OptionError
 from .profile.measure import Profile, Progress, measure
 from .profile.meter import CUDA_BLOCK
-from .runtime.agreement import agree_on_limit, agree_on_profile, agree_on_sequence, refuse_root_shards
+from .runtime.agreement import agree_on_limit, agree_on_profile, refuse_root_shards
 from .runtime.check import Checker
 from .runtime.free_memory import free_memory
 from .runtime.interpreter import Step
 from .runtime.link_pool import LinkPool
 from .runtime.plan import ExecutionPlan, compile_sequence
+from .runtime.planning import Request, make_plan, own_bytes
 from .sequence import Sequence
-from .sizes import format_bytes, parse_bytes
-from .solver import keep_all, solve
+from .sizes import parse_bytes
+from .solver import keep_all
 
 logger = logging.getLogger("rotoff")
 _PREFIX = "_model."
 _PLANS_KEPT = 8  # signatures; a training loop rarely has more than a few
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What `compute_sequence` was asked for."""
-
-    mem_limit: int
-    mode: str
-    mem_slots: int
-    options: dict[str, Any]
 
 
 @dataclass
@@ -96,7 +86,7 @@ class Checkpointable(nn.Module):
         self._links = LinkPool(host_directory)
         self._check = check
         self._group = _group(process_group)
-        self._request: _Request | None = None
+        self._request: Request | None = None
         self._known: OrderedDict[Any, _Planned] = OrderedDict()
         self._latest: _Planned | None = None
         self.training = model.training
@@ -169,10 +159,10 @@ class Checkpointable(nn.Module):
         _check_options(mode, mem_slots)
         if self._group is not None:
             limit = agree_on_limit(limit, self._group)
-        request = _Request(limit, mode, mem_slots, options)
+        request = Request(limit, mode, mem_slots, options)
         if self._latest is not None:
             # first, so that a failure changes nothing
-            self._latest.plan = _make_plan(self._latest.profile, request, self._group)
+            self._latest.plan = make_plan(self._latest.profile, request, self._group)
         self._request = request
         for known in self._known.values():
             if known is not self._latest:
@@ -222,7 +212,7 @@ class Checkpointable(nn.Module):
 
     def get_expected_memory(self) -> int:
         """Bytes that the machine predicts for the planned step, in the terms of `mem_limit`."""
-        return _own_bytes(self.profile, self._plan)
+        return own_bytes(self.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:
         """Bytes that the planned step keeps on the host at most."""
@@ -231,7 +221,7 @@ class Checkpointable(nn.Module):
     @property
     def keep_all_memory(self) -> int:
         """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
-        return _own_bytes(self.profile, compile_sequence(self.chain, keep_all(self.chain)))
+        return own_bytes(self.profile, compile_sequence(self.chain, keep_all(self.chain)))
 
     # -- running
 
@@ -269,7 +259,7 @@ class Checkpointable(nn.Module):
             known = self._known[signature]
         self._known.move_to_end(signature)
         if known.plan is None:
-            known.plan = _make_plan(known.profile, self._request, self._group)
+            known.plan = make_plan(known.profile, self._request, self._group)
         self._latest = known
         return known
 
@@ -326,59 +316,6 @@ def _group(process_group: Any) -> Any:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise OptionError("process_group needs torch.distributed.init_process_group to have been called before")
     return torch.distributed.group.WORLD if process_group is True else process_group
-
-
-def _make_plan(profile: Profile, request: _Request, group: Any = None) -> ExecutionPlan:
-    """Plan under what is left of the user's limit once constants are taken off and the batch is added."""
-    chain, asked, least = profile.chain, request.mem_limit, profile.prefix_peak_bytes
-    everything = compile_sequence(chain, keep_all(chain))
-    if _own_bytes(profile, everything) <= asked:
-        _report(profile, request, everything)
-        return everything
-    replays = 0 if request.mode == "offload" else profile.replay_bytes
-    offset = profile.resident_input_bytes - profile.stuck_bytes - replays
-    if asked < least:
-        raise _infeasible(request, max(least, min_mem_limit(chain, request.mode) - offset))
-    try:
-        if asked + offset <= 0:
-            raise InfeasibleError("", min_mem_limit(chain, request.mode))
-
-        def search() -> Sequence:
-            return solve(chain, asked + offset, mode=request.mode, mem_slots=request.mem_slots, **request.options)
-
-        sequence = search() if group is None else agree_on_sequence(search, group)
-    except InfeasibleError as error:
-        raise _infeasible(request, max(least, error.min_mem_limit - offset)) from None
-    plan = compile_sequence(chain, sequence, asked + offset)
-    _report(profile, request, plan)
-    return plan
-
-
-def _infeasible(request: _Request, least: int) -> InfeasibleError:
-    needs = f"needs at least {format_bytes(least)} ({least} bytes) in mode {request.mode}"
-    limit = f"the limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
-    return InfeasibleError(f"the training step {needs}; {limit}", least)
-
-
-def _own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
-    """The machine's peak in the terms of the user's limit."""
-    constant = profile.stuck_bytes + (profile.replay_bytes if plan.replayed else 0)
-    return max(plan.trace.peak_bytes - profile.resident_input_bytes + constant, profile.prefix_peak_bytes)
-
-
-def _report(profile: Profile, request: _Request, plan: ExecutionPlan) -> None:
-    trace, base = plan.trace, profile.chain.compute_time
-    logger.info(
-        "rotoff: mode %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
-        " %.4g s recomputed",
-        request.mode,
-        format_bytes(request.mem_limit),
-        format_bytes(_own_bytes(profile, plan)),
-        trace.makespan,
-        100 * (trace.makespan / base - 1) if base else 0.0,
-        format_bytes(trace.d2h_bytes),
-        trace.recompute_time,
-    )
 
 
 def _check_options(mode: str, mem_slots: int) -> None:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,6 +27,7 @@ from .check import Checker
 from .link import Link
 from .plan import ExecutionPlan, describe
 from .replay import Generators, ReplayState
+from .stage_run import InputRef, Packed, Resident, StageRun
 from .values import Held, Slot, View
 
 AGAIN = (
@@ -35,34 +36,6 @@ AGAIN = (
 )
 GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
 TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
-
-
-class _InputRef(NamedTuple):
-    """A saved view of the stage's input, found anew when it is needed."""
-
-    place: int  # of the tensor among the inputs
-    view: View | None  # None: all of it
-
-
-class _Resident(NamedTuple):
-    """A saved tensor that was there before the stage ran."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-_Packed = Slot | _InputRef | _Resident
-
-
-class _StageRun:
-    """What a step remembers of one stage between its first forward and its backward."""
-
-    def __init__(self, requires_grad: list[bool], replay: ReplayState | None) -> None:
-        self.requires_grad = requires_grad  # of the inputs
-        self.replay = replay
-        self.slots: list[weakref.ref[Slot] | None] = []  # one for each tensor saved; None where it is not the stage's own
-        self.shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
-        self.made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
 
 
 class Step:
@@ -92,7 +65,7 @@ class Step:
         self._checker = checker
         self._generators = Generators(device)
         self._held: dict[Value, Held] = {}
-        self._runs: dict[int, _StageRun] = {}
+        self._runs: dict[int, StageRun] = {}
         self._rebuild: dict[int, Callable[[list[torch.Tensor]], Any]] = {}
         self._edges: dict[int, list[torch.Tensor]] = {}  # outputs in the user's graph that the next stage has yet to take
         self._next = 0  # index of the next op
@@ -287,14 +260,14 @@ class Step:
             if storage_key(tensor) != storage_key(now):
                 tensor.data = now  # it was moved since it was made
         replay = ReplayState(self._generators, behaviour.changed_buffers) if i in self._plan.replayed else None
-        run = self._runs[i] = _StageRun([t.requires_grad for t in inputs], replay)
+        run = self._runs[i] = StageRun([t.requires_grad for t in inputs], replay)
         if i in self._plan.untouched and self._checker is None:
             return self._made(i, inputs, self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
         places = {storage_key(t): n for n, t in enumerate(inputs)}
         slots, shapes, kinds = run.slots, run.shapes, behaviour.saved
         whole = [View.of(t) for t in inputs]
 
-        def pack(tensor: torch.Tensor) -> _Packed:
+        def pack(tensor: torch.Tensor) -> Packed:
             n = len(slots)
             place = places.get(tensor.untyped_storage()._cdata)
             if n >= len(kinds) or (place is not None) != (kinds[n] is SavedKind.INPUT):
@@ -303,11 +276,11 @@ class Step:
                 slots.append(None)
                 shapes.append(None)
                 view = View.of(tensor)
-                return _InputRef(place, None if view == whole[place] else view)
+                return InputRef(place, None if view == whole[place] else view)
             if kinds[n] is SavedKind.RESIDENT:
                 slots.append(None)
                 shapes.append(None)
-                return _Resident(tensor, tensor._version)
+                return Resident(tensor, tensor._version)
             shapes.append((tensor.shape, tensor.dtype))
             slot = Slot(tensor.detach() if keep else None)
             slots.append(weakref.ref(slot))
@@ -362,14 +335,14 @@ class Step:
             raise self._changed(i)
         return [tensor.detach() for tensor in outputs]
 
-    def _unpack(self, i: int, packed: _Packed) -> torch.Tensor:
+    def _unpack(self, i: int, packed: Packed) -> torch.Tensor:
         if self._backward != i or self._closed:
             if torch._C._current_graph_task_id() == -1:
                 raise ExecutionError(
                     f"what stage {self._stage_name(i)!r} saved can only be read by its backward under rotoff"
                 )
             self._advance_to(i)  # no hook fired: the gradient entered within the stage
-        slot = self._held[self._input_of(i)].outputs[packed.place] if isinstance(packed, _InputRef) else packed
+        slot = self._held[self._input_of(i)].outputs[packed.place] if isinstance(packed, InputRef) else packed
         tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {i} saved"
         if tensor._version != slot.version:
@@ -377,7 +350,7 @@ class Step:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
                 f" that stage {self._stage_name(i)!r} saved; clone it before changing it"
             )
-        if isinstance(packed, _InputRef) and packed.view is not None:
+        if isinstance(packed, InputRef) and packed.view is not None:
             return packed.view.on(tensor.untyped_storage())
         return tensor
 

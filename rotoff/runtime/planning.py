@@ -1,0 +1,87 @@
+"""From a measured model and what the user asked for to a plan: the limit in the user's terms, and in the machine's."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from ..bounds import min_mem_limit
+from ..errors import InfeasibleError
+from ..profile.measure import Profile
+from ..sequence import Sequence
+from ..sizes import format_bytes
+from ..solver import keep_all, solve
+from .agreement import agree_on_sequence
+from .plan import ExecutionPlan, compile_sequence
+
+logger = logging.getLogger("rotoff")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `compute_sequence` was asked for."""
+
+    mem_limit: int
+    mode: str
+    mem_slots: int
+    options: dict[str, Any]
+
+
+def make_plan(profile: Profile, request: Request, group: Any = None) -> ExecutionPlan:
+    """Plan under what is left of the user's limit once constants are taken off and the batch is added.
+
+    group: of processes that follow one plan, or None.
+
+    Raises:
+        InfeasibleError: where nothing fits, in the terms of the user's limit.
+    """
+    chain, asked, least = profile.chain, request.mem_limit, profile.prefix_peak_bytes
+    everything = compile_sequence(chain, keep_all(chain))
+    if own_bytes(profile, everything) <= asked:
+        _report(profile, request, everything)
+        return everything
+    replays = 0 if request.mode == "offload" else profile.replay_bytes
+    offset = profile.resident_input_bytes - profile.stuck_bytes - replays
+    if asked < least:
+        raise _infeasible(request, max(least, min_mem_limit(chain, request.mode) - offset))
+    try:
+        if asked + offset <= 0:
+            raise InfeasibleError("", min_mem_limit(chain, request.mode))
+
+        def search() -> Sequence:
+            return solve(chain, asked + offset, mode=request.mode, mem_slots=request.mem_slots, **request.options)
+
+        sequence = search() if group is None else agree_on_sequence(search, group)
+    except InfeasibleError as error:
+        raise _infeasible(request, max(least, error.min_mem_limit - offset)) from None
+    plan = compile_sequence(chain, sequence, asked + offset)
+    _report(profile, request, plan)
+    return plan
+
+
+def _infeasible(request: Request, least: int) -> InfeasibleError:
+    needs = f"needs at least {format_bytes(least)} ({least} bytes) in mode {request.mode}"
+    limit = f"the limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+    return InfeasibleError(f"the training step {needs}; {limit}", least)
+
+
+def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+    """The machine's peak in the terms of the user's limit."""
+    constant = profile.stuck_bytes + (profile.replay_bytes if plan.replayed else 0)
+    return max(plan.trace.peak_bytes - profile.resident_input_bytes + constant, profile.prefix_peak_bytes)
+
+
+def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
+    trace, base = plan.trace, profile.chain.compute_time
+    logger.info(
+        "rotoff: mode %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
+        " %.4g s recomputed",
+        request.mode,
+        format_bytes(request.mem_limit),
+        format_bytes(own_bytes(profile, plan)),
+        trace.makespan,
+        100 * (trace.makespan / base - 1) if base else 0.0,
+        format_bytes(trace.d2h_bytes),
+        trace.recompute_time,
+    )
