@@ -32,8 +32,11 @@ from .simulator import Trace as Trace
 from .simulator import simulate as simulate
 from .sizes import format_bytes as format_bytes
 from .sizes import parse_bytes as parse_bytes
+from .solver import Row as Row
+from .solver import Sweep as Sweep
 from .solver import keep_all as keep_all
 from .solver import solve as solve
+from .solver import sweep as sweep
 
 if TYPE_CHECKING:
     from .checkpointable import Checkpointable as Checkpointable
