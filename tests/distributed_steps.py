@@ -31,7 +31,7 @@ def wrap(kind: str, mode: str | None) -> tuple[nn.Module, rotoff.Checkpointable 
             fully_shard(stage)
     if mode is not None:
         inner = planned = rotoff.Checkpointable(stages, process_group=True).compute_sequence(1 << 40)
-    module = fully_shard(inner) if kind == "fsdp" else DistributedDataParallel(inner)
+    module = fully_shard(inner) if kind == "fsdp" else DistributedDataParallel(inner, gradient_as_bucket_view=True)
     if planned is not None and mode is not None:
         buffers = [b.clone() for b in module.buffers()]
         module(torch.randn(64, 16)).sum().backward()  # measured within the root's first forward
@@ -58,6 +58,9 @@ def train(module: nn.Module) -> list[torch.Tensor]:
     for rows in (64, 64, 24, 64):
         x = torch.randn(rows, 16)
         optimizer.zero_grad()
+        if isinstance(module, DistributedDataParallel):
+            with module.no_sync():  # a micro-batch whose gradients are only added up
+                module(x * 2).mean().backward()
         module(x).square().mean().backward()
         seen += [whole(p.grad).clone() for p in module.parameters()]
         optimizer.step()
