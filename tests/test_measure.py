@@ -151,7 +151,8 @@ def test_measuring_holds_one_stage_at_a_time() -> None:
 
     stage = 4096 * 64 * 4
     assert peak(12) <= peak(3) + stage // 8
-    assert peak(12) <= 6.5 * stage  # a_i-1, two outputs of a stage's modules, three gradients
+    # a_i-1, two outputs of a stage's modules, three gradients; parameters and generator states are a few kilobytes
+    assert peak(12) <= 6 * stage + (16 << 10)
 
 
 def test_the_log_sees_temporaries_and_marks() -> None:
