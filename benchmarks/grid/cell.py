@@ -1,0 +1,219 @@
+"""One cell of the grid, in a process of its own: one workload, one method, one limit.
+
+    python -m benchmarks.grid.cell '{"suite": "cpu", "workload": "gpt", "method": "joint", "limit": 200000000, ...}'
+
+The last line printed is the result as JSON. The method's peak comes first, in steps of its own; then its steps alternate
+with plain PyTorch's in this very process, so that both meet the same state of the machine, and what counts is the median of
+the paired ratios. Where plain PyTorch does not fit beside it, times stand alone and the ratio is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import rotoff
+
+from . import memory, methods, workloads
+
+WARM = 2  # steps of each that are not timed: gradients are allocated, kernels chosen, pinned memory taken
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What to run. limit: bytes, None for methods that take none. seconds: that the timed steps may take, about."""
+
+    suite: str
+    workload: str
+    method: str
+    limit: int | None = None
+    device: str = "cpu"
+    seconds: float = 20.0
+    threads: int | None = None
+    host_directory: str | None = None
+
+
+@dataclass
+class Result:
+    """What came out; times in seconds, memory in bytes, ratios to plain's; None where nothing was run.
+
+    status: ok, infeasible, out of memory, not here. ratio, low, high: median and quartiles of the paired ratios.
+    gradient_difference: the largest of any gradient from plain's in the first step; equal_gradients: bit for bit.
+    """
+
+    status: str = "ok"
+    note: str = ""
+    step_time: float | None = None
+    plain_time: float | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    pairs: int = 0
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    host_bytes: int | None = None
+    predicted_time: float | None = None
+    predicted_ratio: float | None = None
+    predicted_peak: int | None = None
+    bound_ratio: float | None = None
+    gradient_difference: float | None = None
+    equal_gradients: bool | None = None
+    prepare_time: float | None = None
+
+
+class Runner:
+    """Steps of one model on one batch; gradients are zeroed in place before each."""
+
+    def __init__(self, run: methods.Run, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> None:
+        self.run, self.model, self.x, self.target = run, model, x, target
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        workloads.Workload.loss(self.run(self.x), self.target).backward()
+
+    def timed(self) -> float:
+        _synchronize(self.x.device)
+        start = time.perf_counter()
+        self.step()
+        _synchronize(self.x.device)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Let gradients and whatever the method holds go."""
+        self.model.zero_grad(set_to_none=True)
+        if isinstance(self.run, rotoff.Checkpointable):
+            self.run.close()
+
+
+def measure(cell: Cell) -> Result:
+    """Run the cell; a step that runs out of memory is a result, not an error."""
+    result = Result()
+    try:
+        _measure(cell, result)
+    except rotoff.InfeasibleError as error:
+        result.status, result.note = "infeasible", str(error)
+    except methods.NotHere as error:
+        result.status, result.note = "not here", str(error)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        result.status, result.note = "out of memory", str(error).splitlines()[0]
+    return result
+
+
+def _measure(cell: Cell, result: Result) -> None:
+    device = torch.device(cell.device)
+    if cell.threads:
+        torch.set_num_threads(cell.threads)
+    workload = workloads.find(cell.suite, cell.workload)
+    model, x, target = workload.make(device)
+    other = copy.deepcopy(model) if cell.method != "plain" else None
+    start = time.perf_counter()
+    best = _best_segments(cell.method, model, x, target)
+    run = methods.prepare(best, model, x, cell.limit, cell.host_directory)
+    runner = Runner(run, model, x, target)
+    torch.manual_seed(1)
+    runner.step()
+    result.prepare_time = time.perf_counter() - start  # until the first step has ended: capture, plan, compilation
+    result.note = best if best != cell.method else ""
+    first = [None if p.grad is None else p.grad.clone() for p in model.parameters()] if other is not None else []
+    runner.step()
+    peak = memory.peak_of(runner.step, device)
+    result.peak_allocated, result.peak_reserved = peak.allocated, peak.reserved
+    if isinstance(run, rotoff.Checkpointable):
+        _predictions(run, cell, result)
+    plain = _plain_beside(other, x, target, result) if other is not None else None
+    if plain is not None:
+        _compare(first, plain.model, result)
+    del first
+    _time(runner, plain, cell.seconds, result)
+    runner.close()
+
+
+def _best_segments(method: str, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> str:
+    """`checkpoint_sequential` with its best count; other methods as they are."""
+    if method != "checkpoint_sequential":
+        return method
+
+    def peak(count: int) -> int:
+        runner = Runner(methods.prepare(f"{method}:{count}", model, x, None, None), model, x, target)
+        runner.step()
+        return memory.peak_of(runner.step, x.device).allocated
+
+    counts = methods.segment_counts(model)
+    return f"{method}:{min(counts, key=peak)}" if counts else method
+
+
+def _predictions(run: rotoff.Checkpointable, cell: Cell, result: Result) -> None:
+    assert cell.limit is not None
+    kept = run.chain.compute_time
+    result.predicted_time = run.get_expected_makespan()
+    result.predicted_ratio = result.predicted_time / kept
+    result.predicted_peak = run.get_expected_memory()
+    result.host_bytes = run.get_expected_host_memory()
+    # At the machine's own limit for this plan, so that constants which no plan can avoid are not held against it.
+    limit = run.sequence.mem_limit
+    result.bound_ratio = rotoff.lower_bound(run.chain, limit) / kept if limit else 1.0
+
+
+def _plain_beside(model: nn.Module, x: torch.Tensor, target: torch.Tensor, result: Result) -> Runner | None:
+    """Plain PyTorch ready to be timed, its first step done; None where it does not fit."""
+    runner = Runner(model, model, x, target)
+    try:
+        torch.manual_seed(1)
+        runner.step()
+    except (torch.OutOfMemoryError, MemoryError):
+        model.zero_grad(set_to_none=True)
+        result.note = (result.note + "; " if result.note else "") + "plain does not fit beside it"
+        return None
+    return runner
+
+
+def _compare(first: list[torch.Tensor | None], plain: nn.Module, result: Result) -> None:
+    pairs = list(zip(first, (p.grad for p in plain.parameters()), strict=True))
+    result.equal_gradients = all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
+    differences = [(a.float() - b.float()).abs().max().item() for a, b in pairs if a is not None and b is not None]
+    result.gradient_difference = max(differences, default=0.0)
+
+
+def _time(runner: Runner, plain: Runner | None, seconds: float, result: Result) -> None:
+    both = [r for r in (runner, plain) if r is not None]
+    for _ in range(WARM):
+        for each in both:
+            each.step()
+    times: list[list[float]] = [[] for _ in both]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 5 or (time.perf_counter() < end and len(times[0]) < 200):
+        order = range(len(both)) if len(times[0]) % 2 else reversed(range(len(both)))
+        for n in order:
+            times[n].append(both[n].timed())
+    result.pairs = len(times[0])
+    result.step_time = statistics.median(times[0])
+    if plain is not None:
+        ratios = [ours / theirs for ours, theirs in zip(*times, strict=True)]
+        result.plain_time = statistics.median(times[1])
+        result.ratio = statistics.median(ratios)
+        result.low, _, result.high = statistics.quantiles(ratios, n=4)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run_from(text: str, measure: Callable[[Cell], Result] = measure) -> dict[str, Any]:
+    """The result of the cell that `text` (JSON) names, as plain values."""
+    return asdict(measure(Cell(**json.loads(text))))
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_from(sys.argv[1])), flush=True)

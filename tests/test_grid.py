@@ -1,0 +1,79 @@
+"""The grid of benchmarks: cells run, an interrupted run goes on, and the page says what the figures say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+
+def grid(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    import rotoff
+
+    environment = {**os.environ, "PYTHONPATH": f"{Path(rotoff.__file__).parent.parent}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "benchmarks.grid.run", "--suite", "tiny", "--seconds", "0.1", "--workloads", "gpt"]
+    return subprocess.run(
+        [*command, "--out", str(out), *options], capture_output=True, text=True, cwd=out.parent, env=environment, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("grid") / "grid.json"
+    begun = grid(out, "--limits", "70", "--minutes", "0.01")
+    assert begun.returncode == 3, begun.stderr
+    some = json.loads(out.read_text())["cells"]
+    assert "gpt/plain" in some
+    done = grid(out, "--limits", "70")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["cells"]["gpt/plain"] == some["gpt/plain"]  # it went on, and did not begin anew
+    return result
+
+
+def test_every_cell_keeps_its_limit_and_has_plains_gradients(data: dict[str, Any]) -> None:
+    ours = [c for name, c in data["cells"].items() if c["cell"]["limit"] and c["result"]["status"] == "ok"]
+    assert len(ours) >= 4
+    for record in ours:
+        result = record["result"]
+        assert result["peak_allocated"] <= result["predicted_peak"] <= record["cell"]["limit"]
+        assert result["equal_gradients"]
+        assert result["pairs"] >= 5
+
+
+def test_peers_train_the_same_model(data: dict[str, Any]) -> None:
+    plain = data["cells"]["gpt/plain"]["result"]
+    for peer in ("checkpoint", "checkpoint_sequential", "selective"):
+        result = data["cells"][f"gpt/{peer}"]["result"]
+        assert result["equal_gradients"], peer
+        assert result["peak_allocated"] < plain["peak_allocated"], peer
+        assert data["cells"][f"gpt/joint@{peer}"]["cell"]["limit"] == result["peak_allocated"]
+    assert data["cells"]["gpt/save_on_cpu"]["result"]["status"] == "not here"
+
+
+def test_the_page_says_what_the_figures_say(data: dict[str, Any]) -> None:
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.grid import report
+    finally:
+        sys.path.remove(str(ROOT))
+    cells = data["cells"]
+    for record, ratio in ((cells["gpt/joint@checkpoint"], 1.5), (cells["gpt/checkpoint"], 1.2)):
+        record["result"].update(ratio=ratio, low=ratio - 0.01, high=ratio + 0.01)
+    page = report.page([data], {})
+    assert "behind in" in page
+    assert "Behind: gpt, rotoff joint in `checkpoint`'s bytes, 1.500 to `checkpoint`'s 1.200." in page
+    assert "| 1.500 (1.490 to 1.510) |" in page
+    cells["gpt/joint@checkpoint"]["result"].update(ratio=1.0, low=0.99, high=1.01)
+    assert "Behind: gpt, rotoff joint in `checkpoint`'s bytes" not in report.page([data], {})
