@@ -35,6 +35,8 @@ from .runtime.planning import Request, make_plan, own_bytes
 from .sequence import Sequence
 from .sizes import parse_bytes
 from .solver import keep_all
+from .solver.policies import check_policy
+from .solver.search import check_alone
 
 logger = logging.getLogger("rotoff")
 _PREFIX = "_model."
@@ -136,7 +138,12 @@ class Checkpointable(nn.Module):
         return self
 
     def compute_sequence(
-        self, mem_limit: int | str, mode: str = "joint", mem_slots: int = 50, **options: Any
+        self,
+        mem_limit: int | str,
+        mode: str = "joint",
+        mem_slots: int = 50,
+        policy: str | None = None,
+        **options: Any,
     ) -> Checkpointable:
         """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
 
@@ -147,6 +154,7 @@ class Checkpointable(nn.Module):
                 before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the device has
                 free now, less a margin.
             mode: "joint", "remat" (recompute only) or "offload" (move only). mem_slots, options: as of `rotoff.solve`.
+            policy: instead of a mode, a system of the papers, such as "vdnn"; it is run even where everything fits.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
@@ -157,9 +165,12 @@ class Checkpointable(nn.Module):
         else:
             limit = parse_bytes(mem_limit)
         _check_options(mode, mem_slots)
+        if policy is not None:
+            check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
+            check_policy(policy, options)
         if self._group is not None:
             limit = agree_on_limit(limit, self._group)
-        request = Request(limit, mode, mem_slots, options)
+        request = Request(limit, mode, mem_slots, options, policy)
         if self._latest is not None:
             # first, so that a failure changes nothing
             self._latest.plan = make_plan(self._latest.profile, request, self._group)

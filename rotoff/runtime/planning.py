@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bounds import min_mem_limit
+from ..chain import Chain
 from ..errors import InfeasibleError
 from ..profile.measure import Profile
 from ..sequence import Sequence
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
+from ..solver.policies import WITHOUT_RECOMPUTE
 from .agreement import agree_on_sequence
 from .plan import ExecutionPlan, compile_sequence
 
@@ -26,6 +28,21 @@ class Request:
     mode: str
     mem_slots: int
     options: dict[str, Any]
+    policy: str | None = None  # a system of the papers, instead of the mode
+
+    def __str__(self) -> str:
+        return f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
+
+    @property
+    def replays(self) -> bool:
+        """Whether forwards may run more than once."""
+        return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
+
+    def solve(self, chain: Chain, limit: int) -> Sequence:
+        """The sequence asked for, within `limit` bytes in the machine's terms."""
+        if self.policy is not None:
+            return solve(chain, limit, policy=self.policy, **self.options)
+        return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **self.options)
 
 
 def make_plan(profile: Profile, request: Request, group: Any = None) -> ExecutionPlan:
@@ -38,10 +55,10 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     """
     chain, asked, least = profile.chain, request.mem_limit, profile.prefix_peak_bytes
     everything = compile_sequence(chain, keep_all(chain))
-    if own_bytes(profile, everything) <= asked:
+    if request.policy is None and own_bytes(profile, everything) <= asked:
         _report(profile, request, everything)
         return everything
-    replays = 0 if request.mode == "offload" else profile.replay_bytes
+    replays = profile.replay_bytes if request.replays else 0
     offset = profile.resident_input_bytes - profile.stuck_bytes - replays
     if asked < least:
         raise _infeasible(request, max(least, min_mem_limit(chain, request.mode) - offset))
@@ -50,7 +67,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
             raise InfeasibleError("", min_mem_limit(chain, request.mode))
 
         def search() -> Sequence:
-            return solve(chain, asked + offset, mode=request.mode, mem_slots=request.mem_slots, **request.options)
+            return request.solve(chain, asked + offset)
 
         sequence = search() if group is None else agree_on_sequence(search, group)
     except InfeasibleError as error:
@@ -61,7 +78,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
 
 
 def _infeasible(request: Request, least: int) -> InfeasibleError:
-    needs = f"needs at least {format_bytes(least)} ({least} bytes) in mode {request.mode}"
+    needs = f"needs at least {format_bytes(least)} ({least} bytes) {request}"
     limit = f"the limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
     return InfeasibleError(f"the training step {needs}; {limit}", least)
 
@@ -75,9 +92,9 @@ def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
 def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
     trace, base = plan.trace, profile.chain.compute_time
     logger.info(
-        "rotoff: mode %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
+        "rotoff: planned %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
         " %.4g s recomputed",
-        request.mode,
+        request,
         format_bytes(request.mem_limit),
         format_bytes(own_bytes(profile, plan)),
         trace.makespan,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..sizes import format_bytes, parse_bytes
 from . import joint, offload, remat
 from .host import host_sequence
 from .plan import evaluator, keep_all, to_ops
+from .policies import check_policy, run
 from .refine import Budget, refined
 from .slots import ROUNDINGS
 
@@ -42,8 +44,11 @@ def solve(
     refine: bool | float = True,
     host_limit: int | str | None = None,
     progress: Callable[[float, float], None] | None = None,
+    *,
+    policy: str | None = None,
+    **options: Any,
 ) -> Sequence:
-    """The fastest sequence found for one training step within `mem_limit`.
+    """The fastest sequence found for one training step within `mem_limit`, or what a system of the papers does there.
 
     Args:
         chain: the costs of the stages.
@@ -54,9 +59,12 @@ def solve(
             seconds (the effort is a count of plans, so equal inputs give equal sequences), False for none.
         host_limit: bytes that may wait on the host at any time; None for no limit.
         progress: called now and then with (fraction of the search done, best step time in seconds).
+        policy: instead of a mode, the name of a system of the papers ("greedy", "dynprog", "vdnn", ...: see
+            `rotoff.solver.policies`), which then alone decides; all arguments after `mem_limit` belong to modes.
+        options: of that policy.
 
     Returns:
-        A `Sequence` with `mode` and `mem_limit`; its `meta` holds the predicted makespan, peak_bytes, host_peak_bytes and
+        A `Sequence` with `mode` (the policy's name where one was given) and `mem_limit`; its `meta` holds the predicted makespan, peak_bytes, host_peak_bytes and
         the source of the plan. It passes ``simulate(chain, sequence, mem_limit)``.
 
     Raises:
@@ -65,6 +73,12 @@ def solve(
     """
     check_chain(chain)
     limit = parse_bytes(mem_limit)
+    if policy is not None:
+        given = {"mode": mode, "mem_slots": mem_slots, "refine": refine, "host_limit": host_limit, "progress": progress}
+        check_alone(policy, given)
+        return run(policy, chain, limit, options)
+    if options:
+        raise OptionError(f"{next(iter(options))} is no argument of solve; options go with a policy")
     host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
     if isinstance(mem_slots, bool) or not isinstance(mem_slots, (int, np.integer)) or mem_slots < 1:
@@ -95,6 +109,15 @@ def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float
             least,
         )
     return best
+
+
+def check_alone(policy: str, given: Mapping[str, Any]) -> None:
+    """Raise OptionError where an argument of the modes was `given` another value than its default beside a policy."""
+    check_policy(policy)
+    defaults = {name: p.default for name, p in inspect.signature(solve).parameters.items()}
+    for name, value in given.items():
+        if value is not defaults[name] and value != defaults[name]:
+            raise OptionError(f"{name} is {value!r}, but policy {policy!r} decides alone; leave out {name} or the policy")
 
 
 def parse_host_limit(host_limit: int | str) -> int:

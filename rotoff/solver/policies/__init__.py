@@ -1,0 +1,56 @@
+"""The systems of the papers as policies: each is a function (chain, mem_limit in bytes, **options) -> Sequence, in a file of its own.
+
+A policy raises `InfeasibleError` where its own rules fit nothing into the limit, whatever other systems could do there; its
+`min_mem_limit` is then the smallest limit that this policy is known to work in. What it returns is judged by the one machine
+in `run`, like any other sequence, and says by ``meta["source"]`` which of the policy's own choices it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...chain import Chain
+from ...errors import OptionError
+from ...sequence import Sequence
+from ...simulator import simulate
+from .greedy import greedy
+
+Policy = Callable[..., Sequence]
+
+POLICIES: Mapping[str, Policy] = {
+    "greedy": greedy,
+}
+# Those that run every forward once, so that nothing has to be restored for a replay.
+WITHOUT_RECOMPUTE = frozenset({"greedy", "dynprog", "vdnn", "vdnn++", "tflms", "autoswap", "overlap"})
+
+
+def check_policy(name: Any, options: Mapping[str, Any] | None = None) -> Policy:
+    """The policy called `name`.
+
+    Raises:
+        OptionError: where there is none, or it has no option of a name in `options`; the sentence lists those that there are.
+    """
+    policy = POLICIES.get(name) if isinstance(name, str) else None
+    if policy is None:
+        raise OptionError(f"policy is {name!r}; policies are {', '.join(POLICIES)}")
+    known = list(inspect.signature(policy).parameters)[2:]
+    for option in options or {}:
+        if option not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise OptionError(f"policy {name!r} has no option {option!r}; {has}")
+    return policy
+
+
+def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> Sequence:
+    """What policy `name` does within `mem_limit` bytes, once the machine has accepted it.
+
+    Raises:
+        OptionError: for an unknown policy or option. InfeasibleError: where the policy fits nothing.
+    """
+    made = check_policy(name, options)(chain, mem_limit, **options)
+    trace = simulate(chain, made, mem_limit)
+    figures = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
+    return replace(made, mode=name, mem_limit=mem_limit, meta={"source": name, **made.meta, **figures})
