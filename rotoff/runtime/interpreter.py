@@ -26,7 +26,7 @@ from ..sequence import Op, OpKind, Value, a, abar
 from .check import Checker
 from .link import Link
 from .plan import ExecutionPlan, describe
-from .replay import Generators, ReplayState
+from .replay import ReplayState, Surroundings
 from .stage_run import InputRef, Packed, Resident, StageRun
 from .values import Held, Slot, View
 
@@ -63,7 +63,7 @@ class Step:
         self._recording = link is not None and link.recording
         self._done = done
         self._checker = checker
-        self._generators = Generators(device)
+        self._surroundings = Surroundings(device)
         self._held: dict[Value, Held] = {}
         self._runs: dict[int, StageRun] = {}
         self._rebuild: dict[int, Callable[[list[torch.Tensor]], Any]] = {}
@@ -259,34 +259,42 @@ class Step:
         for tensor, now in zip(inputs, self._held[self._input_of(i)].tensors(), strict=True):
             if storage_key(tensor) != storage_key(now):
                 tensor.data = now  # it was moved since it was made
-        replay = ReplayState(self._generators, behaviour.changed_buffers) if i in self._plan.replayed else None
+        replay = ReplayState(self._surroundings, behaviour.changed_buffers) if i in self._plan.replayed else None
         run = self._runs[i] = StageRun([t.requires_grad for t in inputs], replay)
         if i in self._plan.untouched and self._checker is None:
             return self._made(i, inputs, self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
         places = {storage_key(t): n for n, t in enumerate(inputs)}
         slots, shapes, kinds = run.slots, run.shapes, behaviour.saved
         whole = [View.of(t) for t in inputs]
+        own, reference = SavedKind.OWN, weakref.ref
 
+        # Autograd calls these two once for each tensor saved, so the usual case comes first and calls little.
         def pack(tensor: torch.Tensor) -> Packed:
             n = len(slots)
             place = places.get(tensor.untyped_storage()._cdata)
             if n >= len(kinds) or (place is not None) != (kinds[n] is SavedKind.INPUT):
                 raise self._changed(i)
-            if place is not None:
-                slots.append(None)
-                shapes.append(None)
-                view = View.of(tensor)
-                return InputRef(place, None if view == whole[place] else view)
-            if kinds[n] is SavedKind.RESIDENT:
-                slots.append(None)
-                shapes.append(None)
+            if kinds[n] is own:
+                if replay is not None:
+                    shapes.append((tensor.shape, tensor.dtype))
+                slot = Slot(tensor if keep else None)  # hooks are given a detached alias
+                slots.append(reference(slot))
+                return slot
+            slots.append(None)
+            shapes.append(None)
+            if place is None:
                 return Resident(tensor, tensor._version)
-            shapes.append((tensor.shape, tensor.dtype))
-            slot = Slot(tensor.detach() if keep else None)
-            slots.append(weakref.ref(slot))
-            return slot
+            view = View.of(tensor)
+            return InputRef(place, None if view == whole[place] else view)
 
-        with saved_tensors_hooks(pack, partial(self._unpack, i)):
+        def unpack(packed: Packed) -> torch.Tensor:
+            if self._backward == i and type(packed) is Slot and not self._closed:
+                tensor = packed.tensor
+                if tensor is not None and tensor._version == packed.version:
+                    return tensor
+            return self._unpack(i, packed)
+
+        with saved_tensors_hooks(pack, unpack):
             result = self._stages[i - 1].run(self._rebuild[i - 1](inputs))
         if len(slots) != len(kinds):
             raise self._changed(i)
@@ -326,10 +334,10 @@ class Step:
             if shapes[n] != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
                 raise self._changed(i)
             if keep and (slot := ref()) is not None:
-                slot.put(tensor.detach())
+                slot.tensor, slot.version = tensor, tensor._version
 
         assert run.replay is not None
-        with run.replay.restored(), saved_tensors_hooks(pack, self._never):
+        with run.replay, saved_tensors_hooks(pack, self._never):
             outputs, _ = flatten(self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
         if count != len(run.slots) or [(tensor.shape, tensor.dtype) for tensor in outputs] != run.made:
             raise self._changed(i)

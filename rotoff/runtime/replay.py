@@ -7,8 +7,8 @@ and the autocast state; a replay runs on those and puts everything back after.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from ctypes import string_at
 
 import torch
 from torch import nn
@@ -20,63 +20,118 @@ class Generators:
     """The states of the generators that a stage on `device` may draw from: the CPU's and the device's own."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._own = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._own.append(torch.cuda.default_generators[index])
         self._last: tuple[torch.Tensor, ...] = ()
-        self._content: tuple[bytes, ...] = ()  # of those; bytes compare several times faster than tensors of this size
+        self._content: list[bytes] = []  # of those; bytes compare several times faster than tensors of this size
 
     def states(self) -> tuple[torch.Tensor, ...]:
         """The present states; the same object as at the last call where nothing was drawn since, to save bytes."""
         now = self.read()
-        content = tuple(state.numpy().tobytes() for state in now)
+        content = [string_at(state.data_ptr(), state.numel()) for state in now]  # sooner than through NumPy
         if content != self._content:
             self._last, self._content = now, content
         return self._last
 
     def read(self) -> tuple[torch.Tensor, ...]:
-        cpu = torch.get_rng_state()
-        return (cpu, torch.cuda.get_rng_state(self.device)) if self.device.type == "cuda" else (cpu,)
+        return tuple([generator.get_state() for generator in self._own])
 
     def put(self, states: tuple[torch.Tensor, ...]) -> None:
-        torch.set_rng_state(states[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self.device)
+        for generator, state in zip(self._own, states, strict=True):
+            generator.set_state(state)
+
+
+AutocastState = tuple[bool, list[tuple[str, bool, torch.dtype]]]
+
+
+class Surroundings:
+    """All around a stage that its forward may depend on: generators, and autocast for the CPU and `device`'s type."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators = Generators(device)
+        self._device_types = sorted({"cpu", device.type})
+        cache_enabled, states = self._read_autocast()
+        self._off: AutocastState = cache_enabled, [(kind, False, dtype) for kind, _, dtype in states]
+
+    def autocast(self) -> AutocastState:
+        """Whether casts of weights are kept; for each type of device, whether autocast is on and what it casts to."""
+        return self._read_autocast() if torch._C._is_any_autocast_enabled() else self._off
+
+    def _read_autocast(self) -> AutocastState:
+        kinds = self._device_types
+        states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        return torch.is_autocast_cache_enabled(), states
 
 
 class ReplayState:
-    """What one stage's first run saw.
+    """What one stage's first run saw. Within ``with`` everything is as it was before that run; after, as it was outside.
 
     Args:
-        generators: of the step. buffers: (module, name) of every buffer that the stage's forward changes.
+        surroundings: of the step. buffers: (module, name) of every buffer that the stage's forward changes.
     """
 
-    def __init__(self, generators: Generators, buffers: Sequence[tuple[nn.Module, str]]) -> None:
-        self._generators = generators
-        self._rng = generators.states()
-        self._buffers = [(module, name, _buffer(module, name).clone()) for module, name in buffers]
-        self._autocast = [_autocast_state(device_type) for device_type in sorted({"cpu", generators.device.type})]
+    __slots__ = ("_autocast", "_buffers", "_outside", "_rng", "_surroundings")
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within, everything is as before the first run; after, as it was."""
-        rng = self._generators.read()
+    def __init__(self, surroundings: Surroundings, buffers: Sequence[tuple[nn.Module, str]]) -> None:
+        self._surroundings = surroundings
+        self._rng = surroundings.generators.states()
+        self._buffers = [(module, name, _buffer(module, name).clone()) for module, name in buffers]
+        self._autocast = surroundings.autocast()
+        self._outside: _Outside | None = None
+
+    def __enter__(self) -> None:
         own = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
+        generators = self._surroundings.generators
+        self._outside = outside = _Outside(generators.read(), own, torch.is_grad_enabled())
         try:
             # clones, since the run changes them and another replay may follow
             _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
-            self._generators.put(self._rng)
-            with self._autocast_as_then(), torch.enable_grad():
-                yield
-        finally:
-            _put_buffers(own)
-            self._generators.put(rng)
+            generators.put(self._rng)
+            # the setter, since a context manager costs as much as all else here
+            torch._C._set_grad_enabled(True)
+            if self._autocast != self._surroundings.autocast():
+                outside.autocast = self._enter_autocast()
+        except BaseException:
+            self._put_back()
+            raise
 
-    def _autocast_as_then(self) -> AbstractContextManager[Any]:
-        if all(state == _autocast_state(state[0]) for state in self._autocast):
-            return nullcontext()
-        stack = ExitStack()
-        for device_type, enabled, dtype, cache_enabled in self._autocast:
-            stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled))
-        return stack
+    def __exit__(self, *_: object) -> None:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        outside, self._outside = self._outside, None
+        assert outside is not None
+        if outside.autocast is not None:
+            outside.autocast.close()
+        torch._C._set_grad_enabled(outside.grad_enabled)
+        _put_buffers(outside.buffers)
+        self._surroundings.generators.put(outside.rng)
+
+    def _enter_autocast(self) -> ExitStack:
+        cache_enabled, states = self._autocast
+        with ExitStack() as stack:
+            for device_type, enabled, dtype in states:
+                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled))
+            return stack.pop_all()
+
+
+class _Outside:
+    """What a replay puts back."""
+
+    __slots__ = ("autocast", "buffers", "grad_enabled", "rng")
+
+    def __init__(
+        self,
+        rng: tuple[torch.Tensor, ...],
+        buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]],
+        grad_enabled: bool,
+    ) -> None:
+        self.rng = rng
+        self.buffers = buffers
+        self.grad_enabled = grad_enabled
+        self.autocast: ExitStack | None = None
 
 
 def _buffer(module: nn.Module, name: str) -> torch.Tensor:
@@ -88,11 +143,6 @@ def _buffer(module: nn.Module, name: str) -> torch.Tensor:
 def _put_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) -> None:
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
-
-
-def _autocast_state(device_type: str) -> tuple[str, bool, torch.dtype, bool]:
-    cache = torch.is_autocast_cache_enabled()
-    return device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type), cache
 
 
 @contextmanager
