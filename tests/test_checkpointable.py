@@ -177,3 +177,17 @@ def test_what_is_said_of_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     for part in ("mode joint", rotoff.format_bytes(limit), "predicted peak", "over keeping everything"):
         assert part in record.message
+
+
+def test_joint_is_never_behind_offload_alone_though_replays_need_snapshots() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
+    wrapped = rotoff.Checkpointable(nn.Sequential(*layers)).measure(torch.randn(16, 32, requires_grad=True))
+    with pytest.raises(rotoff.InfeasibleError) as raised:
+        wrapped.compute_sequence(1, mode="offload")
+    least = raised.value.min_mem_limit
+    offload = wrapped.compute_sequence(least, mode="offload").get_expected_makespan()
+    with pytest.raises(rotoff.InfeasibleError):
+        wrapped.compute_sequence(least, mode="remat")  # three generator states are more than all that these layers save
+    assert wrapped.compute_sequence(least, mode="joint").get_expected_makespan() <= offload
+    assert wrapped.get_expected_memory() <= least

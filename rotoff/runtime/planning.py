@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bounds import min_mem_limit
@@ -11,6 +11,7 @@ from ..chain import Chain
 from ..errors import InfeasibleError
 from ..profile.measure import Profile
 from ..sequence import Sequence
+from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
 from ..solver.policies import WITHOUT_RECOMPUTE
@@ -58,23 +59,55 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     if request.policy is None and own_bytes(profile, everything) <= asked:
         _report(profile, request, everything)
         return everything
-    replays = profile.replay_bytes if request.replays else 0
-    offset = profile.resident_input_bytes - profile.stuck_bytes - replays
-    if asked < least:
-        raise _infeasible(request, max(least, min_mem_limit(chain, request.mode) - offset))
+    attempts = _attempts(profile, request)
     try:
-        if asked + offset <= 0:
-            raise InfeasibleError("", min_mem_limit(chain, request.mode))
+        if asked < least:
+            raise InfeasibleError("", min(min_mem_limit(chain, one.mode) - more for one, more in attempts))
 
         def search() -> Sequence:
-            return request.solve(chain, asked + offset)
+            return _best(chain, asked, attempts)
 
         sequence = search() if group is None else agree_on_sequence(search, group)
     except InfeasibleError as error:
-        raise _infeasible(request, max(least, error.min_mem_limit - offset)) from None
-    plan = compile_sequence(chain, sequence, asked + offset)
+        raise _infeasible(request, max(least, error.min_mem_limit)) from None
+    plan = compile_sequence(chain, sequence, sequence.mem_limit)
     _report(profile, request, plan)
     return plan
+
+
+def _attempts(profile: Profile, request: Request) -> list[tuple[Request, int]]:
+    """What to solve, and the bytes to add to the user's limit for it.
+
+    Snapshots for replays come off the limit, unless nothing is replayed: so joint is also asked for offload alone, or it
+    would be behind that mode by these bytes.
+    """
+    offset = profile.resident_input_bytes - profile.stuck_bytes
+    attempts = [(request, offset - profile.replay_bytes if request.replays else offset)]
+    if request.policy is None and request.mode == "joint" and profile.replay_bytes:
+        attempts.append((replace(request, mode="offload"), offset))
+    return attempts
+
+
+def _best(chain: Chain, asked: int, attempts: list[tuple[Request, int]]) -> Sequence:
+    """The fastest sequence of all attempts.
+
+    Raises:
+        InfeasibleError: where none fits; `min_mem_limit` is in the user's terms.
+    """
+    found: list[Sequence] = []
+    least: list[int] = []
+    for request, more in attempts:
+        if found and simulate(chain, found[0]).makespan <= chain.compute_time:
+            break  # nothing can be faster
+        try:
+            if asked + more <= 0:
+                raise InfeasibleError("", min_mem_limit(chain, request.mode))
+            found.append(request.solve(chain, asked + more))
+        except InfeasibleError as error:
+            least.append(error.min_mem_limit - more)
+    if not found:
+        raise InfeasibleError("", min(least))
+    return min(found, key=lambda sequence: simulate(chain, sequence).makespan)
 
 
 def _infeasible(request: Request, least: int) -> InfeasibleError:
