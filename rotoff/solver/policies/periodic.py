@@ -1,0 +1,54 @@
+"""Checkpoints at equal distances: PyTorch's ``checkpoint_sequential``, and the square root of Chen et al.
+
+Sources: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), where both are what rotor is compared
+with; ``torch.utils.checkpoint.checkpoint_sequential`` for how L stages are cut; Chen, Xu, Zhang, Guestrin, *Training deep
+nets with sublinear memory cost* (arXiv 1604.06174), section 4.2, for √L segments.
+
+Where interpreted: a segment counts stages, as in PyTorch, and not bytes or seconds. The last segment is kept and not
+recomputed, as in PyTorch (and in Chen et al.'s cost, which counts one extra forward at most).
+"""
+
+from __future__ import annotations
+
+import math
+
+from ...chain import Chain
+from ...errors import OptionError
+from ...sequence import Op, Sequence
+from .choose import fastest
+from .segments import periods
+
+
+def cut_evenly(L: int, segments: int) -> list[int]:
+    """Last stages of all segments but the last: each has ⌊L / segments⌋ stages, and the last one the rest."""
+    size = L // segments
+    return [size * part for part in range(1, segments)]
+
+
+def periodic(chain: Chain, mem_limit: int, segments: int | None = None) -> Sequence:
+    """``checkpoint_sequential`` with `segments` segments; the fastest count that fits where None.
+
+    Raises:
+        InfeasibleError: where no count fits. OptionError: for a count below 1 or above the number of stages.
+    """
+    L = len(chain)
+    counts = range(1, L + 1) if segments is None else [_checked(segments, L)]
+    return fastest(chain, mem_limit, "periodic", ((f"{s} segments", tuple(periods(L, cut_evenly(L, s)))) for s in counts))
+
+
+def chen(chain: Chain, mem_limit: int) -> Sequence:
+    """⌈√L⌉ segments, whatever the limit: memory O(√L) for one forward more.
+
+    Raises:
+        InfeasibleError: where that does not fit.
+    """
+    L = len(chain)
+    segments = min(L, math.isqrt(L - 1) + 1)
+    ops: tuple[Op, ...] = tuple(periods(L, cut_evenly(L, segments)))
+    return fastest(chain, mem_limit, "chen", [(f"{segments} segments", ops)])
+
+
+def _checked(segments: int, L: int) -> int:
+    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= L:
+        raise OptionError(f"segments is {segments!r}; give a whole number from 1 to {L}, the number of stages")
+    return segments

@@ -1,0 +1,125 @@
+"""rotor: the persistent optimum of recompute, by the dynamic program of the slides.
+
+Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), "Optimal checkpointing for general
+sequential models", equation (1); m slots of memory, ω sizes in slots:
+
+Opt_BP(i, ℓ, m) = min of
+  Opt_1 = min over i < s ≤ ℓ of Σ_{k=i..s−1} u_f(k) + Opt_BP(s, ℓ, m − ω_a^{s−1}) + Opt_BP(i, s − 1, m),
+  Opt_2 = u_f(i) + Opt_BP(i+1, ℓ, m − ω_ā^i) + u_b(i);
+"formulas are valid when memory constraints are not violated": an ``F_ck`` or ``F_none`` of Opt_1 needs its operands, its
+transients and δ_ℓ; ``F_all i`` of Opt_2 needs ā_i, its transients and δ_ℓ; ``B i`` needs ā_i, δ_i, δ_{i−1} and its transients.
+Every size is rounded up to a slot, and the answer is Opt_BP(1, L, M) with M = the limit less a_0.
+
+How `solve(mode="remat")` differs: its first sweep carries no δ_L (no gradient exists before the loss); it knows the smaller
+forms of stages; it also rounds running sums, keeps a stage without its input where that fits better, and searches on exact
+bytes from there. a_L, which the machine charges from its making on, is added to every need but stage L's own in both.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..._dp import remat_diagonal
+from ...bounds import arrays
+from ...chain import Chain
+from ...errors import InfeasibleError, OptionError
+from ...sequence import B, F_all, Op, Sequence
+from ...sizes import format_bytes
+from .. import remat
+from ..slots import Slots, discretize
+from .choose import fastest
+from .segments import sweep
+
+
+class Program:
+    """Opt_BP of one chain at `N` slots; `cost` is its answer in seconds, infinite where nothing fits."""
+
+    def __init__(self, chain: Chain, mem_limit: int, N: int) -> None:
+        self.c, self.L, self.N = arrays(chain), len(chain), N
+        self.u = np.cumsum(self.c.u_F)
+        self.need = remat.needs(self.c)
+        self.slots: Slots = discretize(self.c, mem_limit, N, "up")
+        L = self.L
+        # Row of (i, j) is base[i] + j; segments may end at L, unlike those of `remat`, whose last sweep is a forward phase.
+        self.base = np.array([0, *((i - 1) * L - (i - 1) * (i - 2) // 2 - i for i in range(1, L + 2))], dtype=np.int64)
+        self.C = np.empty((L * (L + 1) // 2, N + 1))
+        one_form = np.ones_like(self.c.n_forms)
+        least = np.zeros(len(self.C), dtype=np.int32)
+        for d in range(L):
+            remat_diagonal(
+                *(d, 1, L + 1 - d, self.C, self.base, self.u, self.c.u_B, one_form, self.slots.out, self.slots.saved),
+                *(self.need.held, self.need.ck, self.need.all, self.need.b, self.slots.room, least),
+            )
+        self.cost = float(self.C[self.base[1] + L, N])
+
+    def operations(self) -> tuple[Op, ...]:
+        """An optimal sequence, where `cost` is finite."""
+        made: list[Op] = []
+        waiting: list[tuple[int, int, int]] = [(1, self.L, self.N)]  # (i, j, m); (i, 0, 0) is B i
+        while waiting:
+            i, j, m = waiting.pop()
+            if j == 0:
+                made.append(B(i))
+                continue
+            k = self._choice(i, j, m)
+            if k is None:
+                made.append(F_all(i))
+                waiting.append((i, 0, 0))
+                if i < j:
+                    waiting.append((i + 1, j, m - int(self.slots.saved[i, 0])))
+            else:
+                made += sweep(i, k)
+                waiting += [(i, k, m), (k + 1, j, m - int(self.slots.out[k]))]
+        return tuple(made)
+
+    def _choice(self, i: int, j: int, m: int) -> int | None:
+        """None for Opt_2, else s − 1 of Opt_1, at the minimum of (i, j, m); the kernel's arithmetic, so costs compare."""
+        best, chosen = math.inf, None
+        need, slots, u = self.need, self.slots, self.u
+        first = remat.to_slots(max(need.held[j] + need.all[i, 0], need.b[i, 0]), slots)
+        if max(first, int(slots.saved[i, 0]) if i < j else 0) <= m:
+            rest = self.C[self.base[i + 1] + j, m - int(slots.saved[i, 0])] if i < j else 0.0
+            best = float(u[i] - u[i - 1] + self.c.u_B[i, 0] + rest)
+        for k in range(i, j):
+            size = int(slots.out[k])
+            if max(remat.to_slots(need.held[j] + need.ck[i, k], slots), size) <= m:
+                rest = self.C[self.base[i] + k, m] + self.C[self.base[k + 1] + j, m - size]
+                if (cost := float(u[k] - u[i - 1] + rest)) < best:
+                    best, chosen = cost, k
+        return chosen
+
+
+def rotor(chain: Chain, mem_limit: int, mem_slots: int = 500) -> Sequence:
+    """The persistent optimum at `mem_slots` slots.
+
+    Raises:
+        InfeasibleError: where the recurrence finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
+            within one slot. OptionError: for fewer than one slot.
+    """
+    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
+        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
+    program = Program(chain, mem_limit, mem_slots) if mem_limit > chain.input_bytes else None
+    if program is None or not math.isfinite(program.cost):
+        least = _least_limit(chain, mem_slots)
+        raise InfeasibleError(
+            f"needs about {format_bytes(least)} ({least} bytes) with policy rotor at {mem_slots} slots; the limit is"
+            f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
+            least,
+        )
+    return fastest(chain, mem_limit, "rotor", [(f"{mem_slots} slots", program.operations())])
+
+
+def _least_limit(chain: Chain, mem_slots: int) -> int:
+    """A limit at which the program has an answer, less than one slot above one at which it has none."""
+    low, high = chain.input_bytes, 2 * chain.input_bytes + 2
+    while not math.isfinite(Program(chain, high, mem_slots).cost):
+        low, high = high, 2 * high
+    while high - low > max(1, (high - chain.input_bytes) // mem_slots):
+        middle = (low + high) // 2
+        if middle > chain.input_bytes and math.isfinite(Program(chain, middle, mem_slots).cost):
+            high = middle
+        else:
+            low = middle
+    return high
