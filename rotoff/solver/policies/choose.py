@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...chain import Chain
-from ...errors import InfeasibleError
+from ...errors import InfeasibleError, OptionError
 from ...sequence import Op, Sequence
 from ...simulator import simulate
 from ...sizes import format_bytes
@@ -43,3 +43,23 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
         "source": source,
     }
     return Sequence(ops, mode=policy, mem_limit=mem_limit, meta=meta)
+
+
+def largest_size(chain: Chain) -> int:
+    """Bytes of the largest value, gradient or transient: a slot of that size holds any one of them."""
+    return max(
+        chain.input_bytes,
+        chain.input_grad_bytes,
+        *(max(s.output_bytes, s.saved_bytes, s.grad_bytes or 0) for s in chain.stages),
+        *(
+            max(s.forward_transient_bytes, s.checkpoint_transient_bytes or 0, s.backward_transient_bytes)
+            for s in chain.stages
+        ),
+    )
+
+
+def too_few_slots(mem_slots: int) -> OptionError:
+    """The error of a program that rounds every size up to a slot and has fewer slots than one operation has operands."""
+    return OptionError(
+        f"mem_slots is {mem_slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or so"
+    )

@@ -29,7 +29,7 @@ from ...sequence import B, F_all, Op, Sequence
 from ...sizes import format_bytes
 from .. import remat
 from ..slots import Slots, discretize
-from .choose import fastest
+from .choose import fastest, largest_size, too_few_slots
 from .segments import sweep
 
 
@@ -96,7 +96,7 @@ def rotor(chain: Chain, mem_limit: int, mem_slots: int = 500) -> Sequence:
 
     Raises:
         InfeasibleError: where the recurrence finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
-            within one slot. OptionError: for fewer than one slot.
+            within one slot. OptionError: where `mem_slots` are too few for any limit.
     """
     if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
         raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
@@ -115,6 +115,8 @@ def _least_limit(chain: Chain, mem_slots: int) -> int:
     """A limit at which the program has an answer, less than one slot above one at which it has none."""
     low, high = chain.input_bytes, 2 * chain.input_bytes + 2
     while not math.isfinite(Program(chain, high, mem_slots).cost):
+        if high > mem_slots * largest_size(chain):
+            raise too_few_slots(mem_slots)
         low, high = high, 2 * high
     while high - low > max(1, (high - chain.input_bytes) // mem_slots):
         middle = (low + high) // 2

@@ -1,0 +1,227 @@
+"""POFO as published: recompute and offload by one dynamic program of N = 50 slots.
+
+Source: the supplement of the NeurIPS 2021 paper on combining both, B.1 (forward phase, OC), B.2 (loss) and B.3 (backward
+phase, C_A); `_pofo.pyx` has the recurrences beside their equations. Assumptions of the paper: what is kept stays until its
+backward; only stage inputs move, out in the forward phase and back in the backward phase; one bandwidth β both ways; memory
+is released while it leaves and taken while it comes; "N = 50 values is enough".
+
+Where interpreted:
+
+- Slots are M_GPU / N bytes and *every* size is rounded up by itself: values, gradients, transients, and what is left of the
+  backlogs A_F, A_B and Δ after each step (the supplement says "discretized" and no more; this keeps every state sound).
+- a_0 is the input I of stage 1, is kept and never moves. a_L stays with the caller, so it is added to the gradient in every
+  backward-phase need but stage L's own. β is the slower direction's.
+- No smaller forms of stages: the paper has none.
+- The program's answer says what is kept, moved and recomputed. It becomes operations by the decoder that `solve` uses, whole
+  values at exact bytes on a link of both directions; a value that the program moves leaves only if its room is needed. The
+  machine's time is therefore not the program's (`predicted_time` in the sequence's meta).
+
+How `solve` differs: `solver.slots` rounds running sums and needs once, drains backlogs by running clocks, has a β for each
+direction, and starts a search on exact bytes from what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..._pofo import Kernel
+from ...bounds import arrays
+from ...chain import Chain
+from ...errors import InfeasibleError, OptionError
+from ...sequence import Op, Sequence
+from ...sizes import format_bytes
+from ..plan import MOVE, from_forwards
+from ..remat import segment_codes
+from ..search import judged
+from .choose import fastest, largest_size, too_few_slots
+
+MEM_SLOTS = 50
+TABLE_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the kernel reads, under the names and in the units that `_pofo.pyx` gives."""
+
+    L: int
+    N: int
+    beta: float
+    U: np.ndarray
+    u_B: np.ndarray
+    out: np.ndarray
+    saved: np.ndarray
+    all_F: np.ndarray
+    need_B: np.ndarray
+    held: np.ndarray
+    step: np.ndarray
+    most: np.ndarray
+    rest: np.ndarray
+    late: np.ndarray
+    early: np.ndarray
+    row: np.ndarray
+
+
+def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
+    """The chain in slots of ``mem_limit / N`` bytes, each size rounded up."""
+    c, L = arrays(chain), len(chain)
+
+    def up(sizes: np.ndarray) -> np.ndarray:
+        slots = [min(N + 1, -(-int(size) * N // mem_limit)) for size in sizes]
+        return np.array(slots, dtype=np.int32)
+
+    out, saved, grad = up(c.out), up(c.saved[:, 0]), up(c.grad)
+    o_F, o_ck, o_B = up(c.f_transient[:, 0]), up(c.ck_transient), up(c.b_transient[:, 0])
+    beta = min(chain.d2h_bandwidth, chain.h2d_bandwidth) * N / mem_limit
+    U = np.cumsum(c.u_F)
+    held = (grad + out[L] * (np.arange(L + 1) < L)).astype(np.int32)
+    step, most, rest = (np.zeros((L + 1, L + 1), dtype=np.int32) for _ in range(3))
+    late, early = np.zeros((L + 1, L + 1)), np.zeros((L + 1, L + 1))
+    for i in range(1, L):
+        q = slice(i, L)
+        step[i, q] = out[q] + o_ck[q] + np.concatenate([[0], out[i : L - 1]])
+        most[i, q] = np.maximum.accumulate(step[i, q])
+        rest[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
+        early[i, q] = np.maximum.accumulate(step[i, q] - beta * (U[i - 1 : L - 1] - U[i - 1]))
+        late[i, q] = np.maximum.accumulate(step[i, q] + beta * U[q]) - beta * U[q]
+    return Costs(
+        L=L,
+        N=N,
+        beta=beta,
+        U=U,
+        u_B=np.ascontiguousarray(c.u_B[:, 0]),
+        out=out,
+        saved=saved,
+        all_F=saved + o_F,
+        need_B=(saved + o_B + held + np.concatenate([[0], grad[:-1]])).astype(np.int32),
+        held=held,
+        step=step,
+        most=most,
+        rest=rest,
+        late=late,
+        early=early,
+        row=np.array([0, *((i - 1) * (L - 1) - (i - 1) * (i - 2) // 2 - i for i in range(1, L + 1))], dtype=np.int64),
+    )
+
+
+def fill(table: Costs) -> Kernel:
+    """Both tables, stage by stage from the last; the interpreter runs between stages, so that Ctrl-C is seen."""
+    L, N = table.L, table.N
+    C = np.full((max(1, L * (L - 1) // 2), N + 1, N + 1), math.inf)
+    OC = np.full((L + 1, 2, N + 1, N + 1, N + 1), math.inf)
+    kernel = Kernel(table, C, OC)
+    for i in range(L - 1, 0, -1):
+        kernel.fill_backward(i)
+    for i in range(L, 0, -1):
+        kernel.fill_forward(i)
+    return kernel
+
+
+def predicted(table: Costs, kernel: Kernel) -> float:
+    """Seconds of OC_0(1, 0, 0, 0), the program's own answer; infinite where nothing fits its slots."""
+    return kernel.forward(1, 0, 0, 0, 0)[0]
+
+
+def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
+    """The forwards of an optimum in program order, as (stage, code); what moves is marked where it is made."""
+    done: list[tuple[int, int]] = []
+    waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
+    i, x, A, A_F, A_B = 1, 0, 0, 0, 0
+    while i <= t.L:
+        _, cut, moved, *after = kernel.forward(i, x, A, A_F, A_B)
+        if moved:
+            stage, code = done[-1]
+            done[-1] = (stage, code | MOVE)
+        if cut == 0:
+            done += segment_codes("all", i, 0)
+            i, x = i + 1, 1
+        else:
+            waiting.append((i, cut, A + int(t.saved[i - 1] if x else t.out[i - 1]), A_B))
+            done += segment_codes("ck", i, cut)
+            i, x = cut + 1, 0
+        A, A_F, A_B = after
+    while waiting:
+        i, j, A, D = waiting.pop()
+        _, cut, A1, D1 = kernel.backward(i, j, A, D)
+        if cut == 0:
+            done += segment_codes("all", i, 0)
+            if i < j:
+                waiting.append((i + 1, j, A1, D1))
+        else:
+            done += segment_codes("ck", i, cut)
+            waiting += [(i, cut, A, D), (cut + 1, j, A1, D1)]
+    return done
+
+
+def pofo(chain: Chain, mem_limit: int, mem_slots: int = MEM_SLOTS) -> Sequence:
+    """The published program's optimum at `mem_slots` slots, as operations.
+
+    Raises:
+        InfeasibleError: where the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
+            within one slot. OptionError: where `mem_slots` are too few for any limit, or too many for 8 GiB of tables.
+    """
+    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
+        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
+    L = len(chain)
+    size = 8 * (mem_slots + 1) ** 2 * (L * (L - 1) // 2 + 2 * (L + 1) * (mem_slots + 1))
+    if size > TABLE_BYTES:
+        raise OptionError(
+            f"mem_slots is {mem_slots}: the tables of {L} stages would take {format_bytes(size)}, more than"
+            f" {format_bytes(TABLE_BYTES)}; give fewer slots"
+        )
+    table = costs(chain, mem_limit, mem_slots)
+    kernel = fill(table)
+    seconds = predicted(table, kernel)
+    ops: tuple[Op, ...] | None = None
+    if math.isfinite(seconds):
+        made = judged(chain, mem_limit, from_forwards(chain, _forwards(table, kernel)), "pofo")
+        ops = None if made is None else made.ops
+    if ops is None:
+        least = least_limit(chain, mem_slots)
+        raise InfeasibleError(
+            f"needs about {format_bytes(least)} ({least} bytes) with policy pofo at {mem_slots} slots; the limit is"
+            f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
+            least,
+        )
+    sequence = fastest(chain, mem_limit, "pofo", [(f"{mem_slots} slots", ops)])
+    return Sequence(ops, mode="pofo", mem_limit=mem_limit, meta={**sequence.meta, "predicted_time": seconds})
+
+
+def least_limit(chain: Chain, mem_slots: int) -> int:
+    """The smallest limit found at which the program has an answer: where every operation fits, then up by a slot at a time."""
+    low, high = 0, max(1, chain.input_bytes)
+    while not _operations_fit(costs(chain, high, mem_slots)):
+        if high > mem_slots * largest_size(chain):
+            raise too_few_slots(mem_slots)
+        low, high = high, 2 * high
+    while high - low > max(1, high // 500):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _operations_fit(costs(chain, middle, mem_slots)) else (middle, high)
+    while not math.isfinite(predicted(table := costs(chain, high, mem_slots), fill(table))):
+        high += -(-high // mem_slots)  # backlogs still in the way of a checkpoint: a matter of time, and rare
+    return high
+
+
+def _operations_fit(t: Costs) -> bool:
+    """Whether some choice lets every operation fit with nothing in transit: the recurrences with maxima in place of times."""
+    L, N = t.L, t.N
+    P = np.zeros((L + 2, L + 1), dtype=np.int64)  # slots that C_A(i, j) needs beyond A
+    for i in range(L - 1, 0, -1):
+        for j in range(i, L):
+            best = max(t.all_F[i] + t.held[j], t.need_B[i], t.saved[i] + P[i + 1, j] if i < j else 0)
+            if i < j:
+                sweeps = np.maximum(t.most[i, i:j] + t.held[j], P[i, i:j])
+                best = min(best, int(np.maximum(sweeps, t.out[i:j] + P[i + 1 : j + 1, j]).min()))
+            P[i, j] = best
+    W = np.zeros((L + 2, 2), dtype=np.int64)  # slots that OC_x(i) needs beyond A
+    for i in range(L, 0, -1):
+        for x in (0, 1):
+            size = int(t.saved[i - 1] if x else t.out[i - 1])
+            stay = size if i == 1 else 0  # a_0 never moves; any other input may, and then only the operations hold it
+            best = max(t.all_F[i] + size, t.need_B[i] + size, stay + W[i + 1, 1] if i < L else 0)
+            for j in range(i, L):
+                best = min(best, max(t.step[i, i] + size, t.rest[i, j] + stay, size + P[i, j], stay + W[j + 1, 0]))
+            W[i, x] = best
+    return bool(W[1, 0] <= N)
