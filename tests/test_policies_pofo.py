@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracles.chains import chains
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
-from rotoff.solver.policies.pofo import costs, fill, pofo, predicted
+from rotoff.solver.policies.pofo import costs, fill, predicted
 
 INF = math.inf
 
@@ -118,28 +118,12 @@ def test_the_tables_are_the_published_recurrences(chain, part, N):
     assert predicted(table, fill(table)) == pytest.approx(published(chain, limit, N), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
-@given(chains(most=7), st.floats(0.2, 1.0), st.integers(4, 30))
-def test_what_it_returns_is_what_the_machine_accepts(chain, part, N):
-    limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
-    try:
-        made = pofo(chain, limit, N)
-    except InfeasibleError as error:
-        assert error.min_mem_limit > limit
-        simulate(chain, pofo(chain, error.min_mem_limit, N), error.min_mem_limit)
-        return
-    except OptionError:
-        assert N < 10
-        return
-    assert simulate(chain, made, limit).makespan == made.meta["makespan"]
-
-
 @settings(max_examples=20, deadline=None)
 @given(chains(most=6), st.floats(0.3, 1.0))
 def test_ours_is_never_slower(chain, part):
     limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
     try:
-        theirs = pofo(chain, limit)
+        theirs = solve(chain, limit, policy="pofo")
     except InfeasibleError:
         return
     assert solve(chain, limit).meta["makespan"] <= theirs.meta["makespan"] * (1 + 1e-12)
@@ -152,7 +136,7 @@ def test_golden():
     def made(bandwidth: float) -> str:
         chain = Chain(stages, bandwidth, bandwidth, input_bytes=10)
         peak = simulate(chain, keep_all(chain)).peak_bytes
-        return ", ".join(map(str, pofo(chain, peak * 2 // 3)))
+        return ", ".join(map(str, solve(chain, peak * 2 // 3, policy="pofo")))
 
     assert made(100.0) == (
         "F_all 1, offload abar 1, F_all 2, offload abar 2, F_all 3, offload abar 3, F_all 4, free abar 1, F_all 5, "
@@ -166,7 +150,7 @@ def test_golden():
 
 def test_options():
     chain = Chain((Stage("", 1, 1, 1, 1),) * 2, 1, 1)
-    with pytest.raises(OptionError, match="mem_slots is 0"):
-        pofo(chain, 100, mem_slots=0)
+    with pytest.raises(OptionError, match="slots is 0"):
+        solve(chain, 100, slots=0, policy="pofo")
     with pytest.raises(OptionError, match="8.00 GiB"):
-        pofo(chain, 100, mem_slots=2000)
+        solve(chain, 100, slots=2000, policy="pofo")

@@ -13,12 +13,8 @@ from oracles.exhaustive import Search
 from oracles.recurrences import Recurrences
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
-from rotoff.solver.policies.nonpersistent import nonpersistent
-from rotoff.solver.policies.periodic import chen, periodic
-from rotoff.solver.policies.revolve import first_cut, operations, revolve, swept
-from rotoff.solver.policies.rotor import Program, rotor
-
-POLICIES = [rotor, revolve, periodic, chen, nonpersistent]
+from rotoff.solver.policies.revolve import first_cut, operations, swept
+from rotoff.solver.policies.rotor import Program
 
 
 def homogeneous(L: int, u_F: float = 1.0, u_B: float = 2.0) -> Chain:
@@ -27,34 +23,6 @@ def homogeneous(L: int, u_F: float = 1.0, u_B: float = 2.0) -> Chain:
 
 def text(sequence) -> str:
     return ", ".join(str(op) for op in sequence)
-
-
-@settings(max_examples=40, deadline=None)
-@given(chains(most=6), st.floats(0.2, 1.0))
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_policy_returns_is_what_the_machine_accepts(policy, chain, part):
-    limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
-    try:
-        made = policy(chain, limit)
-    except InfeasibleError as error:
-        assert error.min_mem_limit > limit
-        return
-    trace = simulate(chain, made, limit)
-    assert trace.makespan == made.meta["makespan"]
-    assert trace.d2h_bytes == trace.h2d_bytes == 0
-
-
-@settings(max_examples=40, deadline=None)
-@given(chains(most=6))
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_limit_that_the_error_names_works(policy, chain):
-    try:
-        policy(chain, 1)
-    except InfeasibleError as error:
-        least = error.min_mem_limit
-    else:
-        assume(False)  # a chain of hardly any bytes
-    assert simulate(chain, policy(chain, least), least).peak_bytes <= least
 
 
 # -- rotor
@@ -85,7 +53,7 @@ def test_rotor_is_its_recurrence(chain, part, N):
 def test_ours_is_never_slower_than_rotor(chain, part):
     limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
     try:
-        theirs = rotor(chain, limit)
+        theirs = solve(chain, limit, policy="rotor")
     except InfeasibleError:
         return
     assert solve(chain, limit, mode="remat").meta["makespan"] <= theirs.meta["makespan"] * (1 + 1e-12)
@@ -94,9 +62,9 @@ def test_ours_is_never_slower_than_rotor(chain, part):
 def test_rotor_golden():
     chain = homogeneous(4)
     assert simulate(chain, keep_all(chain)).peak_bytes == 110
-    assert text(rotor(chain, 110)) == "F_all 1, F_all 2, F_all 3, F_all 4, B 4, B 3, B 2, B 1"
+    assert text(solve(chain, 110, policy="rotor")) == "F_all 1, F_all 2, F_all 3, F_all 4, B 4, B 3, B 2, B 1"
     # One byte less: some ā_i no longer fits, and one stage runs twice.
-    assert text(rotor(chain, 109)) == "F_all 1, F_all 2, F_ck 3, F_all 4, B 4, F_all 3, B 3, B 2, B 1"
+    assert text(solve(chain, 109, policy="rotor")) == "F_all 1, F_all 2, F_ck 3, F_all 4, B 4, F_all 3, B 3, B 2, B 1"
 
 
 # -- Revolve
@@ -147,34 +115,34 @@ def test_revolve_golden():
 
 def test_periodic_golden():
     # PyTorch cuts 5 stages in 2 as 2 + 3, and does not checkpoint the last segment.
-    assert text(periodic(homogeneous(5), 1000, segments=2)) == (
+    assert text(solve(homogeneous(5), 1000, segments=2, policy="periodic")) == (
         "F_ck 1, F_none 2, F_all 3, F_all 4, F_all 5, B 5, B 4, B 3, F_all 1, F_all 2, B 2, B 1"
     )
 
 
 def test_periodic_takes_the_fastest_count():
     chain = homogeneous(9)
-    assert periodic(chain, 10**6).meta["source"] == "1 segments"
-    every = [simulate(chain, periodic(chain, 10**6, segments=s)) for s in range(1, 10)]
+    assert solve(chain, 10**6, policy="periodic").meta["source"] == "periodic, 1 segments"
+    every = [simulate(chain, solve(chain, 10**6, segments=s, policy="periodic")) for s in range(1, 10)]
     for limit in sorted({trace.peak_bytes for trace in every}):
         fits = [trace.makespan for trace in every if trace.peak_bytes <= limit]
-        assert periodic(chain, limit).meta["makespan"] == min(fits)
+        assert solve(chain, limit, policy="periodic").meta["makespan"] == min(fits)
 
 
 def test_chen_takes_the_square_root():
-    assert [chen(homogeneous(L), 10**6).meta["source"] for L in (1, 4, 5, 9, 10)] == [
-        "1 segments",
-        "2 segments",
-        "3 segments",
-        "3 segments",
-        "4 segments",
+    assert [solve(homogeneous(L), 10**6, policy="chen").meta["source"] for L in (1, 4, 5, 9, 10)] == [
+        "chen, 1 segments",
+        "chen, 2 segments",
+        "chen, 3 segments",
+        "chen, 3 segments",
+        "chen, 4 segments",
     ]
 
 
 def test_one_forward_more_at_most():
     for L in range(1, 30):
         chain = homogeneous(L)
-        assert chen(chain, 10**6).meta["makespan"] <= 4.0 * L
+        assert solve(chain, 10**6, policy="chen").meta["makespan"] <= 4.0 * L
 
 
 # -- persistent or not
@@ -188,22 +156,22 @@ def test_nonpersistent_is_the_machines_optimum_without_moves(chain, part):
     assume(optimum is not None)
     if optimum == math.inf:
         with pytest.raises(InfeasibleError):
-            nonpersistent(chain, limit)
+            solve(chain, limit, policy="nonpersistent")
     else:
-        assert nonpersistent(chain, limit).meta["makespan"] == pytest.approx(optimum)
+        assert solve(chain, limit, policy="nonpersistent").meta["makespan"] == pytest.approx(optimum)
 
 
 def test_what_persistence_costs():
     """a_1 is large and cheap to make again, ā_2 small and dear: a_1 goes while ā_2 stays, which no persistent tree can say."""
     sizes = [(1, 4, 4), (4, 1, 1), (2, 1, 1), (1, 2, 4)]
     chain = Chain(tuple(Stage("", u, 1, size, saved, grad_bytes=0) for u, size, saved in sizes), 1.0, 1.0)
-    best = nonpersistent(chain, 7)
+    best = solve(chain, 7, policy="nonpersistent")
     assert text(best) == "F_ck 1, F_all 2, drop a 1, F_all 3, F_all 4, B 4, B 3, F_all 1, B 2, B 1"
     assert best.meta["makespan"] == 13
-    assert rotor(chain, 7, mem_slots=7).meta["makespan"] == 17
+    assert solve(chain, 7, slots=7, policy="rotor").meta["makespan"] == 17
     assert solve(chain, 7, mode="remat").meta["makespan"] == 13
 
 
 def test_too_long_for_all_states():
-    with pytest.raises(OptionError, match="11 stages"):
-        nonpersistent(homogeneous(11), 1000)
+    with pytest.raises(OptionError, match="9 stages has up to 177147 states"):
+        solve(homogeneous(9), 1000, policy="nonpersistent")

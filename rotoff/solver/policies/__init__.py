@@ -17,11 +17,22 @@ from ...errors import OptionError
 from ...sequence import Sequence
 from ...simulator import simulate
 from .greedy import greedy
+from .nonpersistent import nonpersistent
+from .periodic import chen, periodic
+from .pofo import pofo
+from .revolve import revolve
+from .rotor import rotor
 
 Policy = Callable[..., Sequence]
 
 POLICIES: Mapping[str, Policy] = {
     "greedy": greedy,
+    "rotor": rotor,
+    "revolve": revolve,
+    "periodic": periodic,
+    "chen": chen,
+    "nonpersistent": nonpersistent,
+    "pofo": pofo,
 }
 # Those that run every forward once, so that nothing has to be restored for a replay.
 WITHOUT_RECOMPUTE = frozenset({"greedy", "dynprog", "vdnn", "vdnn++", "tflms", "autoswap", "overlap"})

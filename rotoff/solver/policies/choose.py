@@ -15,8 +15,8 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
     """The candidate of least step time within `mem_limit` bytes, then of least peak, then the first.
 
     Args:
-        policy: the name that the sequence carries as its mode.
-        candidates: pairs (what it is, operations); the first goes to ``meta["source"]``.
+        policy: its name, for the error.
+        candidates: pairs (what it is, operations); the former goes to ``meta["source"]``.
 
     Raises:
         InfeasibleError: where none fits; its `min_mem_limit` is the least peak among them.
@@ -27,7 +27,7 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
         least = trace.peak_bytes if least is None else min(least, trace.peak_bytes)
         key = (trace.makespan, trace.peak_bytes)
         if trace.peak_bytes <= mem_limit and (best is None or key < best[0]):
-            best = (key, source, ops, trace)
+            best = (key, source, ops)
     if best is None:
         assert least is not None, "a policy proposes at least one sequence"
         raise InfeasibleError(
@@ -35,14 +35,8 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
             f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
             least,
         )
-    _, source, ops, trace = best
-    meta = {
-        "makespan": trace.makespan,
-        "peak_bytes": trace.peak_bytes,
-        "host_peak_bytes": trace.host_peak_bytes,
-        "source": source,
-    }
-    return Sequence(ops, mode=policy, mem_limit=mem_limit, meta=meta)
+    _, source, ops = best
+    return Sequence(ops, meta={"source": f"{policy}, {source}"})
 
 
 def largest_size(chain: Chain) -> int:
@@ -58,8 +52,8 @@ def largest_size(chain: Chain) -> int:
     )
 
 
-def too_few_slots(mem_slots: int) -> OptionError:
+def too_few_slots(slots: int) -> OptionError:
     """The error of a program that rounds every size up to a slot and has fewer slots than one operation has operands."""
     return OptionError(
-        f"mem_slots is {mem_slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or so"
+        f"slots is {slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or so"
     )

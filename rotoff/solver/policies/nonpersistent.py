@@ -3,12 +3,13 @@
 Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), where rotor's optimum is among the
 persistent sequences; ``drop`` makes the others expressible. There is no dynamic program for these: this is a shortest path
 through the machine's own states (which values are held, in which form, and the next backward), of which a chain of L stages
-has about 3^L · L. It answers what persistence costs, on chains of up to `MOST_STAGES` stages.
+has about 3^L · L. It answers what persistence costs, on chains of up to `MOST_STATES` states.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 
 from ...bounds import arrays, infeasible
@@ -17,7 +18,7 @@ from ...errors import OptionError
 from ...sequence import B, F_all, F_ck, F_sel, Op, OpKind, Sequence
 from .choose import fastest
 
-MOST_STAGES = 10
+MOST_STATES = 60_000  # eight stages of one form
 OUTPUT, SAVED = 1, 2  # what is held of a stage: nothing (0), a_i, or ā_i^k (SAVED + k)
 
 State = tuple[tuple[int, ...], int]  # held[i] for i = 0..L (0 unused), next backward
@@ -27,41 +28,41 @@ class States:
     """The machine without its link: what may follow each state within `mem_limit` bytes."""
 
     def __init__(self, chain: Chain, mem_limit: int) -> None:
-        self.c, self.L, self.limit = arrays(chain), len(chain), mem_limit
-
-    def size(self, i: int, what: int) -> int:
-        if what == 0:
-            return 0
-        return int(self.c.out[i] if what == OUTPUT else self.c.saved[i, what - SAVED])
+        c, L = arrays(chain), len(chain)
+        self.L, self.limit = L, mem_limit
+        self.size = [[0, int(c.out[i]), *c.saved[i].tolist()] for i in range(L + 1)]  # [i][what is held of stage i]
+        self.out, self.grad, self.ck = c.out.tolist(), c.grad.tolist(), (c.out + c.ck_transient).tolist()
+        self.saves, self.b = (c.saved + c.f_transient).tolist(), c.b_transient.tolist()
+        self.u_F, self.u_B, self.n_forms = c.u_F.tolist(), c.u_B.tolist(), c.n_forms.tolist()
 
     def held_bytes(self, held: tuple[int, ...], next_B: int) -> int:
         """a_0, values, the gradient once a_L is made, and a_L once ā_L is gone."""
-        c, L = self.c, self.L
-        total = int(c.out[0]) + sum(self.size(i, what) for i, what in enumerate(held))
+        L = self.L
+        total: int = self.out[0] + sum(size[what] for size, what in zip(self.size, held, strict=True))
         if next_B < L:
-            return total + int(c.grad[next_B] + c.out[L])
-        return total + (int(c.grad[L]) if held[L] else 0)
+            return total + self.grad[next_B] + self.out[L]
+        return total + (self.grad[L] if held[L] else 0)
 
     def after(self, held: tuple[int, ...], next_B: int) -> Iterator[tuple[Op, float, State]]:
         """(operation, seconds, state) of every operation that is legal and fits."""
-        c, L = self.c, self.L
+        L = self.L
         now = self.held_bytes(held, next_B)
         for i in range(1, L + 1):
             if held[i] or i > next_B or not (i == 1 or held[i - 1]):
                 continue
-            for k in range(int(c.n_forms[i])):
-                if now + int(c.saved[i, k] + c.f_transient[i, k]) <= self.limit:
-                    yield F_sel(i, k) if k else F_all(i), float(c.u_F[i]), (_put(held, i, SAVED + k), next_B)
-            if i < L and now + int(c.out[i] + c.ck_transient[i]) <= self.limit:
-                yield F_ck(i), float(c.u_F[i]), (_put(held, i, OUTPUT), next_B)
+            for k in range(self.n_forms[i]):
+                if now + self.saves[i][k] <= self.limit:
+                    yield F_sel(i, k) if k else F_all(i), self.u_F[i], (_put(held, i, SAVED + k), next_B)
+            if i < L and now + self.ck[i] <= self.limit:
+                yield F_ck(i), self.u_F[i], (_put(held, i, OUTPUT), next_B)
         i = next_B
         if held[i] >= SAVED and (i == 1 or held[i - 1]):
             k = held[i] - SAVED
-            if now + int(c.grad[i - 1] + c.b_transient[i, k]) <= self.limit:
+            if now + self.grad[i - 1] + self.b[i][k] <= self.limit:
                 left = _put(held, i, 0)
                 if i > 1 and left[i - 1] == OUTPUT:
                     left = _put(left, i - 1, 0)
-                yield B(i), float(c.u_B[i, k]), (left, i - 1)
+                yield B(i), self.u_B[i][k], (left, i - 1)
         if now <= self.limit:
             for i in range(1, L):
                 if held[i]:
@@ -76,13 +77,13 @@ def nonpersistent(chain: Chain, mem_limit: int) -> Sequence:
     """The fastest sequence without transfers, persistent or not.
 
     Raises:
-        InfeasibleError: where nothing fits. OptionError: for a chain of more than `MOST_STAGES` stages.
+        InfeasibleError: where nothing fits. OptionError: for a chain of more than `MOST_STATES` states.
     """
-    L = len(chain)
-    if L > MOST_STAGES:
+    count = len(chain) * math.prod(3 + len(stage.forms) for stage in chain.stages)
+    if count > MOST_STATES:
         raise OptionError(
-            f"the chain has {L} stages; policy nonpersistent searches all states of at most {MOST_STAGES}: use"
-            " policy='rotor' or mode='remat'"
+            f"the chain of {len(chain)} stages has up to {count} states; policy nonpersistent searches them all, at most"
+            f" {MOST_STATES}: use policy='rotor' or mode='remat'"
         )
     ops = shortest(States(chain, mem_limit))
     if ops is None:
@@ -92,13 +93,17 @@ def nonpersistent(chain: Chain, mem_limit: int) -> Sequence:
 
 def shortest(states: States) -> tuple[Op, ...] | None:
     """The path of least seconds from nothing held to ``B 1``; None where there is none (A*, by what must still run)."""
-    c, L = states.c, states.L
-    fastest_B = [0.0] + [float(c.u_B[i, : c.n_forms[i]].min()) for i in range(1, L + 1)]
+    L = states.L
+    rest_F, rest_B = [0.0], [0.0]
+    for i in range(1, L + 1):
+        rest_F.append(rest_F[-1] + states.u_F[i])
+        rest_B.append(rest_B[-1] + min(states.u_B[i][: states.n_forms[i]]))
 
     def must_run(held: tuple[int, ...], next_B: int) -> float:
-        rest = sum(fastest_B[1 : next_B + 1])
-        reach = max((i for i in range(1, next_B + 1) if held[i]), default=0)
-        return rest + float(c.u_F[reach + 1 : next_B + 1].sum())
+        reach = next_B
+        while reach and not held[reach]:
+            reach -= 1
+        return rest_B[next_B] + rest_F[next_B] - rest_F[reach]
 
     start: State = ((0,) * (L + 1), L)
     came: dict[State, tuple[State, Op]] = {}

@@ -32,13 +32,13 @@ from ...bounds import arrays
 from ...chain import Chain
 from ...errors import InfeasibleError, OptionError
 from ...sequence import Op, Sequence
+from ...simulator import simulate
 from ...sizes import format_bytes
-from ..plan import MOVE, from_forwards
+from ..plan import MOVE, evaluator, from_forwards, to_ops
 from ..remat import segment_codes
-from ..search import judged
-from .choose import fastest, largest_size, too_few_slots
+from .choose import largest_size, too_few_slots
 
-MEM_SLOTS = 50
+SLOTS = 50
 TABLE_BYTES = 8 << 30
 
 
@@ -155,52 +155,56 @@ def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
     return done
 
 
-def pofo(chain: Chain, mem_limit: int, mem_slots: int = MEM_SLOTS) -> Sequence:
-    """The published program's optimum at `mem_slots` slots, as operations.
+def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
+    """The published program's optimum at `slots` slots, as operations.
 
     Raises:
         InfeasibleError: where the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
-            within one slot. OptionError: where `mem_slots` are too few for any limit, or too many for 8 GiB of tables.
+            within one slot. OptionError: where `slots` are too few for any limit, or too many for 8 GiB of tables.
     """
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
-        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise OptionError(f"slots is {slots!r}; give a whole number of at least 1")
     L = len(chain)
-    size = 8 * (mem_slots + 1) ** 2 * (L * (L - 1) // 2 + 2 * (L + 1) * (mem_slots + 1))
+    size = 8 * (slots + 1) ** 2 * (L * (L - 1) // 2 + 2 * (L + 1) * (slots + 1))
     if size > TABLE_BYTES:
         raise OptionError(
-            f"mem_slots is {mem_slots}: the tables of {L} stages would take {format_bytes(size)}, more than"
+            f"slots is {slots}: the tables of {L} stages would take {format_bytes(size)}, more than"
             f" {format_bytes(TABLE_BYTES)}; give fewer slots"
         )
-    table = costs(chain, mem_limit, mem_slots)
+    table = costs(chain, mem_limit, slots)
     kernel = fill(table)
     seconds = predicted(table, kernel)
     ops: tuple[Op, ...] | None = None
     if math.isfinite(seconds):
-        made = judged(chain, mem_limit, from_forwards(chain, _forwards(table, kernel)), "pofo")
-        ops = None if made is None else made.ops
+        ops = _decoded(chain, mem_limit, from_forwards(chain, _forwards(table, kernel)))
     if ops is None:
-        least = least_limit(chain, mem_slots)
+        least = least_limit(chain, mem_limit, slots)
         raise InfeasibleError(
-            f"needs about {format_bytes(least)} ({least} bytes) with policy pofo at {mem_slots} slots; the limit is"
+            f"needs about {format_bytes(least)} ({least} bytes) with policy pofo at {slots} slots; the limit is"
             f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
             least,
         )
-    sequence = fastest(chain, mem_limit, "pofo", [(f"{mem_slots} slots", ops)])
-    return Sequence(ops, mode="pofo", mem_limit=mem_limit, meta={**sequence.meta, "predicted_time": seconds})
+    return Sequence(ops, meta={"source": f"pofo, {slots} slots", "predicted_time": seconds})
 
 
-def least_limit(chain: Chain, mem_slots: int) -> int:
-    """The smallest limit found at which the program has an answer: where every operation fits, then up by a slot at a time."""
-    low, high = 0, max(1, chain.input_bytes)
-    while not _operations_fit(costs(chain, high, mem_slots)):
-        if high > mem_slots * largest_size(chain):
-            raise too_few_slots(mem_slots)
+def _decoded(chain: Chain, mem_limit: int, codes: np.ndarray) -> tuple[Op, ...] | None:
+    rows = evaluator(chain, mem_limit, codes.shape[1], most_ops=2 * len(chain) ** 2 + 64).operations(codes)
+    ops = None if rows is None else to_ops(rows)
+    return ops if ops is not None and simulate(chain, ops).peak_bytes <= mem_limit else None
+
+
+def least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
+    """The smallest limit above `mem_limit` found to have an answer: where every operation fits, then up a slot at a time."""
+    low, high = mem_limit, 2 * mem_limit
+    while not _operations_fit(costs(chain, high, slots)):
+        if high > slots * largest_size(chain):
+            raise too_few_slots(slots)
         low, high = high, 2 * high
     while high - low > max(1, high // 500):
         middle = (low + high) // 2
-        low, high = (low, middle) if _operations_fit(costs(chain, middle, mem_slots)) else (middle, high)
-    while not math.isfinite(predicted(table := costs(chain, high, mem_slots), fill(table))):
-        high += -(-high // mem_slots)  # backlogs still in the way of a checkpoint: a matter of time, and rare
+        low, high = (low, middle) if _operations_fit(costs(chain, middle, slots)) else (middle, high)
+    while not math.isfinite(predicted(table := costs(chain, high, slots), fill(table))):
+        high += -(-high // slots)  # backlogs still in the way of a checkpoint: a matter of time, and rare
     return high
 
 

@@ -91,37 +91,35 @@ class Program:
         return chosen
 
 
-def rotor(chain: Chain, mem_limit: int, mem_slots: int = 500) -> Sequence:
-    """The persistent optimum at `mem_slots` slots.
+def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
+    """The persistent optimum at `slots` slots.
 
     Raises:
         InfeasibleError: where the recurrence finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
-            within one slot. OptionError: where `mem_slots` are too few for any limit.
+            within one slot. OptionError: where `slots` are too few for any limit.
     """
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
-        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
-    program = Program(chain, mem_limit, mem_slots) if mem_limit > chain.input_bytes else None
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise OptionError(f"slots is {slots!r}; give a whole number of at least 1")
+    program = Program(chain, mem_limit, slots) if mem_limit > chain.input_bytes else None
     if program is None or not math.isfinite(program.cost):
-        least = _least_limit(chain, mem_slots)
+        least = _least_limit(chain, mem_limit, slots)
         raise InfeasibleError(
-            f"needs about {format_bytes(least)} ({least} bytes) with policy rotor at {mem_slots} slots; the limit is"
+            f"needs about {format_bytes(least)} ({least} bytes) with policy rotor at {slots} slots; the limit is"
             f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
             least,
         )
-    return fastest(chain, mem_limit, "rotor", [(f"{mem_slots} slots", program.operations())])
+    return fastest(chain, mem_limit, "rotor", [(f"{slots} slots", program.operations())])
 
 
-def _least_limit(chain: Chain, mem_slots: int) -> int:
-    """A limit at which the program has an answer, less than one slot above one at which it has none."""
-    low, high = chain.input_bytes, 2 * chain.input_bytes + 2
-    while not math.isfinite(Program(chain, high, mem_slots).cost):
-        if high > mem_slots * largest_size(chain):
-            raise too_few_slots(mem_slots)
+def _least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
+    """A limit at which the program has an answer, less than one slot above one at which it has none, and above `mem_limit`."""
+    low, high = mem_limit, 2 * max(mem_limit, chain.input_bytes)
+    while not math.isfinite(Program(chain, high, slots).cost):
+        if high > slots * (chain.input_bytes + largest_size(chain)):
+            raise too_few_slots(slots)
         low, high = high, 2 * high
-    while high - low > max(1, (high - chain.input_bytes) // mem_slots):
+    while high - low > max(1, (high - chain.input_bytes) // slots):
         middle = (low + high) // 2
-        if middle > chain.input_bytes and math.isfinite(Program(chain, middle, mem_slots).cost):
-            high = middle
-        else:
-            low = middle
+        fits = middle > chain.input_bytes and math.isfinite(Program(chain, middle, slots).cost)
+        low, high = (low, middle) if fits else (middle, high)
     return high
