@@ -16,17 +16,25 @@ from ...chain import Chain
 from ...errors import OptionError
 from ...sequence import Sequence
 from ...simulator import simulate
+from .autoswap import autoswap
+from .dynprog import dynprog
 from .greedy import greedy
 from .nonpersistent import nonpersistent
 from .periodic import chen, periodic
 from .pofo import pofo
 from .revolve import revolve
 from .rotor import rotor
+from .tflms import tflms
+from .vdnn import vdnn
 
 Policy = Callable[..., Sequence]
 
 POLICIES: Mapping[str, Policy] = {
     "greedy": greedy,
+    "dynprog": dynprog,
+    "vdnn": vdnn,
+    "tflms": tflms,
+    "autoswap": autoswap,
     "rotor": rotor,
     "revolve": revolve,
     "periodic": periodic,

@@ -10,10 +10,11 @@ issued, δ_L and a_L count from the end of F_L and B_L on (`lowering.moving_need
 
 from __future__ import annotations
 
-from ...bounds import arrays, infeasible, min_mem_limit
+from ...bounds import arrays, min_mem_limit
 from ...chain import Chain
 from ...sequence import Sequence
 from .lowering import lower, moving_needs, peak_bytes
+from .refusal import refusal
 
 
 def greedy_set(chain: Chain, mem_limit: int) -> list[int]:
@@ -33,8 +34,9 @@ def greedy(chain: Chain, mem_limit: int) -> Sequence:
     Raises:
         InfeasibleError: below the smallest limit of mode offload, where no schedule that runs every forward once exists.
     """
-    if mem_limit < min_mem_limit(chain, "offload"):
-        raise infeasible(chain, "offload", mem_limit)
+    least = min_mem_limit(chain, "offload")
+    if mem_limit < least:
+        raise refusal("greedy", mem_limit, least)
     out = greedy_set(chain, mem_limit)
     made = lower(chain, mem_limit, out)
     assert made is not None, "all below ā_k is away whenever one of the first k stages runs, and M_peak − M_GPU otherwise"

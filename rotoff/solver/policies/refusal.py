@@ -1,0 +1,32 @@
+"""What a policy says where it fits nothing: the smallest limit at which it is known to work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import InfeasibleError
+from ...sizes import format_bytes
+
+STEPS = 10
+
+
+def refusal(policy: str, mem_limit: int, least: int) -> InfeasibleError:
+    """The error that names `least`, in bytes."""
+    return InfeasibleError(
+        f"needs at least {format_bytes(least)} ({least} bytes) with policy {policy}; the limit is {format_bytes(mem_limit)}"
+        f" ({mem_limit} bytes)",
+        least,
+    )
+
+
+def limit_that_works(fits: Callable[[int], bool], low: int, high: int, steps: int = STEPS) -> int:
+    """A limit in (low, high] that fits, `high` being one: the smallest but for (high - low) / 2^steps where limits behave."""
+    for _ in range(steps):
+        middle = (low + high) // 2
+        if middle == low:
+            break
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high

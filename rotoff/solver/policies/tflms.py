@@ -1,0 +1,91 @@
+"""TFLMS: swap the first tensors out as they are made, and back in a fixed number of layers ahead.
+
+Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training* (Euro-Par
+2020), sections 6.1 and 6.2, on TFLMS (Le, Imai, Negishi, Kawachiya, 2018): it "is parameterized with the number of tensors to
+be offloaded and how many layers in advance the data should be prefetched. We present results with the parameters which, for a
+given memory size, achieve the lowest makespan among all possible values"; it "is unable to delay forward computations until
+enough memory is made available through offloading".
+
+Where interpreted: TFLMS takes tensors by the distance between the operations that make and use them, the longest first, which
+in a chain is the order of stages. A swapped tensor's memory is free once its copy out has ended; where the next operation does
+not fit by then, these parameters do not fit. How far ahead counts operations, forwards included: 0 is just before the need. A
+longer way ahead starts copies earlier and holds memory for longer, so for each number of tensors the longest one that fits is
+taken, found by doubling and bisection.
+"""
+
+from __future__ import annotations
+
+from ...chain import Chain
+from ...errors import OptionError
+from ...sequence import Sequence
+from .lowering import Schedule, lower, moving_needs, peak_bytes
+from .refusal import limit_that_works, refusal
+
+
+def longest_ahead(chain: Chain, mem_limit: int, tensors: int) -> tuple[Schedule, int] | None:
+    """The schedule that prefetches the farthest ahead, and how far; None where none fits `mem_limit` bytes."""
+    out = range(1, tensors + 1)
+
+    def tried(ahead: int) -> Schedule | None:
+        return lower(chain, mem_limit, out, ahead=ahead, delay=False)
+
+    made = tried(0)
+    if made is None or tensors == 0:
+        return None if made is None else (made, 0)
+    fits, beyond = 0, 1
+    while beyond < 2 * len(chain) and (longer := tried(beyond)) is not None:
+        made, fits, beyond = longer, beyond, 2 * beyond
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        longer = tried(middle)
+        if longer is None:
+            beyond = middle
+        else:
+            made, fits = longer, middle
+    return made, fits
+
+
+def best(chain: Chain, mem_limit: int) -> tuple[Schedule, int, int] | None:
+    """(schedule, tensors, layers ahead) of the fastest parameters within `mem_limit` bytes; None where none fit."""
+    found: tuple[Schedule, int, int] | None = None
+    for tensors in range(len(chain)):
+        made = longest_ahead(chain, mem_limit, tensors)
+        if made is not None and (found is None or made[0].makespan < found[0].makespan):
+            found = made[0], tensors, made[1]
+            if made[0].makespan <= chain.compute_time * (1 + 1e-12):
+                break
+    return found
+
+
+def tflms(chain: Chain, mem_limit: int, tensors: int | None = None, ahead: int | None = None) -> Sequence:
+    """TFLMS's sequence within `mem_limit` bytes.
+
+    Args:
+        tensors: how many are swapped, from 0 to L - 1. ahead: how many operations before its need a tensor's way back
+            starts. Left out, both are those of the fastest sequence.
+
+    Raises:
+        InfeasibleError: where these parameters, or any, fit nothing. OptionError: for a bad number, or only one of them.
+    """
+    if tensors is None and ahead is None:
+        found = best(chain, mem_limit)
+    else:
+        for name, value, most in (("tensors", tensors, len(chain) - 1), ("ahead", ahead, 2 * len(chain))):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+                raise OptionError(
+                    f"{name} is {value!r}; give both tensors and ahead, whole numbers; {name} is at most {most}"
+                )
+        assert tensors is not None and ahead is not None
+        given = lower(chain, mem_limit, range(1, tensors + 1), ahead=ahead, delay=False)
+        found = None if given is None else (given, tensors, ahead)
+    if found is None:
+        most = peak_bytes(chain)
+        fixed = None if tensors is None else (tensors, ahead)
+
+        def fits(limit: int) -> bool:
+            tried = [(tensors, 0) for tensors in range(len(chain))] if fixed is None else [fixed]
+            return any(lower(chain, limit, range(1, n + 1), ahead=d, delay=False) for n, d in tried)
+
+        raise refusal("tflms", mem_limit, limit_that_works(fits, mem_limit, max(most, *moving_needs(chain))))
+    made, number, distance = found
+    return Sequence(made.ops, meta={"source": f"tflms, {number} tensors, {distance} ahead"})

@@ -1,0 +1,58 @@
+"""VDNN: offload what is computed upon for long, all of it or every other one.
+
+Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training* (Euro-Par
+2020), section 6.1, after vDNN++ (Shriram, Garg, Kulkarni, IPDPS 2019), which offloads the inputs of convolutions, of all or
+of every other one. "We first compute the ratio u_F/|x_i| for all operations, and then for all possible thresholds, we compute
+the no-wait, ordered schedule which offloads all the activations whose ratio is above the threshold, and the one which
+offloads half of them. VDNN outputs the best schedule out of all these choices."
+
+Where interpreted: x_i is the input of the operation whose time stands above it, so ā_i takes the forward time of stage i+1.
+A threshold lies between two ratios or above all (nothing moves). Half is every other one by rising stage, the first included.
+What a schedule is, `lowering.lower` says: a copy that has not ended when the first prefetch starts frees nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...bounds import arrays
+from ...chain import Chain
+from ...sequence import Sequence
+from .lowering import Schedule, lower, peak_bytes
+from .refusal import limit_that_works, refusal
+
+
+def choices(chain: Chain) -> list[list[int]]:
+    """Every set of stages that VDNN tries, the empty one first."""
+    c, L = arrays(chain), len(chain)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.nan_to_num(c.u_F[2:] / c.saved[1:L, 0], nan=0.0, posinf=np.inf)
+    sets: list[list[int]] = [[]]
+    for threshold in sorted(set(ratio.tolist()), reverse=True):
+        above = (np.flatnonzero(ratio >= threshold) + 1).tolist()
+        sets += [above, above[::2]]
+    return sets
+
+
+def best(chain: Chain, mem_limit: int) -> tuple[Schedule, list[int]] | None:
+    """The fastest schedule of all choices within `mem_limit` bytes, and its set; None where none fits."""
+    found: tuple[Schedule, list[int]] | None = None
+    for out in choices(chain):
+        made = lower(chain, mem_limit, out)
+        if made is not None and (found is None or made.makespan < found[0].makespan):
+            found = made, out
+    return found
+
+
+def vdnn(chain: Chain, mem_limit: int) -> Sequence:
+    """VDNN's sequence within `mem_limit` bytes.
+
+    Raises:
+        InfeasibleError: where no choice fits.
+    """
+    found = best(chain, mem_limit)
+    if found is None:
+        most = peak_bytes(chain)
+        raise refusal("vdnn", mem_limit, limit_that_works(lambda limit: best(chain, limit) is not None, mem_limit, most))
+    made, out = found
+    return Sequence(made.ops, meta={"source": f"vdnn, {len(out)} of {len(chain) - 1} offloaded"})
