@@ -13,6 +13,8 @@ from .bounds import min_mem_limit as min_mem_limit
 from .chain import Chain as Chain
 from .chain import Form as Form
 from .chain import Stage as Stage
+from .chrome_trace import chrome_trace as chrome_trace
+from .chrome_trace import save_chrome_trace as save_chrome_trace
 from .errors import ChainError as ChainError
 from .errors import ExecutionError as ExecutionError
 from .errors import InfeasibleError as InfeasibleError
@@ -37,6 +39,7 @@ from .solver import Sweep as Sweep
 from .solver import keep_all as keep_all
 from .solver import solve as solve
 from .solver import sweep as sweep
+from .terminal import render as render
 
 if TYPE_CHECKING:
     from .checkpointable import Checkpointable as Checkpointable

@@ -64,6 +64,14 @@ class Trace:
     recompute_time: float
     idle_time: float
 
+    def __str__(self) -> str:
+        """The step in one line; `rotoff.render` draws it."""
+        return (
+            f"step {self.makespan:.6g} s ({self.recompute_time:.3g} s recomputed, {self.idle_time:.3g} s idle), peak"
+            f" {format_bytes(self.peak_bytes)}, host {format_bytes(self.host_peak_bytes)},"
+            f" {format_bytes(self.d2h_bytes)} to the host, {format_bytes(self.h2d_bytes)} back"
+        )
+
 
 class Machine:
     """Runs operations one by one; `step` raises where an operation is not legal.

@@ -15,6 +15,7 @@ from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
 from ..solver.policies import WITHOUT_RECOMPUTE
+from ..summary import in_words
 from .agreement import agree_on_sequence
 from .plan import ExecutionPlan, compile_sequence
 
@@ -126,7 +127,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
     trace, base = plan.trace, profile.chain.compute_time
     logger.info(
         "rotoff: planned %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
-        " %.4g s recomputed",
+        " %.4g s recomputed; %s",
         request,
         format_bytes(request.mem_limit),
         format_bytes(own_bytes(profile, plan)),
@@ -134,4 +135,5 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
         100 * (trace.makespan / base - 1) if base else 0.0,
         format_bytes(trace.d2h_bytes),
         trace.recompute_time,
+        in_words(plan.sequence),
     )

@@ -1,0 +1,64 @@
+"""The command line: ``rotoff COMMAND ...`` or ``python -m rotoff COMMAND ...``.
+
+A family of commands to a module: `plans` makes and judges sequences, `pictures` shows them, `models` makes chains out of
+models. Only `models` needs torch, only pictures need matplotlib.
+
+Exit codes: 0, done; 1, the answer is no (nothing fits the limit, or the machine refuses the sequence); 2, wrong usage, a
+file that cannot be read, or a model that cannot be measured; 130, interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import InfeasibleError, InvalidSequenceError, RotoffError
+from . import models, pictures, plans
+from .command import Stop, add_command
+
+EXIT_CODES = "exit codes: 0 done; 1 nothing fits, or the sequence is refused; 2 wrong usage or input; 130 interrupted"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = argparse.ArgumentParser(
+        prog="rotoff",
+        description="Plan training steps inside a memory limit: recompute and offload, planned together.",
+        epilog=f"{EXIT_CODES}. `rotoff COMMAND --help` shows an example of each.",
+    )
+    top.add_argument("--version", action="version", version=f"rotoff {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (*models.COMMANDS, *plans.COMMANDS, *pictures.COMMANDS):
+        add_command(commands, command)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, by default the process's own; returns the exit code."""
+    try:
+        options = parser().parse_args(arguments)
+    except SystemExit as stop:  # --help, --version, or wrong usage, which argparse has explained
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("rotoff: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has seen enough, as with `rotoff show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if options.traceback:
+            raise
+        known = (RotoffError, OSError, ModuleNotFoundError, Stop)
+        if not isinstance(error, known):
+            print(f"rotoff: {type(error).__name__}: {error} (--traceback shows where)", file=sys.stderr)
+            return 2
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"rotoff {options.command}: {said}", file=sys.stderr)
+        return 1 if isinstance(error, InfeasibleError | InvalidSequenceError) else 2
+    return code

@@ -1,0 +1,135 @@
+"""What all commands share: how one is declared, read its files, speaks JSON, and shows that it is still at work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..chain import Chain
+from ..errors import ChainError, LimitError, SequenceFormatError
+from ..sequence import Sequence
+from ..sizes import parse_bytes
+
+
+class Stop(Exception):
+    """An input that a command cannot use; the message is all that the user sees."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: its name, one line on it, an example, its arguments and what runs it (returns the exit code)."""
+
+    name: str
+    summary: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    details: str = ""
+
+
+def add_command(commands: Any, command: Command) -> None:
+    """Add a command's parser, its example at the end of its help."""
+    parser = commands.add_parser(
+        command.name,
+        help=command.summary,
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.\n\n{command.details}".strip(),
+        epilog=f"example:\n  {command.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    parser.add_argument("--traceback", action="store_true", help="on an error, show where in the program it was raised")
+    parser.set_defaults(run=command.run)
+
+
+def size(text: str) -> int:
+    """An argument that is a number of bytes."""
+    try:
+        return parse_bytes(text, "the size")
+    except LimitError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def size_or_zero(text: str) -> int:
+    """An argument that is a number of bytes, 0 included."""
+    return 0 if text.strip() == "0" else size(text)
+
+
+def add_chain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "chain", metavar="CHAIN.json", help="a chain file, as `rotoff profile` writes it; - for standard input"
+    )
+
+
+def add_sequence(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    parser.add_argument(
+        "sequence",
+        metavar="SEQ.json",
+        nargs="?" if optional else None,
+        help="a sequence file, as `rotoff solve` writes it" + ("; left out, the chain itself is shown" if optional else ""),
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def read_chain(path: str) -> Chain:
+    return Chain.from_dict(_standard_input(ChainError)) if path == "-" else Chain.load(path)
+
+
+def read_sequence(path: str) -> Sequence:
+    return Sequence.from_dict(_standard_input(SequenceFormatError)) if path == "-" else Sequence.load(path)
+
+
+def _standard_input(wrong: type[Exception]) -> Any:
+    try:
+        return json.loads(sys.stdin.read())
+    except ValueError as error:
+        raise wrong(f"standard input is not JSON: {error}") from None
+
+
+def print_json(data: Any) -> None:
+    json.dump(data, sys.stdout, indent=1)
+    print()
+
+
+def check_suffix(path: str | None, suffixes: tuple[str, ...]) -> str | None:
+    """The suffix of a file to be written, refused before the work and not after it."""
+    if path is None:
+        return None
+    suffix = Path(path).suffix.lower()
+    if suffix not in suffixes:
+        raise Stop(f"{path} ends in {suffix or 'nothing'!r}; end it in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
+    return suffix
+
+
+class Bar:
+    """A progress bar on standard error, where that is a terminal and the work takes longer than a moment."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._shown = 0.0
+        self._begun = time.monotonic()
+        self._on = sys.stderr.isatty()
+
+    def __call__(self, done: float, note: str = "") -> None:
+        now = time.monotonic()
+        if not self._on or now - max(self._shown, self._begun + 0.4) < 0.1:
+            return
+        self._shown = now
+        cells = int(24 * min(1.0, max(0.0, done)))
+        text = f"{self._what} [{'#' * cells}{'.' * (24 - cells)}] {done:4.0%} {note}"
+        print(f"\r\x1b[2K{text[:100]}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,113 @@
+"""Commands that make chains out of models, with torch: profile."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..sizes import format_bytes
+from .command import Bar, Command, Stop, add_json, print_json
+from .pictures import stage_table
+
+_TARGET = (
+    "MODULE:FUNCTION, or FILE.py:FUNCTION, is called without arguments and returns (model, sample): the model in training"
+    "\nmode on its device, and what it is called with: a tensor, a tuple of positional arguments, or a dict of keyword arguments."
+)
+
+
+def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model that ``module:function`` returns, and the arguments to call it with.
+
+    Raises:
+        Stop: where there is no such function, it raises, or what it returns is not (model, sample).
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise Stop(f"{text!r} is no MODULE:FUNCTION; write for example my_models:build or path/to/my_models.py:build")
+    module = _load_module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise Stop(f"{where} has no function {name!r}")
+    try:
+        made = function()
+    except Exception as error:
+        raise Stop(f"{text} raised {type(error).__name__}: {error} (--traceback shows where)") from error
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise Stop(f"{text} returned {type(made).__name__}; it must return (model, sample)")
+    model, sample = made
+    if isinstance(sample, dict):
+        return model, (), sample
+    return model, sample if isinstance(sample, tuple) else (sample,), {}
+
+
+def _load_module(where: str) -> Any:
+    try:
+        if where.endswith(".py"):
+            path = Path(where)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None or not path.is_file():
+                raise Stop(f"there is no file {where}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(path.stem, module)
+            spec.loader.exec_module(module)
+            return module
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))  # `rotoff` the script has its own folder there instead
+        return importlib.import_module(where)
+    except Stop:
+        raise
+    except Exception as error:
+        raise Stop(f"{where} cannot be imported: {type(error).__name__}: {error} (--traceback shows where)") from error
+
+
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="timed runs of each stage, of which the median counts"
+    )
+    parser.add_argument("--name", default="", help="of the chain (default: the model's class)")
+    parser.add_argument("--host-directory", metavar="DIR", help="on a CPU, where the file for offloaded values lies")
+    parser.add_argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
+    add_json(parser)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from ..checkpointable import Checkpointable
+
+    if options.repeats < 1:
+        raise Stop(f"--repeats is {options.repeats}; give at least 1")
+    model, args, kwargs = load_target(options.target)
+    wrapped = Checkpointable(model, host_directory=options.host_directory)
+    with Bar("measuring") as bar:
+        wrapped.measure(*args, repeats=options.repeats, progress=lambda n, of, name: bar(n / max(1, of), name), **kwargs)
+    chain = replace(wrapped.chain, name=options.name or wrapped.chain.name or type(model).__name__)
+    everything = wrapped.keep_all_memory
+    wrapped.close()
+    if options.output:
+        chain.save(options.output)
+    if options.json:
+        print_json(chain.to_dict())
+        return 0
+    print(stage_table(chain))
+    print(f"a step that keeps everything allocates {format_bytes(everything)} beyond parameters, gradients and the batch")
+    if options.output:
+        print(f"written to {options.output}")
+    return 0
+
+
+COMMANDS = (
+    Command(
+        "profile",
+        "measure a model on its device, stage by stage, and write its chain",
+        "rotoff profile my_models:build -o chain.json",
+        _profile_arguments,
+        _profile,
+        _TARGET,
+    ),
+)

@@ -1,0 +1,296 @@
+"""Commands that make and judge sequences, without torch: solve, compare, sweep, simulate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..bounds import MODES, lower_bound, min_mem_limit
+from ..chain import Chain
+from ..errors import InfeasibleError
+from ..simulator import Trace, simulate
+from ..sizes import format_bytes
+from ..solver import Sweep, keep_all, solve, sweep
+from ..terminal import render
+from .command import (
+    Bar,
+    Command,
+    Stop,
+    add_chain,
+    add_json,
+    add_sequence,
+    check_suffix,
+    print_json,
+    read_chain,
+    read_sequence,
+    size,
+    size_or_zero,
+)
+
+_LIMIT = "the limit counts everything that the machine charges, the chain's input (a_0) included"
+
+
+# -- what several of them take
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mem-slots", type=int, default=50, metavar="N", help="slots of the joint dynamic program (default: 50)"
+    )
+    parser.add_argument(
+        "--host-limit", type=size_or_zero, metavar="SIZE", help="bytes that may wait on the host (default: any)"
+    )
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--refine", type=float, metavar="SECONDS", help="about how long to search on exact bytes")
+    effort.add_argument("--no-refine", action="store_true", help="the dynamic programs alone, no search")
+
+
+def _search(options: argparse.Namespace) -> dict[str, Any]:
+    refine = False if options.no_refine else True if options.refine is None else options.refine
+    return {"mem_slots": options.mem_slots, "refine": refine, "host_limit": options.host_limit}
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    modes = tuple(part.strip() for part in text.split(",") if part.strip())
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown or not modes:
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(MODES)}, separated by commas")
+    return modes
+
+
+def _summary(chain: Chain, trace: Trace) -> dict[str, Any]:
+    """What a step costs, as JSON."""
+    base = chain.compute_time
+    return {
+        "makespan": trace.makespan,
+        "overhead": trace.makespan / base - 1 if base else 0.0,
+        "peak_bytes": trace.peak_bytes,
+        "host_peak_bytes": trace.host_peak_bytes,
+        "d2h_bytes": trace.d2h_bytes,
+        "h2d_bytes": trace.h2d_bytes,
+        "recompute_time": trace.recompute_time,
+        "idle_time": trace.idle_time,
+    }
+
+
+# -- solve
+
+
+def _solve_arguments(parser: argparse.ArgumentParser) -> None:
+    add_chain(parser)
+    parser.add_argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"')
+    parser.add_argument("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)")
+    _add_search(parser)
+    parser.add_argument("-o", "--output", metavar="SEQ.json", help="write the sequence to this file")
+    add_json(parser)
+
+
+def _solve(options: argparse.Namespace) -> int:
+    chain = read_chain(options.chain)
+    with Bar("searching") as bar:
+        sequence = solve(
+            chain,
+            options.mem_limit,
+            mode=options.mode,
+            progress=lambda done, best: bar(done, f"{best:.4g} s"),
+            **_search(options),
+        )
+    if options.output:
+        sequence.save(options.output)
+    if options.json:
+        print_json(sequence.to_dict())
+    else:
+        print(render(chain, sequence))
+        if options.output:
+            print(f"\nwritten to {options.output}")
+    return 0
+
+
+# -- compare
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    add_chain(parser)
+    parser.add_argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"')
+    parser.add_argument("--modes", type=_modes, default=MODES, help=f"some of {','.join(MODES)} (default: all)")
+    _add_search(parser)
+    add_json(parser)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    chain = read_chain(options.chain)
+    everything = simulate(chain, keep_all(chain))
+    least = min(min_mem_limit(chain, mode) for mode in MODES)
+    bound = lower_bound(chain, options.mem_limit) if options.mem_limit >= least else None
+    rows: list[dict[str, Any]] = []
+    with Bar("comparing") as bar:
+        for n, mode in enumerate(options.modes):
+            bar(n / len(options.modes), mode)
+            rows.append({"mode": mode, "min_mem_limit": min_mem_limit(chain, mode), **_try(chain, mode, options)})
+    found = {
+        "chain": chain.name,
+        "mem_limit": options.mem_limit,
+        "lower_bound": bound,
+        "keep_all": _summary(chain, everything),
+        "rows": rows,
+    }
+    if options.json:
+        print_json(found)
+    else:
+        _print_comparison(found, everything.makespan)
+    return 0 if any(row["fits"] for row in rows) else 1
+
+
+def _try(chain: Chain, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        sequence = solve(chain, options.mem_limit, mode=mode, **_search(options))
+    except InfeasibleError as error:
+        return {"fits": False, "why": str(error)}
+    return {"fits": True, **_summary(chain, simulate(chain, sequence))}
+
+
+def _print_comparison(found: dict[str, Any], base: float) -> None:
+    limit, bound = found["mem_limit"], found["lower_bound"]
+    print(f"{found['chain'] or 'chain'}: {format_bytes(limit)}; keeping everything takes {base:.4g} s and", end=" ")
+    print(format_bytes(found["keep_all"]["peak_bytes"]))
+    print(
+        f"\n{'mode':<10} {'step s':>10} {'overhead':>9} {'recomputed s':>13} {'idle s':>9} {'moved':>11} {'peak':>11} "
+        f"{'host':>11} {'smallest':>11}"
+    )
+    for row in found["rows"]:
+        least = format_bytes(row["min_mem_limit"])
+        if not row["fits"]:
+            print(f"{row['mode']:<10} {'does not fit':>80} {least:>11}")
+            continue
+        held = f"{format_bytes(row['peak_bytes']):>11} {format_bytes(row['host_peak_bytes']):>11} {least:>11}"
+        lost = f"{row['recompute_time']:>13.4g} {row['idle_time']:>9.3g} {format_bytes(row['d2h_bytes']):>11}"
+        print(f"{row['mode']:<10} {row['makespan']:>10.4g} {row['overhead']:>9.1%} {lost} {held}")
+    if bound is not None:
+        over = bound / base - 1 if base else 0.0
+        print(f"{'bound':<10} {bound:>10.4g} {over:>9.1%}   no sequence is faster")
+
+
+# -- sweep
+
+
+def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    add_chain(parser)
+    parser.add_argument(
+        "--mem-limit", type=size, nargs="+", metavar="SIZE", help="limits (default: 12, smallest to largest)"
+    )
+    parser.add_argument("--modes", type=_modes, default=MODES, help=f"some of {','.join(MODES)} (default: all)")
+    _add_search(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write a table (.csv, .json) or a picture (.png, .svg, .pdf)")
+    add_json(parser)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    suffix = check_suffix(options.output, (".csv", ".json", ".png", ".svg", ".pdf"))
+    chain = read_chain(options.chain)
+    with Bar("sweeping") as bar:
+        made = sweep(
+            chain,
+            options.mem_limit,
+            options.modes,
+            progress=lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}"),
+            **_search(options),
+        )
+    rows = [asdict(row) for row in made]
+    if options.json:
+        print_json({"chain": chain.name, "keep_all": chain.compute_time, "rows": rows})
+    elif suffix is None:
+        print(made)
+    if options.output:
+        _write_sweep(chain, made, rows, options.output, suffix or "")
+        if not options.json:
+            print(f"written to {options.output}")
+    return 0 if any(row.makespan is not None for row in made) else 1
+
+
+def _write_sweep(chain: Chain, made: Sweep, rows: list[dict[str, Any]], path: str, suffix: str) -> None:
+    if suffix == ".csv":
+        made.save(path)
+    elif suffix == ".json":
+        table = {"chain": chain.name, "keep_all": chain.compute_time, "rows": rows}
+        Path(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    else:
+        from .. import plot
+
+        plot.save(plot.tradeoff(chain, made), path)
+
+
+# -- simulate
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_chain(parser)
+    add_sequence(parser)
+    parser.add_argument(
+        "--mem-limit", type=size, metavar="SIZE", help="refuse what exceeds it (default: the sequence's own)"
+    )
+    parser.add_argument("--events", action="store_true", help="also print every operation with its times and bytes")
+    add_json(parser)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    if options.chain == options.sequence == "-":
+        raise Stop("only one of the two files can be standard input")
+    chain, sequence = read_chain(options.chain), read_sequence(options.sequence)
+    limit = options.mem_limit if options.mem_limit is not None else sequence.mem_limit
+    trace = simulate(chain, sequence, limit)
+    if options.json:
+        print_json({**_summary(chain, trace), **({"events": _events(trace)} if options.events else {})})
+        return 0
+    if options.events:
+        print(f"{'start s':>12} {'end s':>12} {'lane':<8} {'device':>11} {'host':>11}  operation")
+        for e in trace.events:
+            held = f"{format_bytes(e.memory):>11} {format_bytes(e.host_memory):>11}"
+            print(f"{e.start:>12.6g} {e.end:>12.6g} {e.lane:<8} {held}  {e.op}{'  (again)' if e.recompute else ''}")
+        print()
+    print(trace)
+    return 0
+
+
+def _events(trace: Trace) -> list[dict[str, Any]]:
+    return [
+        {**{k: getattr(e, k) for k in ("lane", "start", "end", "memory", "host_memory", "recompute")}, "op": str(e.op)}
+        for e in trace.events
+    ]
+
+
+COMMANDS = (
+    Command(
+        "solve",
+        "find the fastest sequence for one training step within a limit",
+        'rotoff solve chain.json --mem-limit "14 GiB" --mode joint -o sequence.json',
+        _solve_arguments,
+        _solve,
+        f"Prints the plan as text; {_LIMIT}.",
+    ),
+    Command(
+        "compare",
+        "what one limit costs in every mode, and how far that is from the certified bound",
+        'rotoff compare chain.json --mem-limit "14 GiB"',
+        _compare_arguments,
+        _compare,
+        f"Exits with 1 where nothing fits; {_LIMIT}.",
+    ),
+    Command(
+        "sweep",
+        "step time against bytes for many limits and modes, as a table or a picture",
+        'rotoff sweep chain.json --mem-limit "20 GiB" "14 GiB" "10 GiB" -o tradeoff.png',
+        _sweep_arguments,
+        _sweep,
+    ),
+    Command(
+        "simulate",
+        "run a sequence on the machine: whether it is legal, what it holds, how long it takes",
+        'rotoff simulate chain.json sequence.json --mem-limit "14 GiB" --events',
+        _simulate_arguments,
+        _simulate,
+        "Exits with 1 where the machine refuses the sequence, naming the operation.",
+    ),
+)

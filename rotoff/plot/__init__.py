@@ -1,0 +1,22 @@
+"""Pictures of plans, of what limits cost, and of profiles: matplotlib figures, as PNG, SVG or PDF.
+
+    import rotoff.plot
+    rotoff.plot.save(rotoff.plot.timeline(chain, sequence), "plan.svg")
+
+Needs matplotlib (``pip install "rotoff[plot]"``) and no torch. Every function returns a ``matplotlib.figure.Figure`` that
+belongs to no window and no global state, so it works in notebooks, threads and on machines without a display.
+"""
+
+try:
+    import matplotlib as _matplotlib  # noqa: F401 - here, so that one sentence says what is missing
+except ModuleNotFoundError as error:
+    if error.name != "matplotlib":
+        raise
+    raise ModuleNotFoundError(
+        'rotoff.plot needs matplotlib, which is not installed; pip install "rotoff[plot]"', name="matplotlib"
+    ) from error
+
+from .stages import stages as stages
+from .style import save as save
+from .timeline import timeline as timeline
+from .tradeoff import tradeoff as tradeoff

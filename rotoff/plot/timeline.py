@@ -1,0 +1,187 @@
+"""A plan, or a step that was measured, against time: three lanes of work under the curve of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from ..chain import Chain
+from ..sequence import COMPUTES, Op, OpKind
+from ..sequence import Sequence as Plan
+from ..simulator import Trace, simulate
+from ..sizes import format_bytes, parse_bytes
+from . import style
+from .style import Look
+
+LANES = ("compute", "d2h", "h2d")
+_NAMES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device"}
+_LABEL_SHARE = 0.0052  # of the width for each character; a label that does not fit in its box is left out
+
+
+@dataclass(frozen=True)
+class Box:
+    """A stretch of time on a lane, in seconds, with what it shows; label: the stage's number, if it is worth writing."""
+
+    start: float
+    end: float
+    look: Look
+    label: str = ""
+
+
+def timeline(
+    chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None = None, measured: Trace | None = None, title: str = ""
+) -> Figure:
+    """The step that `sequence` is: bytes on device and host over its three lanes, recomputed work and idle time marked.
+
+    Args:
+        mem_limit: bytes or a size, drawn as a line; by default the limit that the sequence was made for.
+        measured: a step as it ran, from `Checkpointable.record_step`; its lanes stand below the predicted ones, on one axis
+            of time, and its bytes (those that the machine charges, at the times measured) over the predicted ones.
+        title: by default mode, step time and peak.
+
+    Raises:
+        InvalidSequenceError: where the machine refuses the sequence.
+    """
+    trace = simulate(chain, sequence)
+    limit = sequence.mem_limit if mem_limit is None and isinstance(sequence, Plan) else mem_limit
+    limit = None if limit is None else parse_bytes(limit)
+    steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
+    longest = max(step.makespan for _, step in steps)
+    moves = trace.d2h_bytes > 0
+    lanes = LANES if moves else LANES[:1]
+
+    height = 2.6 + len(steps) * (0.42 * len(lanes) + 0.25) + 0.9
+    figure = style.new_figure(10, height)
+    ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
+    axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
+    figure.suptitle(title or _title(chain, sequence, trace), fontsize=10.5, x=0.01, ha="left")
+    _draw_bytes(axes[0], steps, limit)
+    shown: dict[str, Look] = {}
+    for axis, (name, step) in zip(axes[1:], steps, strict=True):
+        shown.update(_draw_lanes(axis, step, lanes, longest, name if len(steps) > 1 else ""))
+    axes[-1].set_xlim(0, longest * 1.002 or 1.0)
+    unit, size = style.time_unit(longest)
+    style.in_units(axes[-1], "x", size, unit, "time")
+    looks = [look for look in style.LOOKS if look.words in shown]
+    patches = [Patch(facecolor=x.colour, hatch=x.hatch, edgecolor=style.INK, linewidth=0.5, label=x.words) for x in looks]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
+    return figure
+
+
+def boxes(trace: Trace, lane: str) -> list[Box]:
+    """What the lane shows: operations and copies, and on the compute lane the idle time between them."""
+    if lane != "compute":
+        look = style.OUTWARD if lane == "d2h" else style.INWARD
+        return [Box(e.start, e.end, look, _value(e.op)) for e in trace.events if e.lane == lane]
+    found: list[Box] = []
+    clock = 0.0
+    for event in trace.events:
+        if event.op.kind not in COMPUTES:
+            continue
+        if event.start > clock:
+            found.append(Box(clock, event.start, style.IDLE))
+        clock = event.end
+        look = style.BACKWARD if event.op.kind is OpKind.B else style.RECOMPUTE if event.recompute else style.FORWARD
+        found.append(Box(event.start, event.end, look, str(event.op.stage)))
+    return found
+
+
+def held(trace: Trace) -> tuple[list[float], list[int], list[int]]:
+    """(seconds, bytes on the device, bytes on the host), each value from its time on until the next one's.
+
+    Program order decides bytes: a copy's are taken when the compute lane issues it, not when the copy runs. Of operations
+    that take no time, only what they leave behind is shown, and a peak where they make one.
+    """
+    instants: dict[float, list[tuple[int, int]]] = {}
+    clock = 0.0
+    for event in trace.events:
+        if event.lane == "compute":
+            clock = max(clock, event.start)
+        instants.setdefault(clock, []).append((event.memory, event.host_memory))
+        if event.lane == "compute":
+            clock = event.end
+    points: list[tuple[float, int, int]] = []
+    for time, seen in instants.items():
+        most, last = max(seen), seen[-1]
+        if most[0] > max(last[0], points[-1][1] if points else 0):
+            points.append((time, *most))
+        points.append((time, *last))
+    points.append((clock, *points[-1][1:]))
+    return [point[0] for point in points], [point[1] for point in points], [point[2] for point in points]
+
+
+def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | None) -> None:
+    several = len(steps) > 1
+    most = max([limit or 0, *(max(t.peak_bytes, t.host_peak_bytes) for _, t in steps)])
+    for n, (name, trace) in enumerate(steps):
+        times, device, host = held(trace)
+        label = f"device, {name}" if several else "device"
+        if n == 0:
+            axis.fill_between(times, device, step="post", color="#DCE9F5", linewidth=0)
+        colour, dashes = (style.BACKWARD.colour, "-") if n == 0 else (style.RECOMPUTE.colour, (0, (4, 1.5)))
+        axis.plot(times, device, drawstyle="steps-post", color=colour, linestyle=dashes, linewidth=1.3, label=label)
+        if trace.host_peak_bytes and n == 0:
+            axis.plot(times, host, drawstyle="steps-post", color=style.INK, linestyle=":", linewidth=1.4, label="host")
+    if limit is not None:
+        axis.axhline(limit, color=style.INK, linestyle="--", linewidth=1.2, label=f"limit, {format_bytes(limit)}")
+    unit, size = style.byte_unit(most)
+    axis.set_ylim(0, most * 1.06)
+    style.quiet(axis)
+    style.in_units(axis, "y", size, unit, "held")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=8, frameon=False, borderaxespad=0.1)
+
+
+def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, name: str) -> dict[str, Look]:
+    shown: dict[str, Look] = {}
+    for row, lane in enumerate(lanes):
+        groups: dict[Look, list[Rectangle]] = {}
+        for box in boxes(trace, lane):
+            if box.end <= box.start:
+                continue
+            shown[box.look.words] = box.look
+            groups.setdefault(box.look, []).append(Rectangle((box.start, row - 0.38), box.end - box.start, 0.76))
+            if box.label and box.end - box.start > longest * _LABEL_SHARE * (len(box.label) + 1):
+                ink = "#FFFFFF" if box.look in (style.BACKWARD, style.INWARD) else style.INK
+                back = {"facecolor": box.look.colour, "edgecolor": "none", "pad": 0.6} if box.look.hatch else None
+                middle = (box.start + box.end) / 2
+                axis.text(middle, row, box.label, ha="center", va="center", fontsize=6.5, color=ink, bbox=back)
+        crowded = sum(len(found) for found in groups.values()) > 400
+        for look, found in groups.items():
+            collection = PatchCollection(
+                found, facecolor=look.colour, edgecolor=style.INK if not crowded or look.hatch else look.colour
+            )
+            collection.set_linewidth(0.35 if not crowded else 0.1)
+            collection.set_hatch(look.hatch)
+            axis.add_collection(collection)
+    axis.set_ylim(len(lanes) - 0.45, -0.55)
+    axis.set_yticks(range(len(lanes)), [_NAMES[lane] for lane in lanes])
+    style.quiet(axis, "x")
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+    if name:
+        axis.set_title(f"{name}: {_seconds(trace.makespan)}", fontsize=8.5, loc="left", pad=2)
+    return shown
+
+
+def _value(op: Op) -> str:
+    return f"{'ā' if op.saved else 'a'}{op.stage}"
+
+
+def _title(chain: Chain, sequence: Iterable[Op], trace: Trace) -> str:
+    mode = sequence.mode if isinstance(sequence, Plan) else ""
+    name = " · ".join(part for part in (chain.name, f"mode {mode}" if mode else "") if part)
+    over = (
+        f" ({100 * (trace.makespan / chain.compute_time - 1):+.1f} % over keeping everything)" if chain.compute_time else ""
+    )
+    facts = f"step {_seconds(trace.makespan)}{over}, peak {format_bytes(trace.peak_bytes)}"
+    return f"{name} · {facts}" if name else facts
+
+
+def _seconds(value: float) -> str:
+    unit, size = style.time_unit(value)
+    return f"{value / size:.4g} {unit}"

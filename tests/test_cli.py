@@ -1,0 +1,245 @@
+"""The command line: every command, JSON in and out, exit codes, and sentences instead of tracebacks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rotoff
+from rotoff.cli import main, parser
+
+STAGE = {"forward_time": 0.1, "backward_time": 0.2, "output_bytes": 2**20, "saved_bytes": 4 * 2**20}
+CHAIN = rotoff.Chain(tuple(rotoff.Stage(f"s{i}", **STAGE) for i in range(8)), 1e8, 1e8, input_bytes=2**20, name="eight")
+COMMANDS = ("profile", "solve", "compare", "sweep", "simulate", "show", "plot")
+QUICK = ["--no-refine"]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a chain and a plan for it, made the current one."""
+    monkeypatch.chdir(tmp_path)
+    CHAIN.save("chain.json")
+    assert main(["solve", "chain.json", "--mem-limit", "20 MiB", "-o", "sequence.json", *QUICK]) == 0
+    return tmp_path
+
+
+def out(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """What a command prints to standard output; its exit code must be `code`."""
+    capsys.readouterr()
+    assert main(list(arguments)) == code, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    """The one line that a failing command prints to standard error."""
+    capsys.readouterr()
+    assert main(list(arguments)) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    return said.err
+
+
+def test_python_m_rotoff_runs_and_needs_no_torch(tmp_path: Path) -> None:
+    CHAIN.save(tmp_path / "chain.json")
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['rotoff', 'solve', 'chain.json', '--mem-limit', '20MiB', '--json', '--no-refine'];"
+        "import runpy; runpy.run_module('rotoff', run_name='__main__')"
+    )
+    root = str(Path(rotoff.__file__).parent.parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""  # no progress bar where there is no terminal
+    assert json.loads(ran.stdout)["mem_limit"] == 20 * 2**20
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    text = out(capsys, command, "--help")
+    example = text.split("example:\n")[1]
+    assert example.strip().startswith(f"rotoff {command}")
+    assert set(COMMANDS) <= set(parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
+
+
+def test_solve_writes_what_the_machine_accepts(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = rotoff.Sequence.load("sequence.json")
+    trace = rotoff.simulate(CHAIN, made, "20 MiB")
+    text = out(capsys, "solve", "chain.json", "--mem-limit", "20MiB", *QUICK)
+    assert "mode joint" in text
+    assert rotoff.format_bytes(trace.peak_bytes) in text
+    data = json.loads(out(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--mode", "remat", "--json", *QUICK))
+    assert data["mode"] == "remat"
+    assert not any(op.startswith("offload") for op in data["ops"])
+
+
+def test_a_chain_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(CHAIN.to_dict())))
+    data = json.loads(out(capsys, "solve", "-", "--mem-limit", "20MiB", "--json", *QUICK))
+    assert data["format"] == "rotoff.sequence"
+    monkeypatch.setattr("sys.stdin", io.StringIO("nothing"))
+    assert "standard input is not JSON" in error(capsys, "show", "-")
+
+
+def test_compare_has_a_row_for_every_mode(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(out(capsys, "compare", "chain.json", "--mem-limit", "18 MiB", "--json", *QUICK))
+    assert [row["mode"] for row in data["rows"]] == ["joint", "remat", "offload"]
+    times = {row["mode"]: row["makespan"] for row in data["rows"]}
+    assert times["joint"] <= min(times.values()) + 1e-12
+    assert data["lower_bound"] == rotoff.lower_bound(CHAIN, 18 * 2**20) <= times["joint"] * (1 + 1e-9)
+    assert all(row["min_mem_limit"] == rotoff.min_mem_limit(CHAIN, row["mode"]) for row in data["rows"])
+    text = out(capsys, "compare", "chain.json", "--mem-limit", "18 MiB", "--modes", "remat,joint", *QUICK)
+    assert [line.split()[0] for line in text.splitlines()[3:]] == ["remat", "joint", "bound"]
+
+
+def test_compare_says_what_does_not_fit(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "compare", "chain.json", "--mem-limit", "2 MiB", code=1)
+    assert text.count("does not fit") == 3
+    assert rotoff.format_bytes(rotoff.min_mem_limit(CHAIN, "remat")) in text
+
+
+def test_sweep_prints_and_writes(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["16MiB", "24MiB"]
+    text = out(capsys, "sweep", "chain.json", "--mem-limit", *limits, "--modes", "joint", *QUICK)
+    assert len(text.splitlines()) == 3
+    data = json.loads(out(capsys, "sweep", "chain.json", "--mem-limit", *limits, "--json", "-o", "rows.json", *QUICK))
+    assert [row["limit"] for row in data["rows"][:2]] == [16 * 2**20, 24 * 2**20]
+    assert json.loads((files / "rows.json").read_text()) == data
+    out(capsys, "sweep", "chain.json", "--mem-limit", *limits, "-o", "rows.csv", *QUICK)
+    assert (files / "rows.csv").read_text().splitlines()[0].startswith("limit,mode,makespan")
+    assert out(capsys, "sweep", "chain.json", "--mem-limit", "1MiB", "--json", *QUICK, code=1)
+
+
+def test_simulate(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = rotoff.simulate(CHAIN, rotoff.Sequence.load("sequence.json"))
+    assert out(capsys, "simulate", "chain.json", "sequence.json").strip() == str(trace)
+    data = json.loads(out(capsys, "simulate", "chain.json", "sequence.json", "--json", "--events"))
+    assert (data["makespan"], data["peak_bytes"]) == (trace.makespan, trace.peak_bytes)
+    assert [event["op"] for event in data["events"]] == [str(event.op) for event in trace.events]
+    rows = out(capsys, "simulate", "chain.json", "sequence.json", "--events").splitlines()
+    assert len(rows) == len(trace.events) + 3
+    said = error(capsys, "simulate", "chain.json", "sequence.json", "--mem-limit", "8MiB", code=1)
+    assert "more than the limit of 8388608" in said
+
+
+def test_show(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "show", "chain.json", "sequence.json", "--width", "70")
+    assert text.strip() == rotoff.render(CHAIN, rotoff.Sequence.load("sequence.json"), width=70, colour=False)
+    assert "\x1b[" in out(capsys, "show", "chain.json", "sequence.json", "--color", "always")
+    assert out(capsys, "show", "chain.json", "sequence.json", "--ops").splitlines()[0].startswith("F_")
+    data = json.loads(out(capsys, "show", "chain.json", "sequence.json", "--json"))
+    assert [row["name"] for row in data["stages"]] == [stage.name for stage in CHAIN.stages]
+    table = out(capsys, "show", "chain.json").splitlines()
+    assert len(table) == 1 + 8 + 3
+    assert "100 ms" in table[1]
+    assert "4.00 MiB" in table[1]
+
+
+def test_plot_draws_and_exports(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert out(capsys, "plot", "chain.json", "sequence.json", "-o", "plan.json") == "written to plan.json\n"
+    assert json.loads((files / "plan.json").read_text())["traceEvents"]
+    assert "a trace needs a sequence" in error(capsys, "plot", "chain.json", "-o", "plan.json")
+    pytest.importorskip("matplotlib")
+    out(capsys, "plot", "chain.json", "sequence.json", "-o", "plan.png")
+    out(capsys, "plot", "chain.json", "-o", "stages.svg")
+    out(capsys, "sweep", "chain.json", "--mem-limit", "16MiB", "24MiB", "-o", "sweep.png", *QUICK)
+    assert (files / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert (files / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (files / "stages.svg").read_bytes()
+
+
+MODELS = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)]), torch.randn(64, 32)
+
+def broken():
+    raise RuntimeError("no such weights")
+
+def wrong():
+    return nn.Linear(2, 2)
+"""
+
+
+def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    (files / "my_models_of_the_test.py").write_text(MODELS)
+    for target in ("my_models_of_the_test:build", str(files / "my_models_of_the_test.py") + ":build"):
+        data = json.loads(out(capsys, "profile", target, "--json", "-o", "measured.json", "--repeats", "1"))
+        made = rotoff.Chain.load("measured.json")
+        assert made == rotoff.Chain.from_dict(data)
+        assert (len(made), made.name, made.input_bytes) == (8, "Sequential", 64 * 32 * 4)
+    text = out(capsys, "profile", "my_models_of_the_test:build", "--repeats", "1", "--name", "mine")
+    assert "mine: 8 stages" in text
+    said = error(capsys, "profile", "my_models_of_the_test:broken")
+    assert "raised RuntimeError: no such weights" in said
+    assert "it must return (model, sample)" in error(capsys, "profile", "my_models_of_the_test:wrong")
+    assert "no function 'build2'" in error(capsys, "profile", "my_models_of_the_test:build2")
+    assert "cannot be imported" in error(capsys, "profile", "no_such_module_at_all:build")
+    assert "is no MODULE:FUNCTION" in error(capsys, "profile", "my_models_of_the_test")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["solve", "nowhere.json", "--mem-limit", "1GiB"], 2, "nowhere.json: No such file or directory"),
+        (["solve", "sequence.json", "--mem-limit", "1GiB"], 2, 'the field "format" must be "rotoff.chain"'),
+        (["solve", "chain.json", "--mem-limit", "3 MiB"], 1, "needs at least"),
+        (["solve", "chain.json", "--mem-limit", "lots"], 2, "the size is 'lots'"),
+        (["solve", "chain.json", "--mem-limit", "0.5"], 2, "a number without a unit"),
+        (["solve", "chain.json", "--mem-limit", "1GiB", "--mem-slots", "0"], 2, "mem_slots is 0"),
+        (["solve", "chain.json"], 2, "required: --mem-limit"),
+        (["compare", "chain.json", "--mem-limit", "1GiB", "--modes", "fast"], 2, "give some of joint, remat, offload"),
+        (["plot", "chain.json", "-o", "picture.jpg"], 2, "end it in .png"),
+        (["plot", "chain.json", "-o", "nowhere/picture.svg"], 2, "nowhere/picture.svg: No such file or directory"),
+        (["show", "chain.json", "--ops"], 2, "--ops needs a sequence"),
+        (["simulate", "-", "-"], 2, "only one of the two"),
+        ([], 2, "required: COMMAND"),
+    ],
+)
+def test_wrong_input_is_a_sentence_and_an_exit_code(
+    files: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, sentence: str
+) -> None:
+    assert sentence in error(capsys, *arguments, code=code)
+
+
+def test_traceback_on_demand(files: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        main(["solve", "nowhere.json", "--mem-limit", "1GiB", "--traceback"])
+
+
+def test_an_interrupt_is_130(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rotoff.cli.plans.solve", interrupted)
+    assert error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", code=130) == "rotoff: interrupted\n"
+
+
+def test_a_progress_bar_is_for_terminals_only_and_leaves_no_trace(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rotoff.cli import command
+
+    monkeypatch.setattr(command.sys.stderr, "isatty", lambda: True, raising=False)
+    clock = iter(range(1000))
+    monkeypatch.setattr(command.time, "monotonic", lambda: float(next(clock)))
+    with command.Bar("working") as bar:
+        bar(0.5, "half")
+    said = capsys.readouterr().err
+    assert "working [############............]  50% half" in said
+    assert said.endswith("\r\x1b[2K")

@@ -1,0 +1,135 @@
+"""A plan in the terminal, its words and its trace file say what the machine says."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+
+import rotoff
+from rotoff.summary import fates, in_words, ranges
+from rotoff.terminal import has_colour
+
+STAGE = {"forward_time": 1.0, "backward_time": 2.0, "output_bytes": 100, "saved_bytes": 300}
+
+
+def chain(stages: int) -> rotoff.Chain:
+    made = tuple(rotoff.Stage(f"block{i}", **STAGE) for i in range(1, stages + 1))
+    return rotoff.Chain(made, 100.0, 100.0, input_bytes=50, name="test")
+
+
+MOVING = rotoff.Sequence.from_text(
+    "F_all 1\noffload abar 1\nF_ck 2\nfree abar 1\nF_all 3\nB 3\nprefetch abar 1\nwait abar 1\nF_all 2\nB 2\nB 1",
+    mode="joint",
+    mem_limit=2000,
+)
+
+
+def test_fates() -> None:
+    made = fates(MOVING)
+    assert [fate.word for fate in made] == ["moved", "recomputed", "kept"]
+    assert [fate.kept for fate in made] == [False, False, True]
+    assert in_words(MOVING) == "stages 1 moved, 2 recomputed"
+    assert in_words(rotoff.keep_all(chain(2))) == "everything is kept"
+    smaller = rotoff.Sequence.from_text("F_sel 1 2\nB 1")
+    assert [(fate.form, fate.word) for fate in fates(smaller)] == [(2, "reduced")]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], "none"), ([3], "3"), ([1, 2, 3, 7, 9, 10], "1-3, 7, 9-10"), ([5, 4, 5], "4-5")]
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert ranges(numbers) == text
+
+
+@pytest.mark.parametrize(("stages", "width"), [(3, 40), (50, 80), (50, 120), (300, 100)])
+def test_a_plan_fits_one_screen(stages: int, width: int) -> None:
+    c = chain(stages)
+    if stages == 3:
+        plan = MOVING
+    else:
+        moved = [i for i in range(2, stages - 1) if i % 3 == 0]
+        ops = [line for i in range(1, stages + 1) for line in (f"F_all {i}", *([f"offload abar {i}"] if i in moved else []))]
+        ops += [f"free abar {i}" for i in moved]
+        for i in range(stages, 0, -1):
+            ops += [*([f"prefetch abar {i - 1}", f"wait abar {i - 1}"] if i - 1 in moved else []), f"B {i}"]
+        plan = rotoff.Sequence.from_text(ops, mode="offload")
+    lines = rotoff.render(c, plan, width=width, colour=False).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= width
+    first = next(n for n, line in enumerate(lines) if line.startswith("  stages"))
+    letters = "".join(re.match(r"[kmrxs]*", line[9:])[0] for line in lines[first : first + -(-stages // (width - 10))])
+    assert letters == "".join({"kept": "k", "moved": "m", "recomputed": "r"}.get(f.word, "x") for f in fates(plan))
+
+
+def test_lanes_show_what_fills_their_time() -> None:
+    c = chain(3)
+    text = rotoff.render(c, MOVING, width=40, colour=False)
+    trace = rotoff.simulate(c, MOVING)
+    (lane,) = [line[9:] for line in text.splitlines() if line.startswith(" compute")]
+    columns = 30
+    for letter, seconds in (("R", trace.recompute_time), ("B", 6.0), ("F", 3.0), (".", trace.idle_time)):
+        assert lane.count(letter) == pytest.approx(seconds / trace.makespan * columns, abs=1.5), letter
+    assert "peak 950 B" in text
+    assert "limit 1.95 KiB" in text
+    assert "m moved to the host: 1" in text
+    assert "r recomputed: 2" in text
+    assert "\x1b" not in text
+
+
+def test_colour_only_adds_to_the_text() -> None:
+    coloured = rotoff.render(chain(3), MOVING, width=60, colour=True)
+    plain = rotoff.render(chain(3), MOVING, width=60, colour=False)
+    assert [line.rstrip() for line in re.sub(r"\x1b\[\d+m", "", coloured).splitlines()] == plain.splitlines()
+    assert "\x1b[33m" in coloured
+
+
+def test_colour_is_the_terminals_and_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert has_colour(Terminal())
+    assert not has_colour(io.StringIO())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert has_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colour(Terminal())
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not has_colour(Terminal())
+
+
+def test_a_trace_is_one_readable_line() -> None:
+    text = str(rotoff.simulate(chain(3), MOVING))
+    assert text.startswith("step ")
+    assert "1 s recomputed" in text
+    assert "\n" not in text
+
+
+def test_a_trace_file_holds_every_operation_that_takes_time() -> None:
+    c = chain(3)
+    trace = rotoff.simulate(c, MOVING)
+    data = json.loads(json.dumps(rotoff.chrome_trace(c, MOVING)))
+    slices = [event for event in data["traceEvents"] if event["ph"] == "X"]
+    timed = [event for event in trace.events if event.end > event.start]
+    assert [s["name"] for s in slices] == [str(event.op) for event in timed]
+    for made, event in zip(slices, timed, strict=True):
+        assert made["ts"] == pytest.approx(event.start * 1e6)
+        assert made["ts"] + made["dur"] == pytest.approx(event.end * 1e6)
+        assert made["tid"] == {"compute": 1, "d2h": 2, "h2d": 3}[event.lane]
+    counters = [event["args"]["device"] for event in data["traceEvents"] if event["ph"] == "C"]
+    assert max(counters) == trace.peak_bytes
+    assert {event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"} == {
+        "compute",
+        "device to host",
+        "host to device",
+    }
+    both = rotoff.chrome_trace(c, MOVING, measured=trace)["traceEvents"]
+    assert {event["pid"] for event in both} == {1, 2}
