@@ -12,6 +12,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from .chain import Chain
 from .errors import MeasureError, OptionError
 from .profile.measure import Profile, Progress, measure
 from .profile.meter import CUDA_BLOCK
+from .rotor_names import NO_LIMIT, RotorNames
 from .runtime.agreement import agree_on_limit, agree_on_profile, refuse_root_shards
 from .runtime.check import Checker
 from .runtime.free_memory import free_memory
@@ -32,6 +34,7 @@ from .runtime.interpreter import Step
 from .runtime.link_pool import LinkPool
 from .runtime.plan import ExecutionPlan, compile_sequence
 from .runtime.planning import Request, make_plan, own_bytes
+from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
 from .solver import keep_all
@@ -51,7 +54,7 @@ class _Planned:
     plan: ExecutionPlan | None = None
 
 
-class Checkpointable(nn.Module):
+class Checkpointable(RotorNames, nn.Module):
     """`model`, whose training steps stay inside a memory limit once `compute_sequence` has been called.
 
     In `eval` mode and without gradients the model runs as it is. `state_dict`, `named_parameters` and attributes are the
@@ -91,6 +94,8 @@ class Checkpointable(nn.Module):
         self._request: Request | None = None
         self._known: OrderedDict[Any, _Planned] = OrderedDict()
         self._latest: _Planned | None = None
+        self._recording: Recording | None = None
+        self._plain: Any = None  # what runs the model as it is, where that is not a call of it (`rotoff.attach`)
         self.training = model.training
         self._register_state_dict_hook(_strip_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
@@ -207,8 +212,13 @@ class Checkpointable(nn.Module):
 
     @property
     def mem_limit(self) -> int | None:
-        """The limit asked for, in bytes."""
-        return None if self._request is None else self._request.mem_limit
+        """The limit asked for, in bytes; None where there is none."""
+        return None if self._request is None or self._request.mem_limit >= NO_LIMIT else self._request.mem_limit
+
+    @property
+    def mem_slots(self) -> int | None:
+        """The slots asked for; None where nothing has been asked for."""
+        return None if self._request is None else self._request.mem_slots
 
     @property
     def _plan(self) -> ExecutionPlan:
@@ -237,23 +247,42 @@ class Checkpointable(nn.Module):
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plain = self._plain or self._model
         if not self.training or not torch.is_grad_enabled() or self._request is None:
-            return self._model(*args, **kwargs)
+            return plain(*args, **kwargs)
         value = strategy.chain_input(self._model, args, kwargs)
         known = self._planned_for(value)
         if known is None:
-            return self._model(*args, **kwargs)
+            return plain(*args, **kwargs)
         assert known.plan is not None
         profile, plan = known.profile, known.plan
-        if plan.keeps_all and not self._check:
-            return self._model(*args, **kwargs)
+        recording = self._recording if self._recording is not None and self._recording.times is None else None
+        if plan.keeps_all and not self._check and recording is None:
+            return plain(*args, **kwargs)
         for stage in profile.prefix:
             value = stage.run(value)
         device = profile.device
         link = self._links.take(device, plan.host_bytes) if plan.host_bytes else None
         checker = Checker(profile.chain, plan.sequence, CUDA_BLOCK if device.type == "cuda" else 1) if self._check else None
-        step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker)
+        times = None if recording is None else recording.begin(plan.trace, device, link)
+        step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker, times)
         return step.forward(value)
+
+    @contextmanager
+    def record_step(self) -> Iterator[Recording]:
+        """Record the first planned step whose forward runs in this block: its times, to compare with the predicted ones.
+
+            with model.record_step() as recorded:
+                model(x).sum().backward()
+            figure = rotoff.plot.timeline(model.chain, model.sequence, measured=recorded.trace)
+
+        Recording costs a few microseconds for each operation; stages run under rotoff even where everything is kept.
+        """
+        self._recording = Recording()
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
 
     def _planned_for(self, value: Any) -> _Planned | None:
         """Profile and plan for inputs like `value`; None where nothing needs a gradient."""

@@ -171,6 +171,8 @@ def _lane(trace: Trace, lane: str, room: int) -> str:
         for column in range(int(start), min(room, int(end) + 1)):
             part = min(end, column + 1) - max(start, column)
             share[column][letter] = share[column].get(letter, 0.0) + max(0.0, part)
+        if lane != "compute":  # copies much shorter than a column are seen all the same
+            share[min(room - 1, int(start))][letter] = 1.0
     empty = "." if lane == "compute" else " "
     cells = []
     for found in share:

@@ -20,6 +20,7 @@ from .style import Look
 
 LANES = ("compute", "d2h", "h2d")
 _NAMES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device"}
+_THIN = 0.004  # of the width
 _LABEL_SHARE = 0.0052  # of the width for each character; a label that does not fit in its box is left out
 
 
@@ -139,23 +140,21 @@ def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | Non
 def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, name: str) -> dict[str, Look]:
     shown: dict[str, Look] = {}
     for row, lane in enumerate(lanes):
-        groups: dict[Look, list[Rectangle]] = {}
+        groups: dict[tuple[Look, bool], list[Rectangle]] = {}
         for box in boxes(trace, lane):
             if box.end <= box.start:
                 continue
             shown[box.look.words] = box.look
-            groups.setdefault(box.look, []).append(Rectangle((box.start, row - 0.38), box.end - box.start, 0.76))
+            thin = box.end - box.start < longest * _THIN and not box.look.hatch  # an edge would hide what it is around
+            groups.setdefault((box.look, thin), []).append(Rectangle((box.start, row - 0.38), box.end - box.start, 0.76))
             if box.label and box.end - box.start > longest * _LABEL_SHARE * (len(box.label) + 1):
                 ink = "#FFFFFF" if box.look in (style.BACKWARD, style.INWARD) else style.INK
                 back = {"facecolor": box.look.colour, "edgecolor": "none", "pad": 0.6} if box.look.hatch else None
                 middle = (box.start + box.end) / 2
                 axis.text(middle, row, box.label, ha="center", va="center", fontsize=6.5, color=ink, bbox=back)
-        crowded = sum(len(found) for found in groups.values()) > 400
-        for look, found in groups.items():
-            collection = PatchCollection(
-                found, facecolor=look.colour, edgecolor=style.INK if not crowded or look.hatch else look.colour
-            )
-            collection.set_linewidth(0.35 if not crowded else 0.1)
+        for (look, thin), found in groups.items():
+            collection = PatchCollection(found, facecolor=look.colour, edgecolor=look.colour if thin else style.INK)
+            collection.set_linewidth(0.35)
             collection.set_hatch(look.hatch)
             axis.add_collection(collection)
     axis.set_ylim(len(lanes) - 0.45, -0.55)

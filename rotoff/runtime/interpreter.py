@@ -28,6 +28,7 @@ from .link import Link
 from .plan import ExecutionPlan, describe
 from .replay import ReplayState, Surroundings
 from .stage_run import InputRef, Packed, Resident, StageRun
+from .step_times import StepTimes
 from .values import Held, Slot, View
 
 AGAIN = (
@@ -43,7 +44,7 @@ class Step:
 
     Args:
         plan: what to do. stages, behaviours: one for each stage of the chain. link: to the host, None where nothing moves.
-        done: called once with the link when the step needs it no more. checker: told of every operation, if any.
+        done: called once with the link when the step needs it no more. checker, times: told of every operation, if any.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Step:
         link: Link | None,
         done: Callable[[Link], None],
         checker: Checker | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         self._plan = plan
         self._stages = stages
@@ -63,6 +65,7 @@ class Step:
         self._recording = link is not None and link.recording
         self._done = done
         self._checker = checker
+        self._times = times
         self._surroundings = Surroundings(device)
         self._held: dict[Value, Held] = {}
         self._runs: dict[int, StageRun] = {}
@@ -113,6 +116,8 @@ class Step:
                 self._begin_backward(op.stage)
                 if self._checker is not None:
                     self._checker.begin(op)
+                if self._times is not None:
+                    self._times.begin(self._next - 1)
                 if op.stage <= i:
                     break
             if op.stage != i:
@@ -139,6 +144,8 @@ class Step:
         i = self._backward
         if not i:
             return
+        if self._times is not None:
+            self._times.end()
         for v in (abar(i), a(i - 1)):
             if v in self._held and v != a(0):
                 self._release(self._held.pop(v))
@@ -161,6 +168,8 @@ class Step:
         if self._closed:
             return
         self._closed = True
+        if self._times is not None:
+            self._times.close(complete=self._backward == 1 and not self._failed)
         self._edges.clear()
         held, self._held = self._held, {}
         self._runs.clear()
@@ -183,6 +192,8 @@ class Step:
     # -- operations
 
     def _execute(self, op: Op) -> None:
+        if self._times is not None:
+            self._times.begin(self._next)
         try:
             self._METHODS[op.kind](self, op)
         except Exception as error:
@@ -191,6 +202,8 @@ class Step:
                 error.add_note(f"rotoff: while running {where}, stage {self._stage_name(op.stage)!r}")
             raise
         self._next += 1
+        if self._times is not None:
+            self._times.end()
         if self._checker is not None:
             self._checker.after(op, self._held)
 
@@ -213,6 +226,8 @@ class Step:
         if self._recording:
             self._touch(str(op), [op.value], [])
         self._held[op.value].offload(self._need_link(), place.offset, place.room)
+        if self._times is not None:
+            self._times.copy(self._next, self._held[op.value].offloaded)
 
     def _free(self, op: Op) -> None:
         self._held[op.value].check_unmodified()
@@ -221,6 +236,8 @@ class Step:
 
     def _prefetch(self, op: Op) -> None:
         self._held[op.value].prefetch(self._need_link())
+        if self._times is not None:
+            self._times.copy(self._next, self._held[op.value].tickets[-1][1])
 
     def _wait(self, op: Op) -> None:
         self._held[op.value].settle()

@@ -33,6 +33,7 @@ class Link(ABC):
     device: torch.device
     duplex: bool
     capacity: int  # host bytes that `reserve` has secured
+    timed = False  # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
     recording = False  # whether `access` wants to be told what compute touches
 
     @abstractmethod

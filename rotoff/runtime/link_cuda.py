@@ -32,6 +32,7 @@ class Streams(Protocol):
     """What a `StreamLink` needs of a device: queues of work that run in order, and events that order queues."""
 
     device: torch.device
+    timed: bool  # whether new events can tell when they passed
 
     def current(self) -> Stream:
         """The stream on which compute, and so the allocator, is ordered right now on the calling thread."""
@@ -68,7 +69,7 @@ class CudaStreams:
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._timed = timed
+        self.timed = timed
 
     def current(self) -> Stream:
         # Asked anew each time: backward runs on another thread, and the user may be on a stream of their own.
@@ -80,7 +81,7 @@ class CudaStreams:
         return _cuda.Stream(self.device, priority=-1)
 
     def event(self) -> Event:
-        return _cuda.Event(enable_timing=self._timed)
+        return _cuda.Event(enable_timing=self.timed)
 
     def record(self, event: Event, stream: Stream) -> None:
         event.record(stream)
@@ -122,7 +123,7 @@ class StreamTicket:
     go: a copy must never write to memory that the allocator has given to somebody else.
     """
 
-    __slots__ = ("_pool", "_streams", "_tensors", "compute", "done")
+    __slots__ = ("_pool", "_streams", "_tensors", "begin", "compute", "done")
 
     def __init__(self, streams: Streams, pool: list[Event], compute: Stream, done: Event, tensors: Sequence[torch.Tensor]):
         self._streams = streams
@@ -130,6 +131,12 @@ class StreamTicket:
         self._tensors: tuple[torch.Tensor, ...] | None = tuple(tensors)
         self.compute = compute
         self.done = done
+        self.begin: Event | None = None  # where the link is timed
+
+    def span(self, zero: Event) -> tuple[float, float]:
+        """Seconds from `zero`, a timed event of the compute stream, to the copy's begin and end; both must have passed."""
+        assert self.begin is not None
+        return zero.elapsed_time(self.begin) / 1e3, zero.elapsed_time(self.done) / 1e3
 
     def settle(self) -> None:
         """The compute stream is known to wait for the copy: its tensors may go."""
@@ -156,8 +163,9 @@ class StreamLink(Link):
         self.device = streams.device
         self.capacity = 0
         self.timings: list[Timing] = []
-        self._timed = timed
+        self._keeps_timings = self.timed = timed
         self._streams = streams
+        self._streams.timed = timed
         self._slab = Slab()
         self._outward = streams.side()
         self._inward = streams.side()
@@ -222,7 +230,8 @@ class StreamLink(Link):
         self._pool.append(ready)  # the wait is for what it stood for when it was asked
         if after is not None:
             streams.wait(stream, after.done)
-        begin = streams.event() if self._timed else None
+        streams.timed = self.timed
+        begin = streams.event() if self.timed else None
         if begin is not None:
             streams.record(begin, stream)
         ticket = StreamTicket(streams, self._pool, compute, self._event(), tensors)
@@ -230,14 +239,15 @@ class StreamLink(Link):
             streams.copy(stream, pairs)
         finally:
             streams.record(ticket.done, stream)  # after a failure too: some of the copies may be under way
-        if self._timed:
+        ticket.begin = begin
+        if self._keeps_timings:
             self.timings.append(Timing(after is None, sum(t.numel() for t in tensors), begin, ticket.done))
         return ticket
 
     def _event(self) -> Event:
         # An event of a timing keeps its meaning, so a timed link uses none twice.
         try:
-            return self._streams.event() if self._timed else self._pool.pop()
+            return self._streams.event() if self.timed else self._pool.pop()
         except IndexError:
             return self._streams.event()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ from .link import Link
 class FileTicket:
     """One copy that a `FileLink` has taken on; it lets its tensors go before anybody can know that it has ended."""
 
-    __slots__ = ("_after", "_finished", "_tensors", "failure", "nbytes", "offset", "out", "process")
+    __slots__ = ("_after", "_finished", "_tensors", "began", "ended", "failure", "nbytes", "offset", "out", "process")
 
     def __init__(self, tensors: Sequence[torch.Tensor], offset: int, out: bool, after: FileTicket | None = None) -> None:
         self._tensors = tuple(tensors)
@@ -32,10 +33,12 @@ class FileTicket:
         self.offset = offset
         self.out = out
         self.failure: BaseException | None = None
+        self.began = self.ended = 0.0  # on the host's clock
         self.process = os.getpid()
 
     def run(self, file: HostFile) -> None:
         """Do the copy, on the link's thread; what goes wrong is kept for whoever waits."""
+        self.began = time.perf_counter()
         try:
             if self._after is not None and self._after.failure is not None:
                 raise self._after.failure
@@ -45,7 +48,12 @@ class FileTicket:
         finally:
             self._tensors = ()
             self._after = None
+            self.ended = time.perf_counter()
             self._finished.set()
+
+    def span(self, zero: float) -> tuple[float, float]:
+        """Seconds from `zero`, a reading of ``time.perf_counter``, to the copy's begin and end."""
+        return self.began - zero, self.ended - zero
 
     def join(self) -> None:
         """Block until the copy has ended; an interrupt gets through."""

@@ -66,6 +66,7 @@ class RecordingStreams:
 
     def __init__(self, eagerness: float = 0.0, seed: int = 0) -> None:
         self.device = torch.device("cpu")
+        self.timed = False
         self.recording = Recording()
         self._eagerness = eagerness
         self._random = random.Random(seed)

@@ -10,6 +10,7 @@ from ..bounds import min_mem_limit
 from ..chain import Chain
 from ..errors import InfeasibleError
 from ..profile.measure import Profile
+from ..rotor_names import NO_LIMIT
 from ..sequence import Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes
@@ -129,7 +130,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
         "rotoff: planned %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
         " %.4g s recomputed; %s",
         request,
-        format_bytes(request.mem_limit),
+        "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),
         format_bytes(own_bytes(profile, plan)),
         trace.makespan,
         100 * (trace.makespan / base - 1) if base else 0.0,

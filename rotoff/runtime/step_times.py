@@ -1,0 +1,154 @@
+"""How long the operations of one step really took, lane by lane, to lay over what the machine predicted.
+
+On CUDA by events on the streams that do the work, read once the step is over; on the CPU by the host's clock, copies by the
+thread that does them. Nothing here waits while the step runs. Bytes are those that the machine charges: program order decides
+them, so they are the plan's at other times (``check=True`` compares them with what the device holds).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import MeasureError
+from ..sequence import COMPUTES
+from ..simulator import Event, Trace
+from .link import Link, Ticket
+
+
+class _Clock(Protocol):
+    def now(self) -> Any: ...
+
+    def seconds(self, zero: Any, mark: Any) -> float: ...
+
+    def finish(self) -> None: ...
+
+
+class _HostClock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, zero: float, mark: float) -> float:
+        return mark - zero
+
+    def finish(self) -> None:
+        pass
+
+
+class _StreamClock:
+    """Events on whatever stream computes at the moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, zero: Any, mark: Any) -> float:
+        return zero.elapsed_time(mark) / 1e3
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class StepTimes:
+    """The times of one step; the interpreter tells it when operations begin and end, and of the copies that it starts.
+
+    Args:
+        device: where the step runs. link: its link, which keeps the times of its copies meanwhile.
+    """
+
+    def __init__(self, device: torch.device, link: Link | None) -> None:
+        self._clock: _Clock = _StreamClock(device) if device.type == "cuda" else _HostClock()
+        self._link = link
+        if link is not None:
+            link.timed = True
+        self._open: int | None = None
+        self._marks: dict[int, list[Any]] = {}  # index of the operation -> [begin, end]
+        self._copies: dict[int, Ticket] = {}
+        self.complete = False
+
+    def begin(self, index: int) -> None:
+        """Operation `index` of the sequence is about to run on the compute lane."""
+        self._open = index
+        self._marks[index] = [self._clock.now()]
+
+    def end(self) -> None:
+        """The operation begun last has been issued; nothing where none is under way."""
+        if self._open is not None:
+            self._marks[self._open].append(self._clock.now())
+            self._open = None
+
+    def copy(self, index: int, ticket: Ticket) -> None:
+        """Operation `index` has started this copy."""
+        self._copies[index] = ticket
+
+    def close(self, complete: bool) -> None:
+        """The step is over; `complete` if it ran to its end."""
+        self.end()
+        self.complete = complete
+        if self._link is not None:
+            self._link.timed = False
+            self._link = None
+
+    def trace(self, predicted: Trace) -> Trace:
+        """The step as it ran: the events of `predicted`, at the times measured.
+
+        Raises:
+            MeasureError: where the step did not run to its end.
+        """
+        if not self.complete:
+            raise MeasureError("the recorded step has not run its backward to the end")
+        self._clock.finish()
+        zero = self._marks[0][0]
+        events = []
+        for index, event in enumerate(predicted.events):
+            if event.lane == "compute":
+                start, end = (self._clock.seconds(zero, mark) for mark in self._marks[index])
+            else:
+                start, end = self._copies[index].span(zero)
+            events.append(
+                Event(event.op, event.lane, start, end, event.memory, event.host_memory, recompute=event.recompute)
+            )
+        makespan = max(event.end for event in events)
+        work = [event for event in events if event.op.kind in COMPUTES]
+        return Trace(
+            makespan=makespan,
+            peak_bytes=predicted.peak_bytes,
+            host_peak_bytes=predicted.host_peak_bytes,
+            events=tuple(events),
+            d2h_bytes=predicted.d2h_bytes,
+            h2d_bytes=predicted.h2d_bytes,
+            recompute_time=sum(event.end - event.start for event in work if event.recompute),
+            idle_time=makespan - sum(event.end - event.start for event in work),
+        )
+
+
+class Recording:
+    """What `Checkpointable.record_step` fills: the first step whose forward runs in its block."""
+
+    def __init__(self) -> None:
+        self.times: StepTimes | None = None
+        self.predicted: Trace | None = None
+
+    def begin(self, predicted: Trace, device: torch.device, link: Link | None) -> StepTimes:
+        """A step that `predicted` describes is about to run."""
+        self.predicted, self.times = predicted, StepTimes(device, link)
+        return self.times
+
+    @property
+    def trace(self) -> Trace:
+        """The measured step, in the form of the predicted one; it may be read once its backward has run.
+
+        The caller's own loss, between the last forward and the first backward, shows as idle time.
+
+        Raises:
+            MeasureError: where no planned step has run, or it was not finished.
+        """
+        if self.times is None or self.predicted is None:
+            raise MeasureError("no planned step has run while it was recorded; call the model in training mode in the block")
+        return self.times.trace(self.predicted)
