@@ -20,12 +20,15 @@ from .autoswap import autoswap
 from .dynprog import dynprog
 from .greedy import greedy
 from .nonpersistent import nonpersistent
+from .overlap import overlap
 from .periodic import chen, periodic
 from .pofo import pofo
 from .revolve import revolve
 from .rotor import rotor
+from .superneurons import superneurons
 from .tflms import tflms
 from .vdnn import vdnn
+from .vdnn_plus_plus import vdnn_plus_plus
 
 Policy = Callable[..., Sequence]
 
@@ -33,6 +36,7 @@ POLICIES: Mapping[str, Policy] = {
     "greedy": greedy,
     "dynprog": dynprog,
     "vdnn": vdnn,
+    "vdnn++": vdnn_plus_plus,
     "tflms": tflms,
     "autoswap": autoswap,
     "rotor": rotor,
@@ -41,6 +45,8 @@ POLICIES: Mapping[str, Policy] = {
     "chen": chen,
     "nonpersistent": nonpersistent,
     "pofo": pofo,
+    "overlap": overlap,
+    "superneurons": superneurons,
 }
 # Those that run every forward once, so that nothing has to be restored for a replay.
 WITHOUT_RECOMPUTE = frozenset({"greedy", "dynprog", "vdnn", "vdnn++", "tflms", "autoswap", "overlap"})

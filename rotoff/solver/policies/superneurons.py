@@ -1,0 +1,290 @@
+"""SuperNeurons: liveness, a tensor pool on the host behind an LRU cache on the device, and cost-aware recomputation.
+
+Source: Wang et al., *SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks* (PPoPP 2018), sections
+3.2 to 3.4. *Checkpoints* are the compute-heavy layers (CONV, FC); the layers between two of them form a segment.
+
+- Liveness analysis is what the machine does by itself: ``B i`` drops ā_i and δ_i. Alone, it is keeping everything.
+- Unified tensor pool: ā of CONV layers may leave. Without the cache each one does: out behind the forwards up to the next
+  checkpoint, back behind the backwards from one checkpoint to the one before. With the cache (algorithm 2) an operation that
+  does not fit evicts the least recently used ā of a CONV layer that is not its operand, so nothing moves where all fits; what
+  was evicted comes back when a checkpoint's backward is about to use it, one checkpoint ahead where there is room.
+- Cost-aware recomputation: layers between checkpoints are not kept. *Speed-centric*: a segment runs again once and is kept,
+  O(N) forwards. *Memory-centric*: it runs again for each of its backwards and keeps one layer, n(n+1)/2 forwards for n.
+  *Cost-aware*: speed-centric where |ā_s| + Σ |ā_q| + δ_e + δ_{e−1} + o_B(e) ≤ l_peak over the segment q = s+1..e after
+  checkpoint s (`segment_bytes`), l_peak = max_i l_i and l_i = |ā_i| + |input of i| + δ_i + δ_{i−1} + o_B(i) (`layer_bytes`).
+
+Where interpreted:
+
+- The unit is the stage. Checkpoints are `heavy.heavy_stages` unless given; all of them may move, since a chain does not say
+  which is FC and those are small. The stages after the last checkpoint are kept: their backward follows at once (the
+  paper's table 1 does not count Softmax either).
+- The runtime is "dynamic": here the first technique that fits is used, in the paper's order: liveness, cache, cache with
+  cost-aware recomputation, and with the memory-centric form of every segment. `techniques` fixes one.
+- A convolution's backward needs no output of its own in cuDNN; a stage's backward here holds ā_i, its output included.
+  So B of a checkpoint after a speed-centric segment may hold more than the paper counts.
+- Execution order of fans and joins (algorithm 1), memory pool and workspaces are not a plan's business; see docs/papers.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...bounds import arrays
+from ...chain import Chain
+from ...errors import OptionError
+from ...sequence import B, F_all, F_ck, F_none, Op, OpKind, Sequence, Value, a, abar, drop, free, offload, prefetch, wait
+from ...simulator import Machine
+from .heavy import check_stages, heavy_stages
+from .lowering import peak_bytes
+from .refusal import limit_that_works, refusal
+
+TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Stages first..last between two checkpoints, recomputed; none where last < first."""
+
+    first: int
+    last: int
+
+
+def segments(L: int, checkpoints: list[int]) -> list[Segment]:
+    """What lies before each checkpoint, in its order; what lies after the last one belongs to no segment."""
+    before = [0, *checkpoints]
+    return [Segment(s + 1, i - 1) for s, i in zip(before, checkpoints, strict=False)]
+
+
+def layer_bytes(chain: Chain, i: int) -> int:
+    """l_i: what stage i's backward needs by itself."""
+    c = arrays(chain)
+    before = int(c.saved[i - 1, 0]) if i > 1 else int(c.out[0])
+    return before + int(c.saved[i, 0] + c.grad[i] + c.grad[i - 1] + c.b_transient[i, 0])
+
+
+def segment_bytes(chain: Chain, segment: Segment) -> int:
+    """What the last backward of a segment holds if all of the segment is kept."""
+    c = arrays(chain)
+    s, e = segment.first - 1, segment.last
+    kept = int(c.saved[s, 0] if s else c.out[0]) + int(c.saved[s + 1 : e + 1, 0].sum())
+    return kept + int(c.grad[e] + c.grad[e - 1] + c.b_transient[e, 0])
+
+
+def recomputed_once(chain: Chain, checkpoints: list[int], technique: str) -> set[Segment]:
+    """The segments that are kept once they have run again (speed-centric); the others run again for each backward."""
+    made = segments(len(chain), checkpoints)
+    if technique != "cost-aware":
+        return set(made) if technique == "speed-centric" else set()
+    l_peak = max(layer_bytes(chain, i) for i in range(1, len(chain) + 1))
+    return {segment for segment in made if segment.last >= segment.first and segment_bytes(chain, segment) <= l_peak}
+
+
+def forward(L: int, checkpoints: list[int], kept: bool) -> list[Op]:
+    """Forwards 1..L; where `kept` is false, only checkpoints and what follows the last of them keep their ā."""
+    last, made = (checkpoints[-1] if checkpoints else 0), []
+    plain: int | None = None  # the stage whose output alone is held as the next input
+    for i in range(1, L + 1):
+        if kept or i in checkpoints or i > last:
+            made.append(F_all(i))
+            if plain is not None:
+                made.append(drop(a(plain)))
+            plain = None
+        else:
+            made.append(F_ck(i) if plain is None else F_none(i))
+            plain = i
+    return made
+
+
+def again(segment: Segment, last: int) -> list[Op]:
+    """From the checkpoint before a segment to ā_last alone."""
+    made: list[Op] = []
+    for q in range(segment.first, last):
+        made.append(F_ck(q) if q == segment.first else F_none(q))
+    made.append(F_all(last))
+    return made + ([drop(a(last - 1))] if last > segment.first else [])
+
+
+def backward(L: int, checkpoints: list[int], once: set[Segment], kept: bool) -> list[Op]:
+    """Backwards L..1 with the recomputations that they need."""
+    made, i = [], L
+    places = dict(zip(checkpoints, segments(L, checkpoints), strict=True))
+    while i >= 1:
+        segment = places.get(i)
+        if kept or segment is None or segment.last < segment.first:
+            made.append(B(i))
+            i -= 1
+            continue
+        if segment in once:
+            made += [F_all(q) for q in range(segment.first, segment.last + 1)]
+            made += [B(q) for q in range(i, segment.first - 1, -1)]
+        else:
+            for q in range(segment.last, segment.first - 1, -1):
+                made += [*again(segment, q), B(q + 1)]
+            made.append(B(segment.first))
+        i = segment.first - 1
+    return made
+
+
+class Pool:
+    """The machine, with an LRU cache before the host (algorithm 2); `run` appends what an operation needs before it."""
+
+    def __init__(self, chain: Chain, mem_limit: int, checkpoints: list[int]) -> None:
+        self.chain, self.limit, self.c = chain, mem_limit, arrays(chain)
+        self.machine = Machine(chain)
+        self.mayleave = {abar(i) for i in checkpoints if i < len(chain)}
+        self.recent: list[Value] = []  # the least recently used first
+        self.ops: list[Op] = []
+
+    def do(self, op: Op) -> None:
+        self.machine.step(op)
+        self.ops.append(op)
+
+    def run(self, op: Op, ahead: Value | None = None) -> bool:
+        """Have the operands there, make room, run `op`, with the copy back of `ahead` begun if it fits; False if it cannot."""
+        operands = self._operands(op)
+        need = self._need(op)
+        for v in operands:
+            if v not in self.machine.device and v in self.machine.host:
+                size = self.machine.host[v]
+                if not self._make_room(max(size, size + need), operands):
+                    return False
+                self.do(prefetch(v))
+            if v in self.machine.arriving:
+                self.do(wait(v))
+        if not self._make_room(need, operands):
+            return False
+        if ahead is not None and ahead in self.machine.host and ahead not in self.machine.device:
+            size = self.machine.host[ahead]
+            if self.machine.held_bytes + size + max(0, need) <= self.limit:
+                self.do(prefetch(ahead))
+                self._touch(ahead)
+        self.do(op)
+        for v in operands:
+            self._touch(v)
+        if op.kind is OpKind.F_ALL:
+            self._touch(op.value)
+        return True
+
+    def _make_room(self, need: int, locked: list[Value]) -> bool:
+        while self.machine.held_bytes + need > self.limit:
+            v = next((v for v in self.recent if v not in locked and self.machine.usable(v)), None)
+            if v is None:
+                return False
+            if v not in self.machine.host:
+                if self.machine.held_bytes > self.limit:
+                    return False
+                self.do(offload(v))
+            self.do(free(v))
+            self.recent.remove(v)
+        return True
+
+    def _touch(self, v: Value) -> None:
+        if v in self.recent:
+            self.recent.remove(v)
+        if v in self.mayleave and v in self.machine.device:
+            self.recent.append(v)
+
+    def _operands(self, op: Op) -> list[Value]:
+        i = op.stage
+        if op.kind not in (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE, OpKind.B):
+            return []
+        before = a(i - 1) if i == 1 or a(i - 1) in self.machine.device else abar(i - 1)
+        return ([abar(i)] if op.kind is OpKind.B else []) + ([before] if i > 1 else [])
+
+    def _need(self, op: Op) -> int:
+        """Bytes that the operation takes beyond all that is held."""
+        c, i = self.c, op.stage
+        if op.kind is OpKind.F_ALL:
+            return int(c.saved[i, 0] + c.f_transient[i, 0])
+        if op.kind in (OpKind.F_CK, OpKind.F_NONE):
+            return int(c.out[i] + c.ck_transient[i])
+        return int(c.grad[i - 1] + c.b_transient[i, 0]) if op.kind is OpKind.B else 0
+
+
+def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[int]) -> tuple[Op, ...] | None:
+    """What one technique does within `mem_limit` bytes, or None where it does not fit."""
+    L = len(chain)
+    kept = technique in ("liveness", "cache", "pool")
+    once = recomputed_once(chain, checkpoints, technique)
+    compute = forward(L, checkpoints, kept) + backward(L, checkpoints, once, kept)
+    pool = Pool(chain, mem_limit, [] if technique == "liveness" else checkpoints)
+    if technique == "pool":
+        return _eagerly(pool, compute, checkpoints)
+    before = _checkpoint_before(checkpoints)
+    for op in compute:
+        if not pool.run(op, before.get(op.stage) if op.kind is OpKind.B else None):
+            return None
+    return tuple(pool.ops)
+
+
+def _checkpoint_before(checkpoints: list[int]) -> dict[int, Value]:
+    """What the backward of each checkpoint fetches for the checkpoint before it: the ā from which that one's input comes."""
+    return {i: abar(checkpoints[n - 2]) for n, i in enumerate(checkpoints) if n >= 2}
+
+
+def _eagerly(pool: Pool, compute: list[Op], checkpoints: list[int]) -> tuple[Op, ...] | None:
+    """Section 3.3.1, no cache: each checkpoint leaves while the forward runs to the next one, and is fetched one ahead."""
+    leaving: Value | None = None
+    for op in compute:
+        checkpoint = op.stage in checkpoints
+        if op.kind is OpKind.F_ALL and checkpoint and leaving is not None and leaving.stage < op.stage - 1:
+            pool.do(free(leaving))
+            leaving = None
+        before = None
+        if op.kind is OpKind.B and checkpoint:
+            n = checkpoints.index(op.stage)
+            before = abar(checkpoints[n - 1]) if n >= 1 else None
+        if not pool.run(op, before):
+            return None
+        if op.kind is OpKind.F_ALL and checkpoint:
+            if leaving is not None:
+                pool.do(free(leaving))
+                leaving = None
+            if op.stage < checkpoints[-1]:
+                leaving = abar(op.stage)
+                pool.do(offload(leaving))
+    return tuple(pool.ops)
+
+
+def superneurons(
+    chain: Chain, mem_limit: int, technique: str | None = None, checkpoints: Iterable[int] | None = None
+) -> Sequence:
+    """SuperNeurons within `mem_limit` bytes.
+
+    Args:
+        technique: "liveness", "pool" (every checkpoint moves), "cache", and with the cache the recomputations "speed-centric",
+            "memory-centric" and "cost-aware"; None for the first of liveness, cache, cost-aware, memory-centric that fits.
+        checkpoints: the compute-heavy stages; None for `heavy.heavy_stages`.
+
+    Raises:
+        InfeasibleError: where nothing fits. OptionError: for another technique or stage.
+    """
+    if technique not in (*TECHNIQUES, None):
+        raise OptionError(f"technique is {technique!r}; techniques are {', '.join(TECHNIQUES)}")
+    chosen = heavy_stages(chain) if checkpoints is None else check_stages(chain, checkpoints, "checkpoints")
+    found = _first(chain, mem_limit, technique, chosen)
+    if found is None:
+
+        def fits(limit: int) -> bool:
+            return _first(chain, limit, technique, chosen) is not None
+
+        high = mem_limit + peak_bytes(chain) + chain.output_bytes(len(chain)) + 1
+        while not fits(high):
+            high *= 2
+        raise refusal("superneurons", mem_limit, limit_that_works(fits, mem_limit, high, 24))
+    name, ops = found
+    return Sequence(ops, meta={"source": f"superneurons, {name}"})
+
+
+def _first(chain: Chain, limit: int, technique: str | None, checkpoints: list[int]) -> tuple[str, tuple[Op, ...]] | None:
+    for name in TECHNIQUES[:4] if technique is None else (technique,):
+        ops = operations(chain, limit, name, checkpoints)
+        if ops is not None and _fits(chain, ops, limit):
+            return name, ops
+    return None
+
+
+def _fits(chain: Chain, ops: tuple[Op, ...], limit: int) -> bool:
+    machine = Machine(chain)
+    return all(machine.step(op).memory <= limit for op in ops)

@@ -1,0 +1,72 @@
+"""vDNN++, and vDNN as the slides have it: everything leaves, or the inputs of convolutions only.
+
+Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), "vDNN [Rhu et al, 2016]" and "vDNN++
+[Shriram et al, 2019]". vDNN "synchronizes each forward step with the corresponding offloading" and prefetches "synchronously
+but as soon as possible"; vDNN++ offloads "asynchronously with the forward steps". (What else vDNN++ does is no plan's
+business: fragmentation is the allocator's, and compression on the host changes host bytes only.)
+
+Where interpreted: what leaves is ā_i, which has the input of stage i+1 in it. Synchronous: ``free`` follows the next
+forward and compute waits; the prefetch of what ``B i`` needs starts with ``B i+1``. Asynchronous: `lowering.lower`, freed
+where the copy has ended or memory asks for it, prefetched as early as memory allows. Convolutions are the stages that
+`heavy.heavy_stages` says. The policy "vdnn" is Euro-Par 2020's account of the same system, with its own sets.
+"""
+
+from __future__ import annotations
+
+from ...chain import Chain
+from ...errors import OptionError
+from ...sequence import Sequence
+from .heavy import heavy_stages
+from .lowering import Schedule, lower, peak_bytes
+from .refusal import limit_that_works, refusal
+
+SETS = ("all", "convolutions")
+
+
+def moving_set(chain: Chain, what: str) -> list[int]:
+    """Stages whose ā leaves: all but the last, or those before a convolution."""
+    L = len(chain)
+    return list(range(1, L)) if what == "all" else [i - 1 for i in heavy_stages(chain) if i > 1]
+
+
+def vdnn_plus_plus(chain: Chain, mem_limit: int, what: str | None = None, synchronous: bool = False) -> Sequence:
+    """vDNN++ within `mem_limit` bytes.
+
+    Args:
+        what: "all" or "convolutions"; None for nothing where all fits (vDNN++ is dynamic there), else the faster of both.
+        synchronous: vDNN as in the slides.
+
+    Raises:
+        InfeasibleError: where neither fits. OptionError: for another `what`.
+    """
+    if what not in (*SETS, None):
+        raise OptionError(f"what is {what!r}; give 'all', 'convolutions', or None for the faster")
+    found = _best(chain, mem_limit, what, synchronous)
+    if found is None:
+
+        def fits(limit: int) -> bool:
+            return _best(chain, limit, what, synchronous) is not None
+
+        raise refusal(
+            "vdnn++",
+            mem_limit,
+            limit_that_works(fits, mem_limit, 2 * peak_bytes(chain) + chain.output_bytes(len(chain)) + mem_limit),
+        )
+    made, name = found
+    return Sequence(made.ops, meta={"source": f"vdnn++, {name}" + (", synchronous" if synchronous else "")})
+
+
+def _best(chain: Chain, mem_limit: int, what: str | None, synchronous: bool) -> tuple[Schedule, str] | None:
+    """The fastest schedule and the name of its set, or None."""
+    names = SETS if what is None else (what,)
+    sets: dict[str, list[int]] = {"nothing": []} if what is None else {}
+    sets |= {name: moving_set(chain, name) for name in names}
+    found: tuple[Schedule, str] | None = None
+    for name, out in sets.items():
+        if synchronous:
+            made = lower(chain, mem_limit, out, release="next", ahead=1)
+        else:
+            made = lower(chain, mem_limit, out)
+        if made is not None and (found is None or made.makespan < found[0].makespan):
+            found = made, name
+    return found
