@@ -25,8 +25,9 @@ MAY_IMPORT = {
     "bounds": {"errors", "sizes", "chain", "sequence", "simulator", *KERNELS},
     "solver": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", *KERNELS},
     "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
+    "nn": {"errors"},
 }
-MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "checkpointable"}
+MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "checkpointable", "nn"}
 
 
 def layer(path: Path) -> str:
