@@ -14,7 +14,7 @@ import numpy as np
 from ._bound import ascend
 from ._dp import remat_need
 from .chain import Chain
-from .errors import InfeasibleError, OptionError
+from .errors import ChainError, InfeasibleError, OptionError
 from .sizes import format_bytes, parse_bytes
 
 MODES = ("joint", "remat", "offload")
@@ -38,9 +38,22 @@ class Arrays:
     u_B: np.ndarray
 
 
+MOST_BYTES = 2**54  # all values of a chain together; times 500 slots they still fit 64 bits
+
+
 @lru_cache(maxsize=32)
 def arrays(chain: Chain) -> Arrays:
-    """The costs of `chain` as arrays."""
+    """The costs of `chain` as arrays.
+
+    Raises:
+        ChainError: where its values come to more than `MOST_BYTES`.
+    """
+    total = _all_bytes(chain)
+    if total > MOST_BYTES:
+        raise ChainError(
+            f"the chain's values come to {total} bytes ({format_bytes(total)}) in all, and planning takes at most"
+            f" {MOST_BYTES} ({format_bytes(MOST_BYTES)}); give sizes in bytes, of one step"
+        )
     L, K = len(chain), 1 + max(len(s.forms) for s in chain.stages)
     forms = [[stage.form(k) for k in range(1 + len(stage.forms))] for stage in chain.stages]
 
@@ -65,6 +78,14 @@ def arrays(chain: Chain) -> Arrays:
         b_transient=table("backward_transient_bytes", np.int64),
         u_B=table("backward_time", np.float64),
     )
+
+
+def _all_bytes(chain: Chain) -> int:
+    forms = [stage.form(k) for stage in chain.stages for k in range(1 + len(stage.forms))]
+    values = sum(chain.output_bytes(i) + chain.grad_bytes(i) for i in range(len(chain) + 1))
+    transients = sum(stage.checkpoint_transient_bytes or 0 for stage in chain.stages)
+    made = sum(form.saved_bytes + form.forward_transient_bytes + form.backward_transient_bytes for form in forms)
+    return values + transients + made
 
 
 # -- the smallest limits

@@ -119,7 +119,7 @@ class Machine:
     # -- running
 
     def step(self, op: Op) -> Event:
-        """Run one operation.
+        """Run one operation; one that is refused changes nothing.
 
         Raises:
             InvalidSequenceError: naming the operation, its index, what is missing, or the bytes over the limit.
@@ -136,13 +136,6 @@ class Machine:
             event = self._backward(op)
         else:
             event = self._move(op)
-        if self.mem_limit is not None and event.memory > self.mem_limit:
-            over = event.memory - self.mem_limit
-            raise self._error(
-                op,
-                f"holds {event.memory} bytes ({format_bytes(event.memory)}), {over} more than the limit of"
-                f" {self.mem_limit} ({format_bytes(self.mem_limit)})",
-            )
         self.events.append(event)
         return event
 
@@ -173,6 +166,16 @@ class Machine:
     def _error(self, op: Op, reason: str) -> InvalidSequenceError:
         return InvalidSequenceError(reason, op, len(self.events))
 
+    def _within_limit(self, op: Op, memory: int) -> int:
+        """`memory` bytes, held while `op` runs, where they are within the limit."""
+        if self.mem_limit is not None and memory > self.mem_limit:
+            raise self._error(
+                op,
+                f"holds {memory} bytes ({format_bytes(memory)}), {memory - self.mem_limit} more than the limit of"
+                f" {self.mem_limit} ({format_bytes(self.mem_limit)})",
+            )
+        return memory
+
     def _forward(self, op: Op) -> Event:
         i, made = op.stage, op.value
         source = a(i - 1) if op.kind is OpKind.F_NONE else self.input_of(i)
@@ -189,7 +192,7 @@ class Machine:
         stage, form = self.chain.stage(i), self.chain.stage(i).form(op.form)
         size = form.saved_bytes if made.saved else stage.output_bytes
         transient = form.forward_transient_bytes if made.saved else (stage.checkpoint_transient_bytes or 0)
-        memory, host = self.held_bytes + size + transient, self.host_bytes
+        memory, host = self._within_limit(op, self.held_bytes + size + transient), self.host_bytes
         dropped = [a(i - 1)] if op.kind is OpKind.F_NONE and i > 1 else []
         start, end = self._compute(stage.forward_time, dropped)
         self.device[made] = size
@@ -212,7 +215,7 @@ class Machine:
         if self.input_of(i) is None:
             raise self._error(op, f"needs the input of stage {i}, {self._whereabouts(a(i - 1))}")
         form = self.chain.stage(i).form(self.form[i])
-        memory = self.held_bytes + self.chain.grad_bytes(i - 1) + form.backward_transient_bytes
+        memory = self._within_limit(op, self.held_bytes + self.chain.grad_bytes(i - 1) + form.backward_transient_bytes)
         host = self.host_bytes
         dropped = [abar(i), a(i)] + ([a(i - 1)] if i > 1 and a(i - 1) in self.device else [])
         start, end = self._compute(form.backward_time, dropped)
@@ -244,6 +247,7 @@ class Machine:
         if kind is OpKind.FREE and v not in self.host:
             raise self._error(op, f"{v} is not on the host; offload it first, or drop it")
 
+        memory = self._within_limit(op, self.held_bytes + (self.host[v] if kind is OpKind.PREFETCH else 0))
         lane, start, end = "compute", self._clock["compute"], self._clock["compute"]
         if kind is OpKind.OFFLOAD:
             self.host[v] = self.device[v]
@@ -253,7 +257,7 @@ class Machine:
             self.device[v] = self.host[v]
             self.arriving.add(v)
             lane, (start, end) = "h2d", self._copy("h2d", v)
-        memory, host = self.held_bytes, self.host_bytes
+        host = self.host_bytes
         if kind is OpKind.WAIT:
             end = self._clock["compute"] = max(start, self._copy_end[v])
             self.arriving.discard(v)

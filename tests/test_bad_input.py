@@ -11,6 +11,7 @@ import pytest
 
 import rotoff
 from rotoff import Chain, ChainError, InfeasibleError, LimitError, OptionError, Stage
+from rotoff.solver import keep_all
 
 MODES = ("joint", "remat", "offload")
 CHAIN = Chain(
@@ -152,6 +153,27 @@ def test_huge_sizes_do_not_overflow(mode: str) -> None:
     assert rotoff.simulate(chain, rotoff.solve(chain, limit, mode=mode), limit).peak_bytes <= limit
     with pytest.raises(InfeasibleError):
         rotoff.solve(chain, limit - 1, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sizes_beyond_the_arithmetic_are_refused_in_a_sentence(mode: str) -> None:
+    chain = Chain((Stage("s", 1.0, 2.0, 2**57, 2**58),) * 6, 1e18, 1e18)
+    sentence = r"values come to \d+ bytes .* planning takes at most 18014398509481984"
+    for use in (
+        lambda: rotoff.solve(chain, 2**60, mode=mode),
+        lambda: rotoff.lower_bound(chain, 2**60),
+        lambda: rotoff.min_mem_limit(chain, mode),
+    ):
+        with pytest.raises(ChainError, match=sentence):
+            use()
+    assert rotoff.simulate(chain, keep_all(chain)).peak_bytes > 2**60  # the machine itself has no such limit
+
+
+def test_more_slots_than_the_arithmetic_holds() -> None:
+    chain = Chain((Stage("s", 1.0, 2.0, 2**50, 2**51),) * 4, 1e18, 1e18)
+    for mode in MODES:
+        plan = rotoff.solve(chain, 2**53, mode=mode, mem_slots=100_000)
+        assert rotoff.simulate(chain, plan, 2**53).peak_bytes > 2**52
 
 
 @pytest.mark.parametrize("chain", [None, "chain.json", {"format": "rotoff.chain"}])

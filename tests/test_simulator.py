@@ -468,3 +468,27 @@ def test_a_refused_op_changes_nothing() -> None:
             machine.step(parse(text))
     assert before == (machine.device, machine.host, machine.arriving, machine.held_bytes, machine.host_bytes)
     assert len(machine.events) == 3
+
+
+@pytest.mark.parametrize(
+    ("done", "refused"),
+    [
+        ("F_all 1; F_all 2", "F_all 3"),
+        ("F_all 1", "F_ck 2"),
+        ("F_ck 1", "F_none 2"),
+        ("F_all 1; F_all 2; F_all 3", "B 3"),
+        ("F_all 1; offload abar 1; F_ck 2; free abar 1; F_all 3; B 3", "prefetch abar 1"),
+    ],
+)
+def test_an_op_over_the_limit_changes_nothing_and_runs_once_the_limit_allows_it(done: str, refused: str) -> None:
+    machine, free = Machine(CHAIN), Machine(CHAIN)
+    for text in done.split("; "):
+        machine.step(parse(text))
+        free.step(parse(text))
+    machine.mem_limit = free.step(parse(refused)).memory - 1
+    with pytest.raises(InvalidSequenceError, match="1 more than the limit"):
+        machine.step(parse(refused))
+    machine.mem_limit = None
+    assert machine.step(parse(refused)) == free.events[-1]
+    state = [(m.device, m.host, m.arriving, m.held_bytes, m.next_backward, m.backward_phase) for m in (machine, free)]
+    assert state[0] == state[1]

@@ -63,6 +63,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
     """The chain in slots at a limit of `mem_limit` bytes."""
     c, L = arrays(chain), len(chain)
     slots = discretize(c, mem_limit, N, rounding)
+    N = slots.N
     room, need = slots.room, remat.needs(c)
     beta_F, beta_B = chain.d2h_bandwidth * N / room, chain.h2d_bandwidth * N / room
     own = np.zeros((L + 1, L + 1))  # own[i, q]: F_ck i (q = i) or F_∅ q, real slots

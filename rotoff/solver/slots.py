@@ -36,8 +36,12 @@ class Slots:
 
 
 def discretize(c: Arrays, mem_limit: int, N: int, rounding: str) -> Slots:
-    """The sizes of a chain in slots at a limit of `mem_limit` bytes, by the rule `rounding`."""
+    """The sizes of a chain in slots at a limit of `mem_limit` bytes, by the rule `rounding`.
+
+    N: slots asked for; at petabytes there may be fewer, since the kernels multiply bytes by slots in 64 bits.
+    """
     room = mem_limit - int(c.out[0])
+    N = min(N, (2**63 - 1) // max(room, 1))
     rule = _up if rounding == "up" else _sums
     saved = np.stack([rule(column, N, room) for column in c.saved.T], axis=1)
     return Slots(N, room, rule(c.out, N, room), np.ascontiguousarray(saved))
