@@ -1,0 +1,56 @@
+"""The benchmarks of the runtime run, and write what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rotoff
+
+pytest.importorskip("torch")
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def figures(name: str, out: Path, *options: str) -> dict[str, Any]:
+    """What the benchmark `name` writes to `out`."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCHMARKS / name), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def test_prediction(tmp_path: Path) -> None:
+    out = tmp_path / "prediction.json"
+    options = ["--quick", "--device", "cpu", "--seconds", "0", "--pairs", "2", "--limits", "60,2", "--out", str(out)]
+    found = figures("prediction.py", out, *options)
+    assert found["machine"]["torch"]
+    assert found["machine"]["threads"] == max(1, found["machine"]["cores"] - 1)
+    modes = [(row["limit"], row["mode"]) for row in found["rows"]]
+    assert modes[0] == (1.0, "joint")
+    assert (0.6, "remat") in modes
+    assert all(limit > 0.02 for limit, _ in modes)  # nothing fits there
+    for row in found["rows"]:
+        assert row["pairs"] == 2
+        assert row["ratio_error"] == pytest.approx(row["measured_ratio"] / row["predicted_ratio"] - 1)
+        assert row["seconds_error"] == pytest.approx(row["measured"] / row["predicted"] - 1)
+    kept, remat = found["rows"][0], next(row for row in found["rows"] if row["mode"] == "remat")
+    assert kept["predicted_ratio"] == 1
+    assert remat["predicted_ratio"] > 1
+    assert found["summary"]["rows"] == len(found["rows"])
+
+
+def test_interpreter_cost(tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    found = figures("interpreter_cost.py", out, "--repeats", "3", "--json", str(out))
+    assert found["torch"]
+    assert set(found["hooked"]) == {"us_per_stage", "us_per_tensor"}
+    assert set(found["run twice"]) == {"us_per_replay", "us_per_tensor"}
