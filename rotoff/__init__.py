@@ -43,9 +43,11 @@ from .terminal import render as render
 
 if TYPE_CHECKING:
     from .checkpointable import Checkpointable as Checkpointable
+    from .in_place import attach as attach
+    from .in_place import detach as detach
 
 __version__ = "0.1.0"
-_NEED_TORCH = {"Checkpointable": "checkpointable"}
+_NEED_TORCH = {"Checkpointable": "checkpointable", "attach": "in_place", "detach": "in_place"}
 
 
 def __getattr__(name: str) -> Any:

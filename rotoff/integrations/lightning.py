@@ -1,0 +1,57 @@
+"""Lightning: one callback.
+
+from rotoff.integrations.lightning import RotoffCallback
+trainer = Trainer(callbacks=[RotoffCallback("6 GiB", module="net")])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError:  # the older package of the same code
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+from ..checkpointable import Checkpointable
+from ..errors import OptionError
+from ..in_place import attach, attached, detach
+
+
+class RotoffCallback(Callback):  # type: ignore[misc]
+    """Trains a submodule of the LightningModule inside `mem_limit`, from the start of ``fit`` to its end.
+
+    Args:
+        mem_limit, options: as of `rotoff.attach`.
+        module: name of the submodule that ``training_step`` calls, such as "net" or "model.encoder"; by default the only
+            child that has parameters.
+
+    Attributes:
+        planned: the `Checkpointable` that plans it, while fitting.
+    """
+
+    def __init__(self, mem_limit: int | str = "auto", module: str | None = None, **options: Any) -> None:
+        self._mem_limit = mem_limit
+        self._module = module
+        self._options = options
+        self.planned: Checkpointable | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        target = self._target(pl_module)
+        several = {"process_group": True} if trainer.world_size > 1 else {}
+        self.planned = attached(target) or attach(target, self._mem_limit, **{**several, **self._options})
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        detach(self._target(pl_module))
+
+    def _target(self, pl_module: LightningModule) -> Any:
+        if self._module is not None:
+            try:
+                return pl_module.get_submodule(self._module)
+            except AttributeError:
+                raise OptionError(f"{type(pl_module).__name__} has no submodule {self._module!r}") from None
+        found = {name: child for name, child in pl_module.named_children() if any(True for _ in child.parameters())}
+        if len(found) != 1:
+            names = ", ".join(found) or "none"
+            raise OptionError(f"{type(pl_module).__name__} has these children with parameters: {names}; name one as module=")
+        return next(iter(found.values()))

@@ -1,0 +1,134 @@
+"""A model planned where it stands stays the object that it is, and trains as the plain one does."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from models import fresh, same
+from torch import nn
+
+import rotoff
+from rotoff.errors import MeasureError, OptionError
+from rotoff.in_place import attached
+
+
+def gradients(model: nn.Module, x: torch.Tensor, seed: int = 3) -> list[torch.Tensor]:
+    """Of one training step of the model."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def smallest(planned: rotoff.Checkpointable) -> int:
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        planned.compute_sequence(1)
+    return caught.value.min_mem_limit
+
+
+def test_it_trains_as_the_plain_model_at_the_smallest_limit() -> None:
+    plain, batch = fresh("residual")
+    model, _ = fresh("residual")
+    x = batch()
+    planned = rotoff.attach(model, 2**40)
+    planned.measure(x, repeats=1)
+    planned.compute_sequence(smallest(planned), refine=False)
+    assert same(gradients(model, x), gradients(plain, x))
+    assert any(op.kind.value in ("F_ck", "offload") for op in planned.sequence)
+    assert same(list(model.state_dict().values()), list(plain.state_dict().values()))
+
+
+def test_nothing_of_it_is_seen() -> None:
+    model, _ = fresh("mlp")
+    before = (type(model), list(model.state_dict()), [n for n, _ in model.named_modules()], inspect.signature(model.forward))
+    planned = rotoff.attach(model, "1 GiB")
+    after = (type(model), list(model.state_dict()), [n for n, _ in model.named_modules()], inspect.signature(model.forward))
+    assert after == before
+    assert attached(model) is planned
+    assert "forward" in vars(model)
+    rotoff.detach(model)
+    assert attached(model) is None
+    assert "forward" not in vars(model)
+    rotoff.detach(model)  # harmless
+
+
+def test_the_first_training_forward_is_measured_and_eval_is_the_models() -> None:
+    model, batch = fresh("mlp")
+    x = batch()
+    planned = rotoff.attach(model, "1 GiB")
+    model.eval()
+    model(x)
+    with pytest.raises(MeasureError, match="nothing has been measured"):
+        _ = planned.chain
+    model.train()
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(MeasureError, match="nothing has been measured"):
+        _ = planned.chain
+    model(x).sum().backward()
+    assert len(planned.chain) >= 2
+
+
+def test_hooks_of_the_model_run_once_for_each_call() -> None:
+    model, batch = fresh("residual")
+    x, calls = batch(), []
+    planned = rotoff.attach(model, 2**40)
+    planned.measure(x, repeats=1)
+    model.register_forward_hook(lambda *_: calls.append("forward"))
+    for limit in (2**40, smallest(planned)):  # the plain model, and a planned step
+        planned.compute_sequence(limit, refine=False)
+        calls.clear()
+        model(x).sum().backward()
+        assert calls == ["forward"]
+
+
+def test_a_copy_has_a_plan_of_its_own() -> None:
+    model, batch = fresh("residual")
+    x = batch()
+    planned = rotoff.attach(model, 2**40)
+    planned.measure(x, repeats=1)
+    planned.compute_sequence(smallest(planned), refine=False)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    reference, _ = fresh("residual")
+    reference.load_state_dict(twin.state_dict())
+    assert same(gradients(twin, x), gradients(reference, x))
+    assert attached(twin) is not planned
+    assert attached(twin)._model is twin  # type: ignore[union-attr]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_forward_that_others_wrap_keeps_the_plan_inside() -> None:
+    model, batch = fresh("residual")
+    x = batch()
+    planned = rotoff.attach(model, 2**40)
+    inner, seen = model.forward, []
+
+    def outer(*args: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        with torch.autocast("cpu", torch.bfloat16):
+            return inner(*args).float()
+
+    model.forward = outer
+    model(x).sum().backward()
+    assert seen == [False]
+    plain, _ = fresh("residual")
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain(x).float().square().sum().backward()
+    planned.compute_sequence(smallest(planned), refine=False)
+    assert same(gradients(model, x), [p.grad for p in plain.parameters()])
+
+
+def test_what_cannot_be_attached_is_said() -> None:
+    model, _ = fresh("mlp")
+    rotoff.attach(model, "1 GiB")
+    with pytest.raises(OptionError, match="attached already"):
+        rotoff.attach(model, "1 GiB")
+    with pytest.raises(MeasureError, match=r"give a torch\.nn\.Module"):
+        rotoff.attach([model], "1 GiB")  # type: ignore[arg-type]

@@ -1,0 +1,253 @@
+"""Trainers with one line more: losses and parameters of the plain run, checkpoints that interchange with the plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision_operators
+from models import same
+from torch import nn
+from torch.nn import functional as F
+
+import rotoff
+from rotoff.errors import OptionError
+from rotoff.in_place import attached
+
+WIDTH, ROWS = 32, 24
+
+
+class Net(nn.Module):
+    """Blocks with a skip and dropout; the loss is part of it, as in Hugging Face's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+            )
+            for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        logits = self.head(inputs)
+        return F.cross_entropy(logits, labels), logits
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+class Rows(torch.utils.data.Dataset):
+    """Random inputs and labels, the same each time."""
+
+    def __init__(self) -> None:
+        made = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(4 * ROWS, WIDTH, generator=made)
+        self.labels = torch.randint(0, 3, (4 * ROWS,), generator=made)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+        return {"inputs": self.inputs[n], "labels": self.labels[n]}
+
+
+def a_limit() -> int:
+    """Bytes that keeping everything does not fit."""
+    wrapped = rotoff.Checkpointable(build()).measure(Rows().inputs[:ROWS], Rows().labels[:ROWS], repeats=1)
+    return wrapped.keep_all_memory // 2
+
+
+def works_hard(planned: rotoff.Checkpointable | None) -> bool:
+    """Whether the plan recomputes or moves anything."""
+    assert planned is not None
+    return any(op.kind.value in ("F_ck", "F_none", "offload") for op in planned.sequence)
+
+
+# -- Hugging Face
+
+
+def hugging_face(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    torchvision_operators.declare()
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=ROWS,
+        max_steps=4,
+        logging_steps=1,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=7,
+        **options,
+    )
+    model = options.pop("model", None) or build()
+    return transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=list(callbacks))
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer(tmp_path: Path, bf16: bool) -> None:
+    plain = hugging_face(tmp_path / "plain", bf16=bf16)
+    plain.train()
+    from rotoff.integrations.transformers import RotoffCallback
+
+    callback = RotoffCallback(a_limit(), refine=False)
+    trainer = hugging_face(tmp_path / "planned", callback, bf16=bf16)
+    trainer.train()
+    assert works_hard(callback.planned)
+    assert losses(trainer) == losses(plain)
+    assert len(losses(plain)) == 4
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    assert type(trainer.model) is Net
+
+
+def test_trainers_checkpoints_interchange(tmp_path: Path) -> None:
+    plain = hugging_face(tmp_path / "plain")
+    plain.train()
+    from rotoff.integrations.transformers import RotoffCallback
+
+    # The second half of the plain run, continued under rotoff from the plain checkpoint, and the other way round.
+    planned = hugging_face(tmp_path / "planned", RotoffCallback(a_limit(), refine=False))
+    planned.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert same(list(planned.model.parameters()), list(plain.model.parameters()))
+    back = hugging_face(tmp_path / "back")
+    back.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-4"))
+    assert same(list(back.model.parameters()), list(plain.model.parameters()))
+    safetensors = pytest.importorskip("safetensors.torch")
+    stored = safetensors.load_file(tmp_path / "planned" / "checkpoint-4" / "model.safetensors")
+    assert set(stored) == set(build().state_dict())
+
+
+def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
+    trainer = hugging_face(tmp_path)
+    from rotoff.integrations.transformers import RotoffCallback
+
+    trainer.add_callback(RotoffCallback("1 GiB"))
+    with pytest.raises(OptionError, match="give it to the constructor"):
+        trainer.train()
+    with pytest.raises(OptionError, match="gradient_checkpointing"):
+        hugging_face(tmp_path, RotoffCallback("1 GiB"), gradient_checkpointing=True)
+
+
+# -- Accelerate
+
+
+def accelerated(model: nn.Module, mixed_precision: str) -> tuple[list[float], Any, nn.Module]:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(Rows(), batch_size=ROWS))
+    torch.manual_seed(5)
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss, _ = model(batch["inputs"], batch["labels"])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return found, accelerator, model
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
+    expected, _, plain = accelerated(build(), mixed_precision)
+    wrapped = rotoff.Checkpointable(build()).compute_sequence(a_limit(), refine=False)
+    found, accelerator, model = accelerated(wrapped, mixed_precision)
+    assert works_hard(wrapped)
+    assert found == expected
+    assert same(list(model.parameters()), list(plain.parameters()))
+    accelerator.save_model(model, str(tmp_path))
+    safetensors = pytest.importorskip("safetensors.torch")
+    other = build()
+    other.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    assert same(list(other.parameters()), list(plain.parameters()))
+
+
+# -- Lightning
+
+
+@pytest.fixture
+def lightning() -> Any:
+    torchvision_operators.declare()
+    return pytest.importorskip("lightning.pytorch")
+
+
+def lit(lightning: Any) -> Any:
+    class Lit(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            loss, _ = self.net(batch["inputs"], batch["labels"])
+            self.seen.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return Lit()
+
+
+def fit(lightning: Any, module: Any, folder: Path, *callbacks: Any, precision: str = "32-true") -> Any:
+    torch.manual_seed(5)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        precision=precision,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=ROWS))
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning(tmp_path: Path, lightning: Any, precision: str) -> None:
+    plain = lit(lightning)
+    fit(lightning, plain, tmp_path, precision=precision)
+    from rotoff.integrations.lightning import RotoffCallback
+
+    module, callback = lit(lightning), RotoffCallback(a_limit(), refine=False)
+    trainer = fit(lightning, module, tmp_path, callback, precision=precision)
+    assert works_hard(callback.planned)
+    assert module.seen == plain.seen
+    assert len(plain.seen) == 4
+    assert attached(module.net) is None
+    trainer.save_checkpoint(tmp_path / "planned.ckpt")
+    other = lit(lightning)
+    other.load_state_dict(torch.load(tmp_path / "planned.ckpt", weights_only=False)["state_dict"])
+    assert same(list(other.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning_asks_which_module(tmp_path: Path, lightning: Any) -> None:
+    from rotoff.integrations.lightning import RotoffCallback
+
+    module = lit(lightning)
+    module.other = nn.Linear(2, 2)
+    with pytest.raises(OptionError, match="net, other; name one"):
+        fit(lightning, module, tmp_path, RotoffCallback("1 GiB"))
+    with pytest.raises(OptionError, match="no submodule 'nets'"):
+        fit(lightning, module, tmp_path, RotoffCallback("1 GiB", module="nets"))
