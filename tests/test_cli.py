@@ -243,3 +243,22 @@ def test_a_progress_bar_is_for_terminals_only_and_leaves_no_trace(
     said = capsys.readouterr().err
     assert "working [############............]  50% half" in said
     assert said.endswith("\r\x1b[2K")
+
+
+def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(
+        out(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "rotor", "--option", "slots=40", "--json")
+    )
+    assert data["mode"] == "rotor"
+    assert data["ops"] == [str(op) for op in rotoff.solve(CHAIN, "20 MiB", policy="rotor", slots=40)]
+    rows = json.loads(out(capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "all", "--json", *QUICK))[
+        "rows"
+    ]
+    assert {row["mode"] for row in rows} == {"joint", "remat", "offload", *rotoff.solver.policies.POLICIES}
+    assert sum(row["fits"] for row in rows) >= 6
+    text = out(capsys, "sweep", "chain.json", "--mem-limit", "20MiB", "--modes", "joint", "--policies", "vdnn,chen", *QUICK)
+    assert [line.split()[2] for line in text.splitlines()[1:]] == ["joint", "vdnn", "chen"]
+    assert "'fast' is no policy" in error(capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "fast")
+    assert "--option goes with --policy" in error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1")
+    said = error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "chen", "--option", "a=1")
+    assert "has no option 'a'" in said

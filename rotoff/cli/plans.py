@@ -10,10 +10,11 @@ from typing import Any
 
 from ..bounds import MODES, lower_bound, min_mem_limit
 from ..chain import Chain
-from ..errors import InfeasibleError
+from ..errors import InfeasibleError, OptionError
 from ..simulator import Trace, simulate
 from ..sizes import format_bytes
 from ..solver import Sweep, keep_all, solve, sweep
+from ..solver.policies import POLICIES
 from ..terminal import render
 from .command import (
     Bar,
@@ -53,6 +54,32 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     return {"mem_slots": options.mem_slots, "refine": refine, "host_limit": options.host_limit}
 
 
+def _policies(text: str) -> tuple[str, ...]:
+    names = tuple(POLICIES) if text.strip() == "all" else tuple(part.strip() for part in text.split(",") if part.strip())
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no policy; policies are {', '.join(POLICIES)}, or all")
+    return names
+
+
+def _add_policies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policies", type=_policies, default=(), metavar="NAMES", help="systems of the papers beside the modes, or all"
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
+    for number in (int, float):
+        try:
+            return name, number(value)
+        except ValueError:
+            continue
+    return name, value
+
+
 def _modes(text: str) -> tuple[str, ...]:
     modes = tuple(part.strip() for part in text.split(",") if part.strip())
     unknown = [mode for mode in modes if mode not in MODES]
@@ -83,6 +110,12 @@ def _solve_arguments(parser: argparse.ArgumentParser) -> None:
     add_chain(parser)
     parser.add_argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"')
     parser.add_argument("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)")
+    parser.add_argument(
+        "--policy", choices=tuple(POLICIES), metavar="NAME", help=f"instead of a mode: {', '.join(POLICIES)}"
+    )
+    parser.add_argument(
+        "--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of that policy; may be repeated"
+    )
     _add_search(parser)
     parser.add_argument("-o", "--output", metavar="SEQ.json", help="write the sequence to this file")
     add_json(parser)
@@ -90,14 +123,21 @@ def _solve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _solve(options: argparse.Namespace) -> int:
     chain = read_chain(options.chain)
-    with Bar("searching") as bar:
+    if options.policy is not None:
         sequence = solve(
-            chain,
-            options.mem_limit,
-            mode=options.mode,
-            progress=lambda done, best: bar(done, f"{best:.4g} s"),
-            **_search(options),
+            chain, options.mem_limit, policy=options.policy, mode=options.mode, **_search(options), **dict(options.option)
         )
+    elif options.option:
+        raise Stop("--option goes with --policy")
+    else:
+        with Bar("searching") as bar:
+            sequence = solve(
+                chain,
+                options.mem_limit,
+                mode=options.mode,
+                progress=lambda done, best: bar(done, f"{best:.4g} s"),
+                **_search(options),
+            )
     if options.output:
         sequence.save(options.output)
     if options.json:
@@ -116,6 +156,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_chain(parser)
     parser.add_argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"')
     parser.add_argument("--modes", type=_modes, default=MODES, help=f"some of {','.join(MODES)} (default: all)")
+    _add_policies(parser)
     _add_search(parser)
     add_json(parser)
 
@@ -127,9 +168,16 @@ def _compare(options: argparse.Namespace) -> int:
     bound = lower_bound(chain, options.mem_limit) if options.mem_limit >= least else None
     rows: list[dict[str, Any]] = []
     with Bar("comparing") as bar:
+        count = len(options.modes) + len(options.policies)
         for n, mode in enumerate(options.modes):
-            bar(n / len(options.modes), mode)
-            rows.append({"mode": mode, "min_mem_limit": min_mem_limit(chain, mode), **_try(chain, mode, options)})
+            bar(n / count, mode)
+            search = {"mode": mode, **_search(options)}
+            rows.append(
+                {"mode": mode, "min_mem_limit": min_mem_limit(chain, mode), **_try(chain, options.mem_limit, **search)}
+            )
+        for n, policy in enumerate(options.policies, start=len(options.modes)):
+            bar(n / count, policy)
+            rows.append({"mode": policy, **_try(chain, options.mem_limit, policy=policy)})
     found = {
         "chain": chain.name,
         "mem_limit": options.mem_limit,
@@ -144,10 +192,12 @@ def _compare(options: argparse.Namespace) -> int:
     return 0 if any(row["fits"] for row in rows) else 1
 
 
-def _try(chain: Chain, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+def _try(chain: Chain, mem_limit: int, **options: Any) -> dict[str, Any]:
     try:
-        sequence = solve(chain, options.mem_limit, mode=mode, **_search(options))
+        sequence = solve(chain, mem_limit, **options)
     except InfeasibleError as error:
+        return {"fits": False, "why": str(error), "min_mem_limit": error.min_mem_limit}
+    except OptionError as error:  # a policy that is not made for such a chain
         return {"fits": False, "why": str(error)}
     return {"fits": True, **_summary(chain, simulate(chain, sequence))}
 
@@ -157,20 +207,22 @@ def _print_comparison(found: dict[str, Any], base: float) -> None:
     print(f"{found['chain'] or 'chain'}: {format_bytes(limit)}; keeping everything takes {base:.4g} s and", end=" ")
     print(format_bytes(found["keep_all"]["peak_bytes"]))
     print(
-        f"\n{'mode':<10} {'step s':>10} {'overhead':>9} {'recomputed s':>13} {'idle s':>9} {'moved':>11} {'peak':>11} "
+        f"\n{'mode':<13} {'step s':>10} {'overhead':>9} {'recomputed s':>13} {'idle s':>9} {'moved':>11} {'peak':>11} "
         f"{'host':>11} {'smallest':>11}"
     )
     for row in found["rows"]:
-        least = format_bytes(row["min_mem_limit"])
+        least = format_bytes(row["min_mem_limit"]) if "min_mem_limit" in row else ""
         if not row["fits"]:
-            print(f"{row['mode']:<10} {'does not fit':>80} {least:>11}")
+            print(
+                f"{row['mode']:<13} {'does not fit' if least else 'not for this chain: ' + row['why'][:60]:>80} {least:>11}"
+            )
             continue
         held = f"{format_bytes(row['peak_bytes']):>11} {format_bytes(row['host_peak_bytes']):>11} {least:>11}"
         lost = f"{row['recompute_time']:>13.4g} {row['idle_time']:>9.3g} {format_bytes(row['d2h_bytes']):>11}"
-        print(f"{row['mode']:<10} {row['makespan']:>10.4g} {row['overhead']:>9.1%} {lost} {held}")
+        print(f"{row['mode']:<13} {row['makespan']:>10.4g} {row['overhead']:>9.1%} {lost} {held}")
     if bound is not None:
         over = bound / base - 1 if base else 0.0
-        print(f"{'bound':<10} {bound:>10.4g} {over:>9.1%}   no sequence is faster")
+        print(f"{'bound':<13} {bound:>10.4g} {over:>9.1%}   no sequence is faster")
 
 
 # -- sweep
@@ -182,6 +234,7 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
         "--mem-limit", type=size, nargs="+", metavar="SIZE", help="limits (default: 12, smallest to largest)"
     )
     parser.add_argument("--modes", type=_modes, default=MODES, help=f"some of {','.join(MODES)} (default: all)")
+    _add_policies(parser)
     _add_search(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write a table (.csv, .json) or a picture (.png, .svg, .pdf)")
     add_json(parser)
@@ -195,6 +248,7 @@ def _sweep(options: argparse.Namespace) -> int:
             chain,
             options.mem_limit,
             options.modes,
+            policies=options.policies,
             progress=lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}"),
             **_search(options),
         )

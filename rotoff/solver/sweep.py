@@ -17,6 +17,7 @@ from ..sequence import Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes, parse_bytes
 from .plan import keep_all
+from .policies import check_policy, run
 from .refine import Budget
 from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit
 
@@ -27,7 +28,7 @@ STEPS = 12  # limits where none are given
 class Row:
     """One limit in one mode; makespan and what depends on it are None where nothing fits.
 
-    limit, peak_bytes, host_peak_bytes: bytes. makespan, bound: seconds. overhead: makespan over the keep-all time, less 1.
+    mode: or the policy. limit, peak_bytes, host_peak_bytes: bytes. makespan, bound: seconds. overhead: makespan over the keep-all time, less 1.
     """
 
     limit: int
@@ -82,6 +83,7 @@ def sweep(
     refine: bool | float = True,
     host_limit: int | str | None = None,
     progress: Callable[[float, Row], None] | None = None,
+    policies: Iterable[str] = (),
 ) -> Sweep:
     """Step time against bytes for several limits and modes.
 
@@ -93,10 +95,14 @@ def sweep(
         modes: any of "joint", "remat", "offload".
         mem_slots, refine, host_limit: as for `solve`.
         progress: called with (fraction done, row) after each row.
+        policies: systems of the papers to show beside the modes, such as "vdnn"; each limit is planned by itself.
     """
     wanted = tuple(modes)
     for mode in wanted:
         check_mode(mode)
+    systems = tuple(policies)
+    for policy in systems:
+        check_policy(policy)
     if not wanted:
         raise OptionError("modes is empty; give at least one of 'joint', 'remat', 'offload'")
     peak = simulate(chain, keep_all(chain)).peak_bytes
@@ -122,8 +128,21 @@ def sweep(
             sequences.append(None if best is None else as_sequence(chain, best, mode, limit))
             rows.append(_row(chain, limit, mode, sequences[-1]))
             if progress is not None:
-                progress(len(rows) / (len(sizes) * len(wanted)), rows[-1])
+                progress(len(rows) / (len(sizes) * (len(wanted) + len(systems))), rows[-1])
+    for policy in systems:
+        for limit in sizes:
+            sequences.append(_by_policy(chain, limit, policy))
+            rows.append(_row(chain, limit, policy, sequences[-1]))
+            if progress is not None:
+                progress(len(rows) / (len(sizes) * (len(wanted) + len(systems))), rows[-1])
     return Sweep(tuple(rows), tuple(sequences))
+
+
+def _by_policy(chain: Chain, limit: int, policy: str) -> Sequence | None:
+    try:
+        return run(policy, chain, limit, {})
+    except InfeasibleError:
+        return None
 
 
 def _row(chain: Chain, limit: int, mode: str, sequence: Sequence | None) -> Row:
