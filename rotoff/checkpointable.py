@@ -118,6 +118,18 @@ class Checkpointable(RotorNames, nn.Module):
         return self._measure(strategy.chain_input(self._model, sample, kwargs), progress, repeats)
 
     def _measure(self, value: Any, progress: Progress | None = None, repeats: int = 5) -> Checkpointable:
+        def measure_here() -> Profile:
+            return self._measure_here(value, progress, repeats)
+
+        profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
+        known = _Planned(profile)
+        self._known[_signature(value)] = known
+        self._latest = known
+        while len(self._known) > _PLANS_KEPT:
+            self._known.popitem(last=False)
+        return self
+
+    def _measure_here(self, value: Any, progress: Progress | None, repeats: int) -> Profile:
         device = _device_of(self._model, value)
 
         def bandwidth(nbytes: int) -> tuple[float, float, bool]:
@@ -129,18 +141,10 @@ class Checkpointable(RotorNames, nn.Module):
         try:
             stages = strategy.stages(self._model, value, device)
             refuse_root_shards(self, stages)
-            profile = measure(stages, value, device, bandwidth, repeats=repeats, progress=progress)
+            return measure(stages, value, device, bandwidth, repeats=repeats, progress=progress)
         finally:
             if not was_training:
                 self._model.eval()
-        if self._group is not None:
-            profile = agree_on_profile(profile, self._group)
-        known = _Planned(profile)
-        self._known[_signature(value)] = known
-        self._latest = known
-        while len(self._known) > _PLANS_KEPT:
-            self._known.popitem(last=False)
-        return self
 
     def compute_sequence(
         self,
@@ -165,16 +169,17 @@ class Checkpointable(RotorNames, nn.Module):
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
             InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode.
         """
-        if isinstance(mem_limit, str) and mem_limit.strip().lower() == "auto":
-            limit = free_memory(_device_of(self._model, None))
-        else:
-            limit = parse_bytes(mem_limit)
-        _check_options(mode, mem_slots)
-        if policy is not None:
-            check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
-            check_policy(policy, options)
-        if self._group is not None:
-            limit = agree_on_limit(limit, self._group)
+
+        def limit_here() -> int:
+            _check_options(mode, mem_slots)
+            if policy is not None:
+                check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
+                check_policy(policy, options)
+            if isinstance(mem_limit, str) and mem_limit.strip().lower() == "auto":
+                return free_memory(_device_of(self._model, None))
+            return parse_bytes(mem_limit)
+
+        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         request = Request(limit, mode, mem_slots, options, policy)
         if self._latest is not None:
             # first, so that a failure changes nothing

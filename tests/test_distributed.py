@@ -36,6 +36,26 @@ def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_pla
     assert "bare root: refused" in said or kind == "ddp"
 
 
+def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
+    """Nobody waits for a process that does not come, and the next step works."""
+    lines = torchrun(TESTS / "distributed_failures.py").splitlines()
+    said = dict(line.split(": ", 1) for line in lines if line[:4] in ("meas", "forw", "late", "limi", "smal"))
+    for failing in (0, 1):
+        other = 1 - failing
+        for what in ("measure", "forward"):
+            assert said[f"{what} {failing} {failing}"].startswith("OutOfMemoryError: injected")
+            sentence = f"MeasureError: process {failing} of the group could not measure the model, and so none of them can"
+            assert said[f"{what} {failing} {other}"].startswith(sentence)
+            assert said[f"{what} {failing} {other}"].endswith("there: OutOfMemoryError: injected")
+        assert said[f"later {failing} 0"] == said[f"later {failing} 1"] == "nothing"
+        assert said[f"limit {failing} {failing}"].startswith("LimitError: mem_limit is -5, but must be above 0")
+        assert said[f"limit {failing} {other}"].startswith(
+            f"LimitError: process {failing} of the group could not take the limit"
+        )
+        assert said[f"small {failing} 0"] == said[f"small {failing} 1"]
+        assert "needs at least" in said[f"small {failing} 0"]
+
+
 @pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
 def test_the_example_trains(shard: bool) -> None:
     limit = "2.3 MiB" if shard else "1.7 MiB"

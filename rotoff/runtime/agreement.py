@@ -9,17 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from ..capture.stage import StageModule
 from ..chain import Chain, Stage
-from ..errors import InfeasibleError, MeasureError
+from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
 from ..profile.measure import Profile
 from ..sequence import Sequence as Plan
 
+T = TypeVar("T")
 _BYTES = (
     "output_bytes",
     "saved_bytes",
@@ -32,15 +33,20 @@ _SECONDS = ("forward_time", "backward_time")
 _CONSTANTS = ("stuck_bytes", "replay_bytes", "prefix_peak_bytes")
 
 
-def agree_on_profile(profile: Profile, group: Any) -> Profile:
-    """`profile` with the largest bytes and times of all processes, and the smallest bandwidths.
+def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
+    """What `measure` gives here, with the largest bytes and times of all processes, and the smallest bandwidths.
 
     Raises:
-        MeasureError: where the processes have different stages.
+        MeasureError: where the processes have different stages, or another one could not measure. What `measure` raises here.
     """
-    everyone: list[tuple[Chain, dict[str, int]]] = _gather(
-        (profile.chain, {name: getattr(profile, name) for name in _CONSTANTS}), group
-    )
+    found: list[Profile] = []
+
+    def costs() -> tuple[Chain, dict[str, int]]:
+        found.append(measure())
+        return found[0].chain, {name: getattr(found[0], name) for name in _CONSTANTS}
+
+    everyone = _from_everyone(costs, "measure the model", group)
+    profile = found[0]
     chains = [chain for chain, _ in everyone]
     names = [[stage.name for stage in chain.stages] for chain in chains]
     if any(other != names[0] for other in names):
@@ -55,13 +61,17 @@ def agree_on_profile(profile: Profile, group: Any) -> Profile:
         input_bytes=max(chain.input_bytes for chain in chains),
         input_grad_bytes=max(chain.input_grad_bytes for chain in chains),
     )
-    constants: dict[str, Any] = {name: max(found[name] for _, found in everyone) for name in _CONSTANTS}
+    constants: dict[str, Any] = {name: max(theirs[name] for _, theirs in everyone) for name in _CONSTANTS}
     return replace(profile, chain=chain, **constants)
 
 
-def agree_on_limit(mem_limit: int, group: Any) -> int:
-    """The smallest `mem_limit` of all processes, in bytes."""
-    return min(_gather(mem_limit, group))
+def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
+    """The smallest that `mem_limit` gives in any process, in bytes.
+
+    Raises:
+        LimitError: where it raises in another process. What it raises here.
+    """
+    return min(_from_everyone(mem_limit, "take the limit", group, LimitError))
 
 
 def agree_on_sequence(solve: Callable[[], Plan], group: Any) -> Plan:
@@ -110,10 +120,22 @@ def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
                 )
 
 
-def _gather(mine: Any, group: Any) -> list[Any]:
-    everyone = [None] * dist.get_world_size(group)
+def _from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError) -> list[T]:
+    """What `act` gives in every process; where it fails in one it fails in all, for nobody may wait for who does not come."""
+    failure: Exception | None = None
+    mine: tuple[Any, str] = None, ""
+    try:
+        mine = act(), ""
+    except Exception as error:
+        failure, mine = error, (None, f"{type(error).__name__}: {error}")
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    if failure is not None:
+        raise failure
+    for rank, (_, reason) in enumerate(everyone):
+        if reason:
+            raise error_type(f"process {rank} of the group could not {what}, and so none of them can; there: {reason}")
+    return [result for result, _ in everyone]
 
 
 def _largest(stages: Sequence[Stage]) -> Stage:
