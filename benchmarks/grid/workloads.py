@@ -94,9 +94,9 @@ def _net(
 _F32, _BF16 = torch.float32, torch.bfloat16
 
 CPU = (
-    _gpt("gpt", 12, 384, 6, 256, 4, 512, _F32),
-    _net("vit", "ViT of 12 blocks", lambda: models.vit(96, 8, 12, 256, 4, 100), 8, 96, 100),
-    _net("resnet", "ResNet-50", lambda: models.resnet((3, 4, 6, 3), 100), 8, 96, 100),
+    _gpt("gpt", 12, 256, 4, 256, 4, 512, _F32),
+    _net("vit", "ViT of 12 blocks", lambda: models.vit(96, 8, 12, 192, 4, 100), 6, 96, 100),
+    _net("resnet", "ResNet-50", lambda: models.resnet((3, 4, 6, 3), 100), 4, 96, 100),
     _net("unet", "U-Net of 5 resolutions", lambda: models.UNet(16, 4, 8), 4, 96, 8, pixels=True),
 )
 
