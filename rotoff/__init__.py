@@ -43,11 +43,12 @@ from .terminal import render as render
 
 if TYPE_CHECKING:
     from .checkpointable import Checkpointable as Checkpointable
+    from .found_stages import stages as stages
     from .in_place import attach as attach
     from .in_place import detach as detach
 
 __version__ = "0.1.0"
-_NEED_TORCH = {"Checkpointable": "checkpointable", "attach": "in_place", "detach": "in_place"}
+_NEED_TORCH = {"Checkpointable": "checkpointable", "attach": "in_place", "detach": "in_place", "stages": "found_stages"}
 
 
 def __getattr__(name: str) -> Any:

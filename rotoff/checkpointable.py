@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from .capture import sequential, strategy
 from .capture.stage import flatten
 from .chain import Chain
-from .errors import MeasureError, OptionError
+from .errors import BranchError, MeasureError, OptionError
 from .profile.measure import Profile, Progress, measure
 from .profile.meter import CUDA_BLOCK
 from .rotor_names import NO_LIMIT, RotorNames
@@ -43,15 +43,31 @@ from .solver.search import check_alone
 
 logger = logging.getLogger("rotoff")
 _PREFIX = "_model."
+_COURSES = 8  # of one signature that are kept
 _PLANS_KEPT = 8  # signatures; a training loop rarely has more than a few
 
 
 @dataclass
 class _Planned:
-    """What is known of one input signature."""
+    """What is known of one course of the forward: an input signature, answers to questions, a state of the model."""
 
     profile: Profile
+    captured: strategy.Captured
     plan: ExecutionPlan | None = None
+
+    def holds(self) -> bool:
+        """Whether the model is still as it was when its stages were found."""
+        return self.captured.state is None or self.captured.state.unchanged()
+
+    def answers(self, value: Any) -> bool:
+        """Whether the forward asks nothing of this batch that has another answer than when its stages were found."""
+        if self.captured.questions is not None:
+            try:
+                with torch.no_grad():
+                    self.captured.questions(value)
+            except BranchError:
+                return False
+        return True
 
 
 class Checkpointable(RotorNames, nn.Module):
@@ -62,13 +78,15 @@ class Checkpointable(RotorNames, nn.Module):
 
     Args:
         model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors, or any
-            model that ``torch.fx`` can trace.
+            other model: its forward is recorded on a sample and cut into stages.
         host_directory: on the CPU, where the file that values are offloaded to lies; it must be on a real disk.
             Default: the first writable of the usual temporary directories that is.
         check: compare after every operation what the device holds with what the machine charges; slow, for tests and doubt.
         process_group: of ``torch.distributed``, or True for the default one: all of its processes follow one plan, made for
             the costliest of what each measured and the smallest limit. They must all call `measure` and `compute_sequence`,
             and meet a new input signature in the same step. Needed where stages communicate (FSDP), of use for even steps.
+        stages: about how many stages to cut the model into (more: finer plans that take longer to make; default 40), or the
+            modules of the model, or their dotted names, that are each to be one stage.
 
     Raises:
         MeasureError: where `model` is not such a model.
@@ -81,18 +99,21 @@ class Checkpointable(RotorNames, nn.Module):
         host_directory: str | os.PathLike[str] | None = None,
         check: bool = False,
         process_group: Any = None,
+        stages: strategy.Wanted = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
         self._model = model
-        if strategy.is_sequential(model):
+        self._wanted = stages
+        strategy.named(model, stages)  # so that names that are none are refused here
+        if strategy.is_sequential(model) and stages is None:
             sequential.stages(model)  # so that an empty one is refused here
         self._links = LinkPool(host_directory)
         self._check = check
         self._group = _group(process_group)
         self._request: Request | None = None
-        self._known: OrderedDict[Any, _Planned] = OrderedDict()
+        self._known: OrderedDict[Any, deque[_Planned]] = OrderedDict()
         self._latest: _Planned | None = None
         self._recording: Recording | None = None
         self._plain: Any = None  # what runs the model as it is, where that is not a call of it (`rotoff.attach`)
@@ -115,21 +136,25 @@ class Checkpointable(RotorNames, nn.Module):
         Raises:
             MeasureError: where the model cannot be measured on this input.
         """
-        return self._measure(strategy.chain_input(self._model, sample, kwargs), progress, repeats)
+        return self._measure(strategy.chain_input(self._model, sample, kwargs, self._wanted), progress, repeats)
 
     def _measure(self, value: Any, progress: Progress | None = None, repeats: int = 5) -> Checkpointable:
+        found: list[strategy.Captured] = []
+
         def measure_here() -> Profile:
-            return self._measure_here(value, progress, repeats)
+            captured, profile = self._measure_here(value, progress, repeats)
+            found.append(captured)
+            return profile
 
         profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
-        known = _Planned(profile)
-        self._known[_signature(value)] = known
+        known = _Planned(profile, found[0])
+        self._known.setdefault(_signature(value), deque(maxlen=_COURSES)).appendleft(known)
         self._latest = known
         while len(self._known) > _PLANS_KEPT:
             self._known.popitem(last=False)
         return self
 
-    def _measure_here(self, value: Any, progress: Progress | None, repeats: int) -> Profile:
+    def _measure_here(self, value: Any, progress: Progress | None, repeats: int) -> tuple[strategy.Captured, Profile]:
         device = _device_of(self._model, value)
 
         def bandwidth(nbytes: int) -> tuple[float, float, bool]:
@@ -139,9 +164,9 @@ class Checkpointable(RotorNames, nn.Module):
         if not was_training:
             self._model.train()
         try:
-            stages = strategy.stages(self._model, value, device)
-            refuse_root_shards(self, stages)
-            return measure(stages, value, device, bandwidth, repeats=repeats, progress=progress)
+            captured = strategy.capture(self._model, value, device, self._wanted, self._plain)
+            refuse_root_shards(self, captured.stages)
+            return captured, measure(captured.stages, value, device, bandwidth, repeats=repeats, progress=progress)
         finally:
             if not was_training:
                 self._model.eval()
@@ -185,9 +210,10 @@ class Checkpointable(RotorNames, nn.Module):
             # first, so that a failure changes nothing
             self._latest.plan = make_plan(self._latest.profile, request, self._group)
         self._request = request
-        for known in self._known.values():
-            if known is not self._latest:
-                known.plan = None
+        for courses in self._known.values():
+            for known in courses:
+                if known is not self._latest:
+                    known.plan = None
         return self
 
     # -- what is planned
@@ -209,6 +235,12 @@ class Checkpointable(RotorNames, nn.Module):
     def chain(self) -> Chain:
         """The chain measured last."""
         return self.profile.chain
+
+    @property
+    def strategy(self) -> str:
+        """How the stages measured last were found, in words."""
+        assert self.profile and self._latest is not None and self._latest.captured is not None
+        return self._latest.captured.strategy
 
     @property
     def sequence(self) -> Sequence:
@@ -255,7 +287,7 @@ class Checkpointable(RotorNames, nn.Module):
         plain = self._plain or self._model
         if not self.training or not torch.is_grad_enabled() or self._request is None:
             return plain(*args, **kwargs)
-        value = strategy.chain_input(self._model, args, kwargs)
+        value = strategy.chain_input(self._model, args, kwargs, self._wanted)
         known = self._planned_for(value)
         if known is None:
             return plain(*args, **kwargs)
@@ -293,7 +325,8 @@ class Checkpointable(RotorNames, nn.Module):
         """Profile and plan for inputs like `value`; None where nothing needs a gradient."""
         assert self._request is not None
         signature = _signature(value)
-        known = self._known.get(signature)
+        courses = self._known.get(signature, ())
+        known = next((course for course in courses if course.holds() and course.answers(value)), None)
         if known is None:
             if not any(p.requires_grad for p in self._model.parameters()) and not any(
                 t.requires_grad for t in flatten(value)[0]
@@ -301,7 +334,7 @@ class Checkpointable(RotorNames, nn.Module):
                 return None
             logger.info("rotoff: measuring a new input signature %s", signature[0])
             self._measure(value)
-            known = self._known[signature]
+            known = self._known[signature][0]
         self._known.move_to_end(signature)
         if known.plan is None:
             known.plan = make_plan(known.profile, self._request, self._group)

@@ -18,7 +18,7 @@ from .checkpointable import Checkpointable
 from .errors import MeasureError, OptionError
 
 _KEY = "_rotoff_attachment"  # in the model's __dict__, where no state dict, parameter or submodule is looked for
-_OF_THE_WRAPPER = ("host_directory", "check", "process_group")
+_OF_THE_WRAPPER = ("host_directory", "check", "process_group", "stages")
 
 
 def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint", **options: Any) -> Checkpointable:
@@ -29,8 +29,8 @@ def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint",
     the planned one. A deep copy of the model has a plan of its own.
 
     Args:
-        mem_limit, mode, options: as of `Checkpointable.compute_sequence`; ``host_directory``, ``check`` and
-            ``process_group`` as of `Checkpointable`.
+        mem_limit, mode, options: as of `Checkpointable.compute_sequence`; ``host_directory``, ``check``,
+            ``process_group`` and ``stages`` as of `Checkpointable`.
 
     Raises:
         OptionError: where the model is attached already. LimitError, MeasureError: as of `Checkpointable`.

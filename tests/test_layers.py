@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
     "nn": {"errors"},
 }
-MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "checkpointable", "nn"}
+MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "checkpointable", "nn", "found_stages"}
 
 
 def layer(path: Path) -> str:

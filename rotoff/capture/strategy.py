@@ -1,24 +1,44 @@
 """How a model is cut into stages: the way that fits it, tried in order.
 
-1. ``nn.Sequential``: its modules (`sequential`); the chain's input is the one argument.
-2. Any model whose forward ``torch.fx`` can trace: its graph, cut where few bytes cross (`graph`); the chain's input is the
-   tuple of all of forward's arguments, defaults filled in.
+1. ``nn.Sequential``, unless asked for other stages: its modules (`sequential`); the chain's input is the one argument.
+2. Any model, recorded (`recording`): the operations of one forward, cut where few bytes cross; the chain's input is (args,
+   kwargs) of the call. Modules that the user names are taken whole, and it is cut where they end (`cuts`).
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import MeasureError
-from ..runtime.replay import preserved
-from . import graph, sequential
-from .stage import StageModule
+from ..errors import MeasureError, OptionError
+from . import cuts, sequential
+from .recording import record
+from .segment import Segment
+from .stage import StageModule, flatten
+from .state import ModuleState
 
-CURE = "make the model an nn.Sequential of its stages"
+CURE = (
+    'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole, or make the'
+    " model an nn.Sequential of them"
+)
+Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are
+
+
+@dataclass(frozen=True)
+class Captured:
+    """stages: in order. strategy: how they were found, for people. state: what they hold true for; None: for good.
+    questions: raises BranchError where they do not hold for a batch.
+    """
+
+    stages: list[StageModule]
+    strategy: str
+    state: ModuleState | None = None
+    questions: Segment | None = None
 
 
 def is_sequential(model: nn.Module) -> bool:
@@ -26,41 +46,85 @@ def is_sequential(model: nn.Module) -> bool:
     return type(model).forward is nn.Sequential.forward
 
 
-def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted = None) -> Any:
     """What flows into the first stage when `model` is called with `args` and `kwargs`.
 
+    A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values.
+
     Raises:
-        MeasureError: where the arguments are not forward's, or forward takes any number of them.
+        MeasureError: where the arguments are not forward's.
     """
-    if is_sequential(model):
+    if is_sequential(model) and wanted is None:
         if kwargs or len(args) != 1:
             raise MeasureError("an nn.Sequential takes one positional argument: a tensor, or a tuple of tensors")
         return args[0]
     signature = inspect.signature(model.forward)
-    for parameter in signature.parameters.values():
-        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise MeasureError(
-                f"forward of {type(model).__name__} takes any number of arguments (*{parameter.name}), which cannot be traced;"
-                f" {CURE}"
-            )
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise MeasureError(f"forward of {type(model).__name__} cannot be called like this: {error}") from error
-    bound.apply_defaults()
-    return tuple(bound.arguments.values())
+    if "use_cache" in signature.parameters and bound.arguments.get("use_cache") is None:
+        bound.arguments["use_cache"] = False
+    return bound.args, bound.kwargs
 
 
-def stages(model: nn.Module, value: Any, device: torch.device) -> list[StageModule]:
+def capture(
+    model: nn.Module,
+    value: Any,
+    device: torch.device,
+    wanted: Wanted = None,
+    forward: Callable[..., Any] | None = None,
+) -> Captured:
     """The stages of `model` for inputs like `value`, a result of `chain_input`; the model is left as it was.
+
+    Args:
+        wanted: about how many stages, or modules of the model (or their dotted names) that are each to be one. None: an
+            ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it is.
 
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.
     """
-    if is_sequential(model):
-        return sequential.stages(model)
+    if is_sequential(model) and wanted is None:
+        return Captured(sequential.stages(model), "the modules of an nn.Sequential")
+    names = named(model, wanted)
+    args, kwargs = value
+    if not flatten(value)[0]:
+        raise MeasureError("the model's input holds no tensor")
+    state = ModuleState(model)
     try:
-        with preserved(list(StageModule("", (model,)).buffers()), device):
-            return graph.stages(model, value)
-    except MeasureError as error:
-        raise MeasureError(f"the model is no nn.Sequential, and {error}; {CURE}") from error
+        tape = record(model, forward or model, args, kwargs, device, [model.get_submodule(name) for name in names])
+    except Exception as error:  # the model's own forward may fail in any way
+        tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
+        reason = str(error).strip().splitlines()
+        kind = "" if isinstance(error, MeasureError) else f"{type(error).__name__}: "
+        said = kind + (reason[0] if reason else type(error).__name__)
+        raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {CURE}") from error
+    state.settle()
+    count = wanted if isinstance(wanted, int) else cuts.STAGES
+    found, questions = cuts.stages(tape, count, names)
+    how = "recorded operations, cut " + (
+        "where the named modules end, which run as they are" if names else "where few bytes cross"
+    )
+    return Captured(found, how, state, questions)
+
+
+def stages(model: nn.Module, value: Any, device: torch.device, wanted: Wanted = None) -> list[StageModule]:
+    """The stages alone of what `capture` finds."""
+    return capture(model, value, device, wanted).stages
+
+
+def named(model: nn.Module, wanted: Wanted) -> list[str]:
+    """Dotted names of the modules asked for."""
+    if wanted is None or (isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0):
+        return []
+    if isinstance(wanted, (bool, int, str)) or not wanted:
+        raise OptionError(f"stages is {wanted!r}; give a number of stages, or a list of the model's modules or their names")
+    known = dict(model.named_modules())
+    names = []
+    for item in wanted:
+        name = next((n for n, m in known.items() if m is item), None) if isinstance(item, nn.Module) else item
+        if name not in known or not name:
+            shown = f"a {type(item).__name__}" if isinstance(item, nn.Module) else repr(item)
+            raise OptionError(f"stages names {shown}, which is no module of the model; see model.named_modules()")
+        names.append(name)
+    return names

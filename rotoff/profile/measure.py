@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..capture.aliasing import merge_aliases
-from ..capture.stage import Behaviour, StageModule, flatten
+from ..capture.stage import Behaviour, StageModule, flatten, storage_key
 from ..chain import Chain
 from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, preserved
@@ -32,8 +32,9 @@ class Profile:
 
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every
-    step. replay_bytes: the snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds, its output (the chain's
-    input) included.
+    step. replay_bytes: the snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds,
+    its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the step: all of it,
+    or what a prefix hands on of the batch.
     """
 
     device: torch.device
@@ -44,11 +45,7 @@ class Profile:
     stuck_bytes: int
     replay_bytes: int
     prefix_peak_bytes: int = 0
-
-    @property
-    def resident_input_bytes(self) -> int:
-        """Bytes of a_0 that were there before the step: all of it, or none where a prefix makes it."""
-        return 0 if self.prefix else self.chain.input_bytes
+    resident_input_bytes: int = 0
 
 
 def measure(
@@ -98,6 +95,7 @@ def measure(
     typical = statistics.median(m.costs.saved_bytes for m in measured)
     d2h, h2d, duplex = bandwidth(max(1, int(typical)))
     starts = flatten(start)[0]
+    given = {storage_key(t) for t in flatten(batch)[0]}
     gradients = charge([(m.gradients, m.own_gradient_bytes) for m in measured])
     return Profile(
         device=device,
@@ -115,6 +113,7 @@ def measure(
         stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured) + _shared_gradients(groups[prefix:]),
         replay_bytes=_replay_bytes([m.behaviour for m in measured], device),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, device),
+        resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
     )
 
 

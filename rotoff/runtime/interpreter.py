@@ -294,7 +294,8 @@ class Step:
             if kinds[n] is own:
                 if replay is not None:
                     shapes.append((tensor.shape, tensor.dtype))
-                slot = Slot(tensor if keep else None)  # hooks are given a detached alias
+                # what a call in place returns comes with its graph, which would hold the stage's input
+                slot = Slot((tensor.detach() if tensor.requires_grad else tensor) if keep else None)
                 slots.append(reference(slot))
                 return slot
             slots.append(None)
@@ -351,7 +352,8 @@ class Step:
             if shapes[n] != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
                 raise self._changed(i)
             if keep and (slot := ref()) is not None:
-                slot.tensor, slot.version = tensor, tensor._version
+                slot.tensor = tensor.detach() if tensor.requires_grad else tensor
+                slot.version = tensor._version
 
         assert run.replay is not None
         with run.replay, saved_tensors_hooks(pack, self._never):

@@ -1,0 +1,174 @@
+"""Trains models of torchvision, timm and transformers two steps at half of what keeping everything needs, in mode joint, and
+compares outputs, gradients, buffers and random states with the plain model's, bit for bit; prints one line each.
+
+    python benchmarks/gallery.py [--library timm] [--only name,name] [--json FILE] [--jobs 2]
+
+Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A model
+passes where all bits are equal and the measured peak is at most the predicted one. Needs the extra ``gallery``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+
+from allocated import peak_bytes  # noqa: E402
+from gallery_models import LIBRARIES, Case  # noqa: E402
+
+import rotoff  # noqa: E402
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def losses(output: Any) -> list[torch.Tensor]:
+    """The model's own loss, or all that needs a gradient."""
+    own = output.get("loss") if hasattr(output, "get") else None
+    return [own] if own is not None else [t for t in tensors(output) if t.requires_grad]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A number to be made smaller."""
+    found = losses(output)
+    return found[0] if found[0].ndim == 0 else torch.stack([t.abs().square().mean() for t in found]).sum()
+
+
+def train(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int = 2) -> list[torch.Tensor]:
+    """All that two steps leave: outputs, gradients, parameters, buffers, the generator's state."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(*args, **kwargs)
+        seen += [t.detach().clone() for t in tensors(output)]
+        loss_of(output).backward()
+        del output
+        seen += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    seen += [p.detach().clone() for p in model.parameters()]
+    return [*seen, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(
+        x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
+    )
+
+
+def attempt(build: Callable[[], Case], repeats: int = 1) -> dict[str, Any]:
+    """What came of one model."""
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model, args, kwargs = build()
+    model.train()
+    twin = copy.deepcopy(model)
+    expected = train(model, args, kwargs)
+    wrapped = rotoff.Checkpointable(twin)
+    try:
+        result: dict[str, Any] = {"plain_s": time.perf_counter() - start}
+        wrapped.measure(*args, repeats=repeats, **kwargs)
+        result["measure_s"] = time.perf_counter() - start - result["plain_s"]
+        everything = wrapped.keep_all_memory
+        limit = everything // 2
+        result |= {"stages": len(wrapped.chain), "keep_all": everything}
+        clock = time.perf_counter()
+        try:
+            wrapped.compute_sequence(limit, mode="joint")
+        except rotoff.InfeasibleError as error:
+            limit = error.min_mem_limit
+            wrapped.compute_sequence(limit, mode="joint")
+        result |= {"limit": limit, "solve_s": time.perf_counter() - clock, "predicted": wrapped.get_expected_memory()}
+        got = train(wrapped, args, kwargs)
+        result["equal"] = same(got, expected)
+
+        def gone() -> None:
+            for p in wrapped.parameters():
+                p.grad = None if p.grad is None else torch.zeros_like(p)
+
+        parts = [torch.ones_like(t) for t in losses(wrapped(*args, **kwargs))]
+
+        def step(of: nn.Module) -> Callable[[], None]:
+            return lambda: torch.autograd.backward(losses(of(*args, **kwargs)), parts)
+
+        gone()
+        result["measured"] = peak_bytes(step(wrapped))
+        result["plain"] = peak_bytes(step(model))
+    finally:
+        wrapped.close()
+    result["total_s"] = time.perf_counter() - start
+    return result
+
+
+def report(library: str, name: str) -> tuple[str, str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        result = attempt(LIBRARIES[library][name])
+        result["passed"] = result["equal"] and result["measured"] <= result["predicted"]
+    except Exception as error:
+        result = {"passed": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    return library, name, result
+
+
+def line(library: str, name: str, r: dict[str, Any]) -> str:
+    head = f"{library:12s} {name:36s}"
+    if "error" in r:
+        return f"{head} FAILED  {r['error'].splitlines()[0][:200]}"
+    mib = 1 << 20
+    return (
+        f"{head} {'passed' if r['passed'] else 'FAILED'}  {'equal' if r['equal'] else 'DIFFERS':7s} {r['stages']:3d} stages"
+        f"  limit {r['limit'] / r['keep_all']:4.0%} of {r['keep_all'] / mib:7.1f} MiB (plain {r['plain'] / mib:7.1f})"
+        f"  peak {r['predicted'] / mib:7.2f} predicted, {r['measured'] / mib:7.2f} measured"
+        f"  {r['total_s']:5.1f} s (measure {r['measure_s']:.1f}, solve {r['solve_s']:.1f})"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", choices=sorted(LIBRARIES), help="one library only")
+    parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--jobs", type=int, default=2, help="models at a time, each on one thread")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    options = parser.parse_args()
+    only = [name for name in options.only.split(",") if name]
+    cases = [
+        (library, name)
+        for library, found in LIBRARIES.items()
+        for name in found
+        if (options.library in (None, library)) and (not only or name in only)
+    ]
+    results = []
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
+        for library, name, result in pool.map(report, *zip(*cases, strict=True)):
+            print(line(library, name, result), flush=True)
+            results.append({"library": library, "name": name, **result})
+    for library in dict.fromkeys(library for library, _ in cases):
+        mine = [r for r in results if r["library"] == library]
+        print(f"{library}: {sum(r['passed'] for r in mine)} of {len(mine)} pass")
+    passed = sum(r["passed"] for r in results)
+    print(f"all: {passed} of {len(results)} pass ({passed / len(results):.0%})")
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
+    return 0 if passed == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,483 @@
+"""One forward of a model, written down operation by operation: what the model's own Python code calls, in its order.
+
+The model's forward runs as it is, on a sample. A ``TorchFunctionMode`` sees each call of torch (``F.dropout``, ``x + y``,
+``x[i] = y``, ``torch.arange``) before it happens; custom autograd Functions, scripted functions and calls of modules are seen by
+a wrapper that is there meanwhile. Everything between those calls is Python that gives the same again for the same shapes,
+modes and numbers, so the calls are all that a replay needs. What could differ is not baked in silently:
+
+- a Python value made from a tensor's contents (``if mask.all():``) is noted, and each later run compares;
+- numbers from Python's or NumPy's generators, and generators set by hand, are refused;
+- the forward is recorded twice, and what is not the same both times is refused;
+- modules with hooks of the user's, sharded, compiled or scripted ones, and those that the user names as stages are not looked
+  into: a call of theirs is one operation, so that their hooks and their Python code run in every step and replay.
+
+Gradients are on, but nothing is kept for a backward: autograd's saved tensors are thrown away, and tensors are known by
+weak references, so recording takes about what a forward without gradients does.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..errors import MeasureError
+from ..runtime.replay import Generators, preserved
+from .stage import flatten, storage_key
+from .tape import NOTHING, Operation, Owned, Ref, Tape, Variable, leaves, same, substitute
+
+# Answers about a tensor that do not depend on its contents.
+_FACTS = frozenset(
+    [
+        "dim",
+        "size",
+        "stride",
+        "numel",
+        "nelement",
+        "element_size",
+        "ndimension",
+        "storage_offset",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_inference",
+        "is_shared",
+        "is_pinned",
+        "is_conj",
+        "is_neg",
+        "is_same_size",
+        "is_set_to",
+        "is_storage",
+        "type",
+        "get_device",
+        "__len__",
+        "__hash__",
+        "__repr__",
+        "__format__",
+        "__str__",
+        "untyped_storage",
+        "storage",
+        "data_ptr",
+        "has_names",
+        "__dir__",
+        "result_type",
+        "can_cast",
+        "promote_types",
+        "is_tensor",
+        "broadcast_shapes",
+        "__reduce_ex__",
+        "_is_view",
+        "_is_zerotensor",
+        "is_distributed",
+        "is_autocast_enabled",
+        "get_default_dtype",
+        "dense_dim",
+        "sparse_dim",
+        "is_coalesced",
+        "is_same_size",
+        "is_grad_enabled",
+        "__instancecheck__",
+        "_has_compatible_shallow_copy_type",
+    ]
+)
+_ESCAPES = frozenset(
+    ["numpy", "__array__", "__dlpack__", "__cuda_array_interface__", "backward"]
+)  # what is done with these is unseen
+_EFFECTS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__set__"])
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
+
+
+TRIES = 4  # recordings, two of which in a row must be equal
+
+
+def record(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    whole: Collection[nn.Module] = (),
+) -> Tape:
+    """What `forward`, of `model`, does when called with `args` and `kwargs`; the model and all generators are left as they were.
+
+    Args:
+        whole: modules that are not to be looked into.
+
+    Raises:
+        MeasureError: where its forward fails, or depends on what a replay could not give back.
+    """
+    before: Tape | None = None
+    difference: str | None = None
+    for attempt in range(TRIES):  # the first runs may fill caches
+        tape, replaced = _once(model, forward, args, kwargs, device, whole, attempt)
+        if replaced:
+            before, difference = None, f"it replaces {replaced}; change it in place"
+        elif before is None:
+            before, difference = tape, ""
+        elif (difference := _difference(before, tape)) is None:
+            return tape
+        else:
+            before = tape
+    raise MeasureError(f"the forward of {type(model).__name__} is not the same in each call: {difference}")
+
+
+def _once(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    whole: Collection[nn.Module],
+    drawn_before: int,
+) -> tuple[Tape, str]:
+    """A tape, and which buffers the forward replaced by others; those stay, being caches or a reason to give up."""
+    given, rebuild = flatten((args, kwargs))
+    _check_arguments((args, kwargs))
+    given = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]  # the forward may change them
+    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    drawn = _other_generators()
+    with preserved(buffers, device), torch.enable_grad():
+        torch.rand(drawn_before, device=device)  # what follows from numbers drawn differs between recordings
+        recorder = _Recorder(model, device, whole)
+        recorder.begin(given)
+        copied_args, copied_kwargs = rebuild(given)
+        try:
+            with saved_tensors_hooks(_forget, _never), recorder.watching(), recorder:
+                result = forward(*copied_args, **copied_kwargs)
+        except MeasureError:
+            raise
+        except Exception as error:
+            if recorder.trouble is not None:
+                raise recorder.trouble from error
+            raise
+        recorder.end(result)
+        now_there = [(m, name, m._buffers.get(name)) for m, name, buffer in buffers]
+        replaced = [(m, name, new) for (m, name, new), (_, _, old) in zip(now_there, buffers, strict=True) if new is not old]
+    for module, name, new in replaced:
+        module._buffers[name] = new
+    now = _other_generators()
+    if now != drawn:
+        _put_other_generators(drawn)
+        raise MeasureError(
+            f"the forward of {type(model).__name__} draws from Python's or NumPy's random numbers, which cannot be drawn again"
+            " for a replay; switch that off (LayerDrop, masking of inputs), or draw with torch"
+        )
+    return recorder.tape, ", ".join(f"buffer {name!r} of {type(m).__name__}" for m, name, _ in replaced)
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes every call while it is active."""
+
+    def __init__(self, model: nn.Module, device: torch.device, whole: Collection[nn.Module]) -> None:
+        super().__init__()
+        self._whole = frozenset(whole)
+        self.tape = Tape()
+        self.trouble: MeasureError | None = None
+        self._model = model
+        self._names = {module: name for name, module in model.named_modules()}
+        self._owned: dict[int, Owned] = {}
+        for module in model.modules():
+            for table in ("_parameters", "_buffers"):
+                for name, tensor in getattr(module, table).items():
+                    if tensor is not None:
+                        self._owned.setdefault(id(tensor), Owned(module, table, name))
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._lasting = {storage_key(owned.tensor) for owned in self._owned.values()}
+        self._inside = False
+        self._thread = threading.get_ident()
+        self._place: list[tuple[str, int]] = []
+        self._calls = 0
+        self._generators = Generators(device)
+        self._drawn = self._generators.states()
+        self._ambient = _autocast()
+
+    def begin(self, given: list[torch.Tensor]) -> None:
+        self.tape.inputs = [self._variable(t) for t in given]
+
+    def end(self, result: Any) -> None:
+        """Take what the model returned."""
+        found, self.tape.result_spec = pytree.tree_flatten(result)
+        for leaf in found:
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                raise MeasureError(
+                    f"{type(self._model).__name__} returns a {type(leaf).__name__}, which rotoff cannot look into;"
+                    " have it return tensors, tuples, dicts (use_cache=False for a cache)"
+                )
+            self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        for module in self._model.modules():
+            for name, value in vars(module).items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and self._number(value) is not None
+                    and value.requires_grad
+                    and not _torch_hooks(module)
+                ):
+                    raise MeasureError(
+                        f"module {self._names[module]!r} ({type(module).__name__}) keeps a tensor of the graph in its attribute"
+                        f" {name!r}, which only its own forward can renew; have the model return it"
+                    )
+
+    # -- what is called
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or threading.get_ident() != self._thread:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:
+            return iter(self.call(torch.unbind, args, {}))
+        return self.call(func, args, kwargs)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `function` and note it; nothing that is called meanwhile is seen."""
+        self._inside = True
+        try:
+            return self._noted(function, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _noted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(function, "__name__", "")
+        generated = self._generators.states()
+        if generated is not self._drawn:
+            self._refuse("sets the state of torch's random numbers (manual_seed, fork_rng), which a replay could not follow")
+        tensors = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
+        versions = [t._version for t in tensors]
+        references = substitute((args, kwargs), self._reference)
+        grad, autocast = torch.is_grad_enabled(), _autocast()
+        result = function(*args, **kwargs)
+        self._drawn = self._generators.states()
+        returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        expected = NOTHING
+        effect = name in _EFFECTS or isinstance(function, nn.Module)
+        outputs = tuple(self._output(t) for t in returned)
+        if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:
+            given = {id(t) for t in tensors}
+            if all(id(t) in given for t in returned):
+                return result  # nothing to do: x.to(x.dtype)
+        if not returned and not changed and not effect and self._drawn is generated:
+            if not tensors or name in _FACTS or name == "__get__" or result is None:
+                return result
+            if name in _ESCAPES or not all(isinstance(leaf, _PLAIN) for leaf in leaves(result)):
+                self._refuse(f"hands a tensor's contents to Python ({name})")
+            expected = result
+        self.tape.operations.append(
+            Operation(
+                function=function,
+                args=references[0],
+                kwargs=references[1],
+                outputs=outputs,
+                reads=tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref))),
+                writes=frozenset(n for t in changed if (n := self._storage(t)) is not None),
+                writes_owned=tuple(o for t in changed if isinstance(o := self._reference(t), Owned)),
+                draws=self._drawn is not generated,
+                grad=grad,
+                autocast=() if autocast == self._ambient else autocast,
+                expected=expected,
+                effect=effect,
+                place=tuple(self._place),
+            )
+        )
+        return result
+
+    def _called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """In place of ``nn.Module.__call__``."""
+        name = self._names.get(module)
+        if self._inside or name is None or threading.get_ident() != self._thread:
+            return original(module, *args, **kwargs)
+        self._calls += 1
+        self._place.append((name, self._calls))
+        try:
+            if module not in self._whole and not _opaque(module):
+                return original(module, *args, **kwargs)
+            if module is self._model:
+                self._refuse(
+                    "is that of a model that is compiled, scripted or hooked as a whole; do so with the rotoff.Checkpointable around it"
+                )
+            _check_arguments((args, kwargs))
+            return self.call(module, args, kwargs)
+        finally:
+            self._place.pop()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, calls that no mode sees are seen too: of modules, custom Functions and scripted functions."""
+        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        scripted: Any = torch.jit.ScriptFunction
+        script_call = scripted.__call__
+        recorder = self
+
+        def wrapped_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            inner = apply.__get__(None, cls)
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, nn.Module):
+                    recorder._refuse(f"runs modules inside of a custom autograd Function ({cls.__name__})")
+            if recorder._inside or threading.get_ident() != recorder._thread:
+                return inner(*args, **kwargs)
+            return recorder.call(inner, args, kwargs)
+
+        def wrapped_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder._inside or threading.get_ident() != recorder._thread:
+                return script_call(function, *args, **kwargs)
+            return recorder.call(function, args, kwargs)
+
+        def wrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return recorder._called(call, module, *args, **kwargs)
+
+        nn.Module.__call__ = wrapped_call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = classmethod(wrapped_apply)  # type: ignore[method-assign,assignment]
+        scripted.__call__ = wrapped_script
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            scripted.__call__ = script_call
+
+    # -- whose tensors these are
+
+    def _reference(self, leaf: Any) -> Any:
+        """What stands for `leaf` in an argument."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        owned = self._owned.get(id(leaf))
+        if owned is not None:
+            return owned
+        if (number := self._number(leaf)) is not None:
+            return Ref(number)
+        if leaf.grad_fn is not None or storage_key(leaf) in self._storages:
+            self._refuse(
+                f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) made by something that rotoff cannot see"
+            )
+        self._lasting.add(storage_key(leaf))
+        return leaf  # was there before: a table that is no buffer
+
+    def _output(self, tensor: torch.Tensor) -> int | None:
+        if id(tensor) in self._owned:
+            return None
+        return self._variable(tensor)
+
+    def _variable(self, tensor: torch.Tensor) -> int:
+        if (known := self._number(tensor)) is not None:
+            return known
+        number = len(self.tape.variables)
+        self._known[id(tensor)] = (weakref.ref(tensor), number)
+        self.tape.variables.append(Variable(self._storage(tensor, new=True), _nbytes(tensor), tensor.requires_grad))
+        return number
+
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        """Its variable, if it has one."""
+        entry = self._known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def _storage(self, tensor: torch.Tensor, new: bool = False) -> int | None:
+        try:
+            key = storage_key(tensor)
+        except (NotImplementedError, RuntimeError):  # has none (sparse)
+            return None
+        if key in self._lasting:
+            return None
+        if key not in self._storages:
+            if not new:
+                return None
+            # a weak reference keeps the address from being given to another storage
+            self._storages[key] = (StorageWeakRef(tensor.untyped_storage()), len(self._storages))
+        return self._storages[key][1]
+
+    def _refuse(self, what: str) -> None:
+        where = f" in module {self._place[-1][0]!r}" if self._place and self._place[-1][0] else ""
+        self.trouble = MeasureError(f"the forward of {type(self._model).__name__} {what}{where}")
+        raise self.trouble
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _all_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return pytree.tree_leaves((args, kwargs)) if kwargs else pytree.tree_leaves(args)
+
+
+def _check_arguments(value: Any) -> None:
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not callable(leaf):
+            raise MeasureError(
+                f"an argument is a {type(leaf).__name__}, which rotoff cannot look into; give tensors, numbers, and tuples, lists"
+                " and dicts of them"
+            )
+
+
+def _opaque(module: nn.Module) -> bool:
+    """Whether a call of `module` is to be one operation."""
+    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return True
+    hooks = [module._backward_hooks, module._backward_pre_hooks, module._forward_hooks, module._forward_pre_hooks]
+    return any(hooks) and not _torch_hooks(module)
+
+
+def _torch_hooks(module: nn.Module) -> bool:
+    """Whether all hooks are torch's own ways to compute a weight (weight norm, spectral norm), made of recorded operations."""
+    every = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    own = all(str(getattr(type(h), "__module__", "")).startswith("torch.nn.utils") for h in every)
+    return bool(every) and own and not module._backward_hooks and not module._backward_pre_hooks
+
+
+def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _other_generators() -> list[Any]:
+    found: list[Any] = [random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found.append((kind, keys.tobytes(), *rest))
+    return found
+
+
+def _put_other_generators(states: list[Any]) -> None:
+    random.setstate(states[0])
+    if len(states) > 1 and (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = states[1]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def _difference(first: Tape, second: Tape) -> str | None:
+    """What two recordings of one forward do not have in common."""
+    for a, b in zip(first.operations, second.operations, strict=False):
+        if a.name != b.name or (a.place[-1:] and a.place[-1][0] != b.place[-1][0]):
+            return f"{a.name} in one, {b.name} in the next"
+        if not same(a.expected, b.expected):
+            return f"{a.name} of a tensor gives {a.expected!r} in one and {b.expected!r} in the next (it branches on data)"
+        if not same((a.args, a.kwargs, a.outputs), (b.args, b.kwargs, b.outputs)):
+            return f"{a.name} gets other values in the next"
+    if len(first.operations) != len(second.operations):
+        return f"{len(first.operations)} operations in one, {len(second.operations)} in the next"
+    return None
+
+
+def _forget(_: torch.Tensor) -> None:
+    return None
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise MeasureError("the model differentiates within its forward; rotoff cannot record that")

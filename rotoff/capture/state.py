@@ -1,0 +1,62 @@
+"""What a recorded forward could have read of its modules' own Python values, to notice when someone changes it.
+
+A dropout rate, a ``training`` flag of a part, a frozen parameter, a setting in the model's configuration: the recording holds
+what followed from them, so a change makes it another model, which is measured and planned anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_SCALARS = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ModuleState:
+    """The plain values held by `model`, its modules and their configurations, and which parameters need a gradient.
+
+    Attributes that are made later, or that the forward itself changes (`settle`), are not watched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values: list[tuple[dict[str, Any], str, Any]] = []
+        self._sizes: list[tuple[dict[Any, Any], int]] = []
+        self._parameters: list[tuple[dict[str, Any], str, bool]] = []
+        seen: set[int] = set()
+        for module in model.modules():
+            self._watch(vars(module))
+            for value in list(vars(module).values()):
+                if (
+                    hasattr(value, "__dict__")
+                    and not isinstance(value, (nn.Module, torch.Tensor, type))
+                    and id(value) not in seen
+                ):
+                    seen.add(id(value))
+                    if not callable(value):
+                        self._watch(vars(value))
+            self._sizes += [(vars(module)[name], len(vars(module)[name])) for name in _HOOKS]
+            self._parameters += [
+                (module._parameters, name, p.requires_grad) for name, p in module._parameters.items() if p is not None
+            ]
+
+    def _watch(self, attributes: dict[str, Any]) -> None:
+        self._values += [(attributes, k, v) for k, v in attributes.items() if isinstance(v, _SCALARS)]
+
+    def settle(self) -> None:
+        """Stop watching what has changed since."""
+        self._values = [entry for entry in self._values if entry[0].get(entry[1], self) == entry[2]]
+
+    def unchanged(self) -> bool:
+        """Whether everything watched is as it was."""
+        for attributes, name, value in self._values:
+            now = attributes.get(name, self)
+            if now is not value and now != value:
+                return False
+        for attributes, name, needs in self._parameters:
+            parameter = attributes.get(name)
+            if parameter is None or parameter.requires_grad != needs:
+                return False
+        return all(len(hooks) == size for hooks, size in self._sizes)

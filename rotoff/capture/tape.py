@@ -1,0 +1,151 @@
+"""The operations of one forward, in order: what `recording` writes, `cuts` divides and `segment` runs again.
+
+A *variable* is a tensor that an operation made or that came with the batch. Arguments of operations are the very Python
+values that the forward passed, with `Ref` and `Owned` in place of variables and of the model's parameters and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+class Ref(NamedTuple):
+    """In an argument: the variable of that number."""
+
+    variable: int
+
+
+class Owned(NamedTuple):
+    """In an argument: a parameter or buffer, looked up in its module whenever it is used."""
+
+    module: nn.Module
+    table: str  # "_parameters" or "_buffers"
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return getattr(self.module, self.table)[self.name]
+
+
+class Variable(NamedTuple):
+    """storage: number of its storage, equal for tensors that share bytes; None where a parameter's or constant's bytes are
+    its own. nbytes: of that storage."""
+
+    storage: int | None
+    nbytes: int
+    needs_grad: bool
+
+
+NOTHING = object()  # no value is expected
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of a function of torch, of a custom autograd Function, or of a module taken as a whole.
+
+    outputs: the variable of each tensor that it returns, None for parameters and buffers. reads: variables among the
+    arguments. writes: storages that it changes in place. writes_owned: parameters and buffers that it changes. draws: whether
+    it draws random numbers. grad: whether gradients were on. autocast: (device type, enabled, dtype) where that differs
+    from what was set around the model. expected: for a call that turns tensors into a Python value (``bool(x.any())``), that
+    value. effect: to be run though nobody uses what it returns. place: the modules around it, outermost first, each call of
+    a module as (name, number of the call).
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int | None, ...]
+    reads: tuple[int, ...]
+    writes: frozenset[int]
+    writes_owned: tuple[Owned, ...]
+    draws: bool
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    expected: Any
+    effect: bool
+    place: tuple[tuple[str, int], ...]
+
+    @property
+    def name(self) -> str:
+        """Of the function, for messages and tables."""
+        function: Any = self.function
+        if getattr(function, "__name__", "") in ("__get__", "__set__"):
+            return str(getattr(function.__self__, "__name__", "attribute"))
+        return str(getattr(function, "__name__", type(function).__name__))
+
+    def owned(self) -> Iterator[Owned]:
+        """Parameters and buffers among the arguments."""
+        yield from (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Owned))
+
+
+@dataclass
+class Tape:
+    """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and their
+    structure. state: what the forward could read of the modules' own Python values."""
+
+    inputs: list[int] = field(default_factory=list)
+    variables: list[Variable] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    result: list[Any] = field(default_factory=list)
+    result_spec: pytree.TreeSpec | None = None
+
+    def result_variables(self) -> list[int]:
+        return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]
+
+
+def substitute(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every leaf replaced; tuples, lists, dicts and slices are looked into."""
+    if type(value) in (Ref, Owned):
+        return change(value)
+    if type(value) is tuple:
+        return tuple(substitute(v, change) for v in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(substitute(v, change) for v in value))
+    if type(value) is list:
+        return [substitute(v, change) for v in value]
+    if type(value) is dict:
+        return {k: substitute(v, change) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*(substitute(v, change) for v in (value.start, value.stop, value.step)))
+    return change(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The leaves of `value`, as `substitute` meets them."""
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    substitute(value, note)
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two arguments mean the same: tensors and functions by identity, plain values by equality, others by type."""
+    if type(a) is not type(b):
+        return False
+    if a is b:
+        return True
+    if type(a) in (tuple, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if type(a) is dict:
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, slice):
+        return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    if isinstance(a, torch.Tensor):
+        return False
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    if type(a).__module__ == "numpy":
+        return bool((a == b).all()) if a.shape == b.shape else False
+    if isinstance(a, (bool, int, complex, str, bytes, Ref, Owned, torch.Size, torch.dtype, torch.device)):
+        return bool(a == b)
+    return True
