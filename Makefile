@@ -5,6 +5,7 @@
 #   make test-all    also the slow ones
 #   make lint        ruff and mypy
 #   make quickstart  the README's quick start
+#   make docs        the API reference as HTML, into docs/api/
 #   make dist        sdist and wheel, into dist/
 #   make clean       remove all that these made, .venv included
 #
@@ -26,7 +27,7 @@ HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch
 unexport PYTHONPATH
 export PYTHONNOUSERSITE = 1
 
-.PHONY: demo quickstart test test-all lint dist clean
+.PHONY: demo quickstart test test-all lint docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -50,10 +51,14 @@ lint: $(VENV)/tools
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+docs: $(VENV)/tools
+	$(PIP) install "$$(ls dist/rotoff-*.whl)[docs]"
+	$(BIN)/python scripts/api_reference.py docs/api
+
 dist: $(VENV)/wheel
 
 clean:
-	rm -rf $(VENV) build dist rotoff.egg-info rotoff/_*.c
+	rm -rf $(VENV) build dist docs/api rotoff.egg-info rotoff/_*.c
 
 # An interpreter, and a torch: the one that PYTHON has if it will do, else a new one.
 $(VENV)/torch:

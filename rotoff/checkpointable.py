@@ -284,6 +284,7 @@ class Checkpointable(RotorNames, nn.Module):
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns; in training mode, with gradients and a limit, the step runs as planned."""
         plain = self._plain or self._model
         if not self.training or not torch.is_grad_enabled() or self._request is None:
             return plain(*args, **kwargs)

@@ -54,6 +54,27 @@ def test_quickstart() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_digits_resnet_trains_to_the_plain_losses() -> None:
+    pytest.importorskip("sklearn")
+    result = run(
+        EXAMPLES / "digits_resnet.py", "--size", "24", "--depth", "1", "--batch", "32", "--steps", "3", "--limit", "0.85"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "largest difference of any loss: 0.0" in result.stdout
+    plain, limited = (line for line in result.stdout.splitlines() if line.startswith(("plain", "limited")))
+    assert plain.split()[1:] == limited.split()[1:]
+    assert "mode joint" in result.stdout
+
+
+@pytest.mark.slow
+def test_beyond_ram_trains_where_plain_pytorch_fails() -> None:
+    result = run(EXAMPLES / "beyond_ram.py", "--blocks", "10", "--width", "128", "--room", "160 MiB", "--steps", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    free, plain, limited = result.stdout.splitlines()[1:4]
+    assert "can't allocate memory" in plain
+    assert limited.split("losses")[1] == free.split("losses")[1]
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     path = tmp_path_factory.mktemp("compare") / "new folder" / "rows.json"

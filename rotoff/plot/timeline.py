@@ -140,14 +140,17 @@ def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | Non
 def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, name: str) -> dict[str, Look]:
     shown: dict[str, Look] = {}
     for row, lane in enumerate(lanes):
+        found_boxes = boxes(trace, lane)
+        digits = max((len(box.label) for box in found_boxes), default=0)  # all are labelled alike
         groups: dict[tuple[Look, bool], list[Rectangle]] = {}
-        for box in boxes(trace, lane):
+        for box in found_boxes:
             if box.end <= box.start:
                 continue
             shown[box.look.words] = box.look
             thin = box.end - box.start < longest * _THIN and not box.look.hatch  # an edge would hide what it is around
             groups.setdefault((box.look, thin), []).append(Rectangle((box.start, row - 0.38), box.end - box.start, 0.76))
-            if box.label and box.end - box.start > longest * _LABEL_SHARE * (len(box.label) + 1):
+            wide = longest * _LABEL_SHARE * (digits + 1) * (1.6 if box.look.hatch else 1)
+            if box.label and box.end - box.start > wide:
                 ink = "#FFFFFF" if box.look in (style.BACKWARD, style.INWARD) else style.INK
                 back = {"facecolor": box.look.colour, "edgecolor": "none", "pad": 0.6} if box.look.hatch else None
                 middle = (box.start + box.end) / 2

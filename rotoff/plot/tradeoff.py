@@ -16,6 +16,7 @@ from ..solver import Row, keep_all
 from . import style
 
 _BOUND_POINTS = 24
+_CUT = 4.0  # the axis ends at so many times what the best mode costs at most
 
 
 def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
@@ -36,7 +37,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
         raise OptionError(f"{len(names)} modes in one picture; at most {len(style.SERIES)} can be told apart")
     peak = simulate(chain, keep_all(chain)).peak_bytes
     base = chain.compute_time
-    figure = style.new_figure(7.2, 4.4)
+    figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()
     axis.set_title(title or chain.name or "step time against limit", fontsize=10.5, loc="left")
 
@@ -68,6 +69,13 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     style.quiet(axis, "both")
     style.in_units(axis, "x", size, unit, "limit")
     slowest = max(row.makespan or 0.0 for row in made)
+    hardest = max(
+        min(r.makespan or 0.0 for r in made if r.limit == limit) for limit in limits
+    )  # the best mode's slowest step
+    cut = base + _CUT * (hardest - base)
+    if slowest > cut > base:  # one bad mode must not press the others flat
+        axis.set_title(f"lines that leave the top: up to {slowest:.3g} s", loc="right", fontsize=8)
+        slowest = cut
     room = slowest - base or base
     axis.set_ylim(base - 0.18 * room, slowest + 0.06 * room)
     length, seconds = style.time_unit(slowest)
@@ -80,5 +88,5 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
         right.set_ylabel("over keeping everything", fontsize=9)
         right.tick_params(labelsize=8)
         right.spines["right"].set_visible(False)
-    axis.legend(fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure

@@ -1,0 +1,100 @@
+"""What README and docs/ show is run: Python blocks in order, `rotoff` commands too; every link inside leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rotoff
+from rotoff.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(language, what follows it, content) of every fenced block."""
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def runnable(page: Path) -> list[tuple[str, str]]:
+    """Blocks that are run: ``python`` and ``sh``; one marked ``skip`` says by the next word what it would need."""
+    return [
+        (language, code) for language, marks, code in blocks(page) if language in ("python", "sh") and "skip" not in marks
+    ]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
+def test_what_a_page_shows_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # The chain that pages speak of where none was measured: eight stages of a GiB each.
+    stage = rotoff.Stage("block", 0.1, 0.2, 2**28, 3 * 2**30)
+    rotoff.Chain((stage,) * 8, 12e9, 12e9, input_bytes=2**20, name="example").save("chain.json")
+    names: dict[str, object] = {"__name__": page.stem}
+    for language, code in runnable(page):
+        if language == "python":
+            torch.manual_seed(0)
+            exec(compile(code, f"{page.name}: {code.splitlines()[0]}", "exec"), names)
+        else:
+            for line in code.replace("\\\n", " ").splitlines():
+                if line.startswith("rotoff "):
+                    assert main(shlex.split(line, comments=True)[1:]) == 0, line
+    sys.modules.pop("my_models", None)
+
+
+def test_skipped_blocks_say_what_they_need() -> None:
+    for page in PAGES:
+        for language, marks, code in blocks(page):
+            if "skip" in marks:
+                assert re.search(r"skip: \w+", marks), (page.name, code)
+                if language == "python":
+                    compile(code, page.name, "exec")
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    pytest.importorskip("torch")
+    for name in dir(rotoff):
+        value = getattr(rotoff, name)
+        if name.startswith("_") or name in ("annotations", "TYPE_CHECKING", "Any") or not callable(value):
+            continue
+        assert value.__doc__, name
+        if isinstance(value, type) and value.__module__.startswith("rotoff"):
+            for method, function in vars(value).items():
+                if not method.startswith("_") and callable(function) and not isinstance(function, type):
+                    assert function.__doc__, f"{name}.{method}"
+
+
+def test_the_api_reference_has_every_public_name(tmp_path: Path) -> None:
+    pytest.importorskip("pdoc")
+    pytest.importorskip("torch")
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "api_reference.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)},
+    )
+    assert ran.returncode == 0, ran.stderr
+    page = (tmp_path / "rotoff.html").read_text(encoding="utf-8")
+    for name in ("Checkpointable", "Chain", "solve", "simulate", "attach", "render", "sweep"):
+        assert f'<section id="{name}">' in page
+    assert "Checkpointable.record_step" in page
+    assert not (tmp_path / "rotoff" / "runtime.html").exists()
