@@ -24,6 +24,9 @@ from .errors import MeasureError as MeasureError
 from .errors import OptionError as OptionError
 from .errors import RotoffError as RotoffError
 from .errors import SequenceFormatError as SequenceFormatError
+from .profile.devices import Device as Device
+from .profile.devices import devices as devices
+from .profile.devices import register_device as register_device
 from .sequence import Op as Op
 from .sequence import OpKind as OpKind
 from .sequence import Sequence as Sequence
@@ -46,9 +49,16 @@ if TYPE_CHECKING:
     from .found_stages import stages as stages
     from .in_place import attach as attach
     from .in_place import detach as detach
+    from .profile.estimate import estimate as estimate
 
 __version__ = "0.1.0"
-_NEED_TORCH = {"Checkpointable": "checkpointable", "attach": "in_place", "detach": "in_place", "stages": "found_stages"}
+_NEED_TORCH = {
+    "Checkpointable": "checkpointable",
+    "attach": "in_place",
+    "detach": "in_place",
+    "estimate": "profile.estimate",
+    "stages": "found_stages",
+}
 
 
 def __getattr__(name: str) -> Any:

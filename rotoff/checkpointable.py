@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from .chain import Chain
 from .errors import BranchError, MeasureError, OptionError
 from .profile.measure import Profile, Progress, measure
 from .profile.meter import CUDA_BLOCK
+from .profile.provenance import provenance
 from .rotor_names import NO_LIMIT, RotorNames
 from .runtime.agreement import agree_on_limit, agree_on_profile, refuse_root_shards
 from .runtime.check import Checker
@@ -166,7 +167,10 @@ class Checkpointable(RotorNames, nn.Module):
         try:
             captured = strategy.capture(self._model, value, device, self._wanted, self._plain)
             refuse_root_shards(self, captured.stages)
-            return captured, measure(captured.stages, value, device, bandwidth, repeats=repeats, progress=progress)
+            profile = measure(captured.stages, value, device, bandwidth, repeats=repeats, progress=progress)
+            meta = provenance(self._model, value, device)
+            chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
+            return captured, replace(profile, chain=chain)
         finally:
             if not was_training:
                 self._model.eval()

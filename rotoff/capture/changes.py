@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..runtime.replay import same_content
 from .stage import StageModule
 
 
@@ -27,7 +28,7 @@ class ChangedBuffers:
         for module, name, old, version, content in self._before:
             now = module._buffers[name]
             statistics = isinstance(module, _NormBase) and module.training and module.track_running_stats
-            if statistics or now is not old or old._version != version or not torch.equal(old, content):
+            if statistics or now is not old or old._version != version or not same_content(old, content):
                 self._found[module, name] = None
         self._before = self._snapshot()
         return tuple(self._found)

@@ -31,9 +31,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class AllocationLog:
-    """Events in order of time."""
+    """Events in order of time. drew: random numbers were seen to be drawn (the allocator does not see it)."""
 
     events: tuple[Allocation, ...]
+    drew: bool = False
 
     def live(self) -> dict[int, int]:
         """Bytes at each address that was taken and not given back."""

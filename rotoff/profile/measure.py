@@ -19,9 +19,8 @@ from ..capture.stage import Behaviour, StageModule, flatten, storage_key
 from ..chain import Chain
 from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, preserved
-from .allocations import record
 from .gradients import charge
-from .meter import PLAIN, Measured, Meter
+from .meter import Measured, Meter
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
 
@@ -55,6 +54,7 @@ def measure(
     bandwidth: Callable[[int], tuple[float, float, bool]],
     repeats: int = 5,
     progress: Progress | None = None,
+    meter: Meter | None = None,
 ) -> Profile:
     """Measure `stages` on the sample input `value`.
 
@@ -62,18 +62,18 @@ def measure(
         stages: in order; those that alias or overwrite their input are merged with their predecessor.
         value: a tensor, or a tuple of them, on `device`.
         bandwidth: given the bytes that typically move, the link's (d2h B/s, h2d B/s, duplex).
-        repeats: timed runs of each stage, of which the median counts.
+        repeats: timed runs of each stage, of which the median counts. meter: what measures one stage; default: on `device`.
 
     Raises:
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
     """
     if not flatten(value)[0]:
         raise MeasureError("the model's input holds no tensor")
+    meter = meter or Meter(device, repeats)
     for tensor in flatten(value)[0]:
-        if type(tensor) not in PLAIN:
+        if not meter.plain(tensor):
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
     groups = merge_aliases(stages, value, device)
-    meter = Meter(device, repeats)
     meter.begin(value)
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient
@@ -112,8 +112,8 @@ def measure(
         behaviours=tuple(m.behaviour for m in measured),
         stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured) + _shared_gradients(groups[prefix:]),
         replay_bytes=_replay_bytes([m.behaviour for m in measured], device),
-        prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, device),
         resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
+        prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
     )
 
 
@@ -138,7 +138,7 @@ def _buffer_bytes(behaviour: Behaviour) -> list[int]:
     return [buffer.nbytes for buffer in found if buffer is not None]
 
 
-def _prefix_peak(prefix: Sequence[StageModule], value: Any, device: torch.device) -> int:
+def _prefix_peak(prefix: Sequence[StageModule], value: Any, meter: Meter) -> int:
     if not prefix:
         return 0
 
@@ -148,5 +148,5 @@ def _prefix_peak(prefix: Sequence[StageModule], value: Any, device: torch.device
             result = stage.run(result)
         return result
 
-    with preserved([found for stage in prefix for found in stage.buffers()], device), torch.enable_grad():
-        return record(run, device)[1].peak()
+    with preserved([found for stage in prefix for found in stage.buffers()], meter.device), torch.enable_grad():
+        return meter.record(run)[1].peak()

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -24,7 +24,7 @@ from .gradients import GradientPlace
 COLLECTIVE_TRIES = 3
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
 
-
+T = TypeVar("T")
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})  # whose bytes are those of one storage
 
 
@@ -65,10 +65,10 @@ class Meter:
         last: whether the caller holds its output throughout.
         """
         tensors, rebuild = flatten(value)
-        run = _Run(stage, tensors, rebuild, last)
+        run = Run(stage, tensors, rebuild, last)
         leaves, changes = run.leaves(), ChangedBuffers(stage)
         outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
-        _refuse_subclasses(stage, outputs)
+        self._refuse_subclasses(stage, outputs)
         needs = [t.requires_grad for t in outputs]
         if any(needs):
             try:
@@ -87,7 +87,7 @@ class Meter:
         detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
         return measured, rebuild_output(detached)
 
-    def _costs(self, run: _Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
+    def _costs(self, run: Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
         changes.look()
         generators = Generators(self.device)
         drawn = generators.states()
@@ -99,14 +99,14 @@ class Meter:
                 outputs, saved, gathered, log = again
             del again
         live = log.live()
-        _refuse_subclasses(run.stage, saved)
+        self._refuse_subclasses(run.stage, saved)
         changed = changes.look()
-        draws = generators.states() is not drawn
+        draws = log.drew or generators.states() is not drawn
         inputs = {storage_key(t) for t in leaves}
-        kinds = tuple(SavedKind.RESIDENT if storage_key(t) in gathered else _kind(t, inputs, live) for t in saved)
-        own = {_address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
-        made = {_address(t) for t in outputs}
-        self._lasting |= {storage_key(t) for t in outputs if _address(t) not in live} - inputs  # a module's tables
+        kinds = tuple(SavedKind.RESIDENT if storage_key(t) in gathered else self._kind(t, inputs, live) for t in saved)
+        own = {self._address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
+        made = {self._address(t) for t in outputs}
+        self._lasting |= {storage_key(t) for t in outputs if self._address(t) not in live} - inputs  # a module's tables
         own_outputs = tuple(storage_key(t) not in self._lasting for t in outputs)
         carried = [t for t in outputs if storage_key(t) in inputs - self._lasting]
         saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
@@ -124,7 +124,7 @@ class Meter:
         fresh_bytes = sum({place.storage: place.nbytes for place in places if place and place.incoming is None}.values())
         leaves = run.leaves()
         with saved_tensors_hooks(_forget, _never):
-            _, dropping = record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]], self.device)
+            _, dropping = self.record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])
         forward_time, backward_time = self._times(run)
         costs = Stage(
             name=run.stage.name,
@@ -140,7 +140,7 @@ class Meter:
         return Measured(costs, Behaviour(kinds, own_outputs, changed, draws, stuck), places, own_gradients), outputs
 
     def _kept(
-        self, run: _Run, leaves: list[torch.Tensor]
+        self, run: Run, leaves: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], set[int], AllocationLog]:
         """A recorded forward: its outputs, what autograd saves, which storages of those are parameters', and the log."""
         saved: list[torch.Tensor] = []
@@ -152,10 +152,10 @@ class Meter:
                 gathered.add(storage_key(tensor))
 
         with saved_tensors_hooks(keep, _never):
-            outputs, log = record(lambda: flatten(run.forward(leaves))[0], self.device)
+            outputs, log = self.record(lambda: flatten(run.forward(leaves))[0])
         return outputs, saved, gathered, log
 
-    def _backward_peak(self, run: _Run) -> tuple[int, tuple[GradientPlace | None, ...]]:
+    def _backward_peak(self, run: Run) -> tuple[int, tuple[GradientPlace | None, ...]]:
         """Bytes above what ā and δ_i hold, while ``B`` runs, and where it leaves the inputs' gradients.
 
         Parameter gradients are resident, but each one's fresh value is there until it has been added to them: it counts
@@ -172,18 +172,18 @@ class Meter:
             held.extend(t.detach() for t in outputs if run.last)
             needing = [n for n, t in enumerate(outputs) if t.requires_grad]
             incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
-            mark("backward")
+            self.mark("backward")
             del outputs  # as the interpreter does when B begins
             return _backward(edges, gradients, targets)
 
-        hooks = [p.register_hook(lambda _, n=n: mark(str(n))) for n, p in enumerate(run.parameters)]
+        hooks = [p.register_hook(lambda _, n=n: self.mark(str(n))) for n, p in enumerate(run.parameters)]
         try:
-            grads, log = record(step, self.device)
+            grads, log = self.record(step)
         finally:
             for hook in hooks:
                 hook.remove()
         fresh = grads[len(grads) - len(run.parameters) :]
-        peak = log.after("backward").peak({_address(g): str(n) for n, g in enumerate(fresh) if g is not None})
+        peak = log.after("backward").peak({self._address(g): str(n) for n, g in enumerate(fresh) if g is not None})
         return peak, tuple(self._places(leaves, grads, dict(incoming)))
 
     def _places(
@@ -198,7 +198,7 @@ class Meter:
                 key = storage_key(gradient)
                 yield GradientPlace(key, self._rounded(gradient.untyped_storage().nbytes()), incoming.get(key))
 
-    def _times(self, run: _Run) -> tuple[float, float]:
+    def _times(self, run: Run) -> tuple[float, float]:
         """Median seconds of the forward and of the backward."""
         clock = _CudaClock(self.device) if self.device.type == "cuda" else _HostClock()
         for _ in range(self.repeats):
@@ -222,12 +222,44 @@ class Meter:
         """Bytes of the storages of `tensors`, each once."""
         return sum(self._rounded(n) for n in {storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
+    # -- where bytes are seen: here the device's allocator; an estimate has another way
+
+    def record(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
+        """Call `run` and log what is allocated meanwhile."""
+        return record(run, self.device)
+
+    def mark(self, name: str) -> None:
+        """Leave a mark in the log being recorded."""
+        mark(name)
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    def plain(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes of `tensor` are those of one storage."""
+        return type(tensor) in PLAIN
+
+    def _refuse_subclasses(self, stage: StageModule, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if not self.plain(tensor):
+                raise MeasureError(
+                    f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move; use plain"
+                    " tensors in what it returns and differentiates"
+                )
+
+    def _kind(self, tensor: torch.Tensor, inputs: set[int], live: dict[int, int]) -> SavedKind:
+        if storage_key(tensor) in inputs:
+            return SavedKind.INPUT
+        return SavedKind.OWN if self._address(tensor) in live else SavedKind.RESIDENT
+
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if self.device.type == "cuda" else nbytes
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
+    """How one stage is run, as often as needed."""
+
     stage: StageModule
     tensors: list[torch.Tensor]
     rebuild: Callable[[list[torch.Tensor]], Any]
@@ -290,25 +322,6 @@ def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
 def _ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _kind(tensor: torch.Tensor, inputs: set[int], live: dict[int, int]) -> SavedKind:
-    if storage_key(tensor) in inputs:
-        return SavedKind.INPUT
-    return SavedKind.OWN if _address(tensor) in live else SavedKind.RESIDENT
-
-
-def _refuse_subclasses(stage: StageModule, tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if type(tensor) not in PLAIN:
-            raise MeasureError(
-                f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move; use plain"
-                " tensors in what it returns and differentiates"
-            )
 
 
 def _forget(_: torch.Tensor) -> None:

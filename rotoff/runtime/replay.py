@@ -12,6 +12,7 @@ from ctypes import string_at
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 RNG_BYTES = 5056  # of the CPU generator's state; a CUDA generator's is 16 bytes of host memory
 
@@ -145,6 +146,11 @@ def _put_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) 
         module._buffers[name] = buffer
 
 
+def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal; fake ones have no content that could differ."""
+    return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
+
+
 @contextmanager
 def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: torch.device) -> Iterator[None]:
     """Generators and `buffers` are after the block what they were before it, in place, whatever ran within."""
@@ -157,6 +163,6 @@ def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: to
         generators.put(rng)
         with torch.no_grad():
             for module, name, buffer, content in saved:
-                if not torch.equal(buffer, content):
+                if not same_content(buffer, content):
                     buffer.copy_(content)
                 module._buffers[name] = buffer

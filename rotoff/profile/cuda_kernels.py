@@ -1,0 +1,145 @@
+"""What CUDA runs where the CPU runs something else: an estimate for a CUDA device runs on fake CPU tensors.
+
+PyTorch built without CUDA can differentiate no tensor that says it is on a GPU, not even a fake one. Nearly all operations
+make the same tensors on both; these do not, because their C++ looks at the device: dropout keeps a mask of one byte an
+element, attention runs in a fused kernel that saves its rows' log-sum-exp. While `cuda_variants` is open, such calls on fake
+tensors become the operations that CUDA would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .devices import Device
+
+_aten = torch.ops.aten
+_FLASH_WIDTH = 256  # the widest head of the flash kernels
+_BIAS_ALIGNMENT = 16  # elements, of a mask's rows in the memory-efficient kernels
+
+
+@contextmanager
+def cuda_variants(device: Device) -> Iterator[None]:
+    """Within, composite operations on fake tensors run as on `device`; nothing changes where it is no CUDA device."""
+    if device.capability is None:
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for op, variant in _variants(device.capability).items():
+            library.impl(op.name(), _for_fakes(op, variant), "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def _for_fakes(op: Any, variant: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0], FakeTensor):
+            return variant(*args, **kwargs)
+        return op.decompose(*args, **kwargs)
+
+    return run
+
+
+def _variants(capability: tuple[int, int]) -> dict[Any, Callable[..., Any]]:
+    attention = _aten.scaled_dot_product_attention.default
+
+    def sdpa(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        kind = _attention_kernel(capability, query, key, value, attn_mask, dropout_p)
+        if kind == "math":
+            return _aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        if kind == "flash":
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if enable_gqa and key.size(-3) != query.size(-3):
+            groups = query.size(-3) // key.size(-3)
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        bias = _bias(attn_mask, query, key)
+        needs = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, needs, dropout_p, is_causal, scale=scale
+        )[0]
+
+    return {_aten.dropout.default: _dropout, attention: sdpa}
+
+
+def _dropout(given: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if 0 < p < 1 and train and given.numel() > 0:
+        result: torch.Tensor = _aten.native_dropout(given, p, True)[0]
+        return result
+    return _aten.dropout.default.decompose(given, p, train)
+
+
+def _attention_kernel(
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+) -> str:
+    """Which kernel PyTorch's rules take (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), the user's switches heeded."""
+    from torch.backends import cuda
+
+    same = query.dtype == key.dtype == value.dtype
+    if not same or {query.dim(), key.dim(), value.dim()} != {4}:
+        return "math"
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if (
+        cuda.flash_sdp_enabled()
+        and half
+        and mask is None
+        and capability >= (8, 0)
+        and query.size(-1) == value.size(-1) <= _FLASH_WIDTH
+    ):
+        return "flash"
+    masked = mask is not None and mask.requires_grad
+    if (
+        cuda.mem_efficient_sdp_enabled()
+        and capability >= (5, 0)
+        and (query.dtype == torch.float32 or half)
+        and not (masked and dropout_p > 0)
+        and query.size(-1) % (8 if half and capability >= (7, 0) else 4) == 0
+    ):
+        return "efficient"
+    return "math"
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    width = query.size(-1)
+    if width % 8:  # the kernels take widths of multiples of 8
+        scale = scale if scale is not None else width**-0.5
+        query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
+    result: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return result[..., :width] if width % 8 else result
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    rows = mask.size(-1)
+    if rows % _BIAS_ALIGNMENT:
+        mask = torch.nn.functional.pad(mask, (0, _BIAS_ALIGNMENT - rows % _BIAS_ALIGNMENT))[..., :rows]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))

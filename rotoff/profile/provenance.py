@@ -1,0 +1,43 @@
+"""What a chain file says about where its numbers are from: the ``meta`` of a chain, plain JSON."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.stage import flatten
+from .devices import Device
+
+
+def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> dict[str, Any]:
+    """The model, the input's shapes, the device and the versions that a chain was measured or estimated with.
+
+    device: what it was measured on, or the `Device` that it was estimated for.
+    """
+    # a package imports itself last: its version is only there once it is imported
+    from .. import __version__
+
+    parameters = list(model.parameters())
+    estimated = isinstance(device, Device)
+    return {
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "trained_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+        "buffer_bytes": sum(b.nbytes for b in model.buffers()),
+        "inputs": [{"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in flatten(value)[0]],
+        "device": device.name if isinstance(device, Device) else _name(device),
+        "times": "estimated from operation counts and the device's data sheet" if estimated else "measured",
+        "bytes": "estimated from shapes, without most temporaries inside kernels" if estimated else "measured",
+        "versions": {"rotoff": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        **({} if estimated else {"threads": torch.get_num_threads()}),
+    }
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {platform.processor()}".strip() if device.type == "cpu" else str(device)

@@ -1,0 +1,117 @@
+"""What two modules that cost the same have in common: their classes, settings, shapes and sharing, but no contents.
+
+Used to measure equal stages of a model once, and to know a model again in another process.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..capture.stage import flatten, storage_key
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
+_SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_graph", "_code", "_lineno_map", "_prologue_start"})
+
+
+def structure(modules: Iterable[nn.Module]) -> str:
+    """A text that is equal for modules which run the same operations on tensors of the same shapes.
+
+    What cannot be compared (an attribute of an unknown class, a closure) is told by its identity, so that no two differ
+    unseen; the text then holds within this process only.
+    """
+    walk = _Walk()
+    return "\n".join(walk.module(module) for module in modules)
+
+
+def describe(value: Any, lasting: Iterable[int] = ()) -> str:
+    """A text that is equal for values of the same shapes, sharing and constants.
+
+    lasting: keys of storages that are told from others.
+    """
+    kept = set(lasting)
+    tensors, rebuild = flatten(value)
+    numbers: dict[int, int] = {}
+    seen = []
+    for t in tensors:
+        key = storage_key(t)
+        number = numbers.setdefault(key, len(numbers))
+        seen.append((*_tensor(t), tuple(t.stride()), t.untyped_storage().nbytes(), number, key in kept))
+    return repr((seen, repr(rebuild([0] * len(tensors)))))  # type: ignore[list-item]
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad
+
+
+class _Walk:
+    """Numbers what it meets, so that sharing shows."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def module(self, module: nn.Module) -> str:
+        first = id(module) not in self._numbers
+        head = f"{type(module).__module__}.{type(module).__qualname__}#{self._number(module)}"
+        if not first:
+            return head
+        parts = [head, f"training={module.training}"]
+        parts += [f"{name}:{self._stored(t)}" for name, t in module._parameters.items()]
+        parts += [f"{name}={self._stored(t)}" for name, t in module._buffers.items()]
+        if isinstance(module, fx.GraphModule):
+            parts.append(self._graph(module))
+        else:
+            settings = {k: v for k, v in vars(module).items() if k not in _SKIPPED}
+            parts += [f"{k}={self._setting(v)}" for k, v in sorted(settings.items())]
+            parts += [f"{name}({self.module(m)})" for name, m in module._modules.items() if m is not None]
+        return " ".join(parts)
+
+    def _number(self, thing: Any) -> int:
+        return self._numbers.setdefault(id(thing), len(self._numbers))
+
+    def _stored(self, tensor: torch.Tensor | None) -> str:
+        return "None" if tensor is None else f"{_tensor(tensor)}#{self._number(tensor)}"
+
+    def _setting(self, value: Any) -> str:
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, torch.Tensor):
+            return self._stored(value)
+        if isinstance(value, nn.Module):
+            return self.module(value)
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{k!r}:{self._setting(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return f"{type(value).__name__}[{','.join(map(self._setting, value))}]"
+        if isinstance(value, (type, types.BuiltinFunctionType)):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, types.FunctionType) and value.__closure__ is None:
+            return f"{value.__module__}.{value.__qualname__}"
+        return f"{type(value).__qualname__}@{id(value)}"
+
+    def _graph(self, module: fx.GraphModule) -> str:
+        order = {node: n for n, node in enumerate(module.graph.nodes)}
+        lines = []
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                target = self.module(module.get_submodule(node.target))
+            elif node.op == "get_attr":
+                target = self._setting(_attribute(module, node.target))
+            elif node.op in ("placeholder", "output"):
+                target = ""
+            else:
+                target = node.target if isinstance(node.target, str) else self._setting(node.target)
+            arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{order[n]}")
+            lines.append(f"{node.op} {target} {arguments!r}")
+        return ";".join(lines)
+
+
+def _attribute(module: nn.Module, target: str) -> Any:
+    found: Any = module
+    for name in target.split("."):
+        found = getattr(found, name)
+    return found
