@@ -294,7 +294,7 @@ class Step:
             if kinds[n] is own:
                 if replay is not None:
                     shapes.append((tensor.shape, tensor.dtype))
-                # what a call in place returns comes with its graph, which would hold the stage's input
+                # A stage's results come with their graph, which must neither keep itself nor the stage's input alive.
                 slot = Slot((tensor.detach() if tensor.requires_grad else tensor) if keep else None)
                 slots.append(reference(slot))
                 return slot
