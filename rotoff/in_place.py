@@ -18,7 +18,7 @@ from .checkpointable import Checkpointable
 from .errors import MeasureError, OptionError
 
 _KEY = "_rotoff_attachment"  # in the model's __dict__, where no state dict, parameter or submodule is looked for
-_OF_THE_WRAPPER = ("host_directory", "check", "process_group", "stages")
+_OF_THE_WRAPPER = ("host_directory", "check", "process_group", "offload_dtype", "stages")
 
 
 def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint", **options: Any) -> Checkpointable:
@@ -30,7 +30,7 @@ def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint",
 
     Args:
         mem_limit, mode, options: as of `Checkpointable.compute_sequence`; ``host_directory``, ``check``,
-            ``process_group`` and ``stages`` as of `Checkpointable`.
+            ``process_group``, ``offload_dtype`` and ``stages`` as of `Checkpointable`.
 
     Raises:
         OptionError: where the model is attached already. LimitError, MeasureError: as of `Checkpointable`.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 
+import torch
+
 from .link import Link
 
 
@@ -19,6 +21,8 @@ def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5) -> tuple[float,
     nbytes = max(int(nbytes), 1)
     link.reserve(nbytes)
     data = link.allocate(nbytes)
+    if link.typed:
+        data = data[: nbytes // 4 * 4].view(torch.float32)
     data.fill_(1)  # untouched pages are not there yet, and may be cheaper to read
     outward, inward = [], []
     for _ in range(repeats + 1):

@@ -35,6 +35,7 @@ class Link(ABC):
     capacity: int  # host bytes that `reserve` has secured
     timed = False  # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
     recording = False  # whether `access` wants to be told what compute touches
+    typed = False  # whether copies want tensors that hold float32 alone as such, and not as bytes
 
     @abstractmethod
     def reserve(self, nbytes: int) -> None:

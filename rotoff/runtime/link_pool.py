@@ -7,11 +7,12 @@ import threading
 
 import torch
 
-from ..errors import ExecutionError
+from ..errors import ExecutionError, OptionError
 from .bandwidth import measure_bandwidth
 from .link import Link
 from .link_cuda import CudaLink
 from .link_file import FileLink
+from .link_half import CudaHalfLink
 
 
 class LinkPool:
@@ -19,10 +20,12 @@ class LinkPool:
 
     Args:
         directory: where the CPU's links keep their files; None for the first suitable one.
+        half: the 16-bit type that float32 values have on the host, or None.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None = None, half: torch.dtype | None = None) -> None:
         self._directory = directory
+        self._half = half
         self._idle: list[Link] = []
         self._closed = 0  # how often; a link taken before a close is closed when it comes back
         self._taken: dict[int, int] = {}
@@ -36,7 +39,7 @@ class LinkPool:
         """
         with self._lock:
             fitting = [link for link in self._idle if link.device == device]
-            link = fitting[-1] if fitting else _new_link(device, self._directory)
+            link = fitting[-1] if fitting else _new_link(device, self._directory, self._half)
             if fitting:
                 self._idle.remove(link)
             self._taken[id(link)] = self._closed
@@ -71,7 +74,13 @@ class LinkPool:
             link.close()
 
 
-def _new_link(device: torch.device, directory: str | os.PathLike[str] | None) -> Link:
+def _new_link(device: torch.device, directory: str | os.PathLike[str] | None, half: torch.dtype | None) -> Link:
+    if device.type == "cuda" and half is not None:
+        return CudaHalfLink(device, half)
+    if half is not None:
+        raise OptionError(
+            f"offload_dtype is {half}; values change their type on the way to a CUDA device only, not {device}"
+        )
     if device.type == "cpu":
         return FileLink(directory)
     if device.type == "cuda":

@@ -83,6 +83,7 @@ class Held:
         self._sources: list[torch.Tensor] = []
         self._layout: list[tuple[weakref.ref[Slot], int, View]] = []  # slot, index of its storage, view
         self._sizes: list[int] = []
+        self._kinds: list[torch.dtype | None] = []  # of each storage, where the link wants to know
 
     @property
     def name(self) -> str:
@@ -112,6 +113,7 @@ class Held:
         self.check_unmodified()
         keys: dict[int, int] = {}
         sources: list[torch.Tensor] = []
+        kinds: list[torch.dtype | None] = []  # of each storage, None where it is seen as several
         self._layout = []
         for slot in self.slots():
             if slot.tensor is None:
@@ -120,12 +122,17 @@ class Held:
             if key not in keys:
                 keys[key] = len(sources)
                 sources.append(bytes_of(slot.tensor.untyped_storage()))
+                kinds.append(slot.tensor.dtype)
+            elif kinds[keys[key]] is not slot.tensor.dtype:
+                kinds[keys[key]] = None
             self._layout.append((weakref.ref(slot), keys[key], View.of(slot.tensor)))
         self._sizes = [source.numel() for source in sources]
         if sum(self._sizes) > room:
             raise ExecutionError(
                 f"{self.name} holds {sum(self._sizes)} bytes, but {room} were measured; call measure() again with this input"
             )
+        self._kinds = kinds if link.typed else []
+        sources = self._as_kinds(sources)
         self._sources, self.offset = sources, offset
         self.offloaded = link.copy_out(sources, offset)
         self.tickets.append((link, self.offloaded))
@@ -156,7 +163,14 @@ class Held:
             if (slot := ref()) is not None:
                 slot.put(view.on(targets[index].untyped_storage()))
         self._sources, self.on_device, self.usable = targets, True, False
-        self.tickets.append((link, link.copy_in(targets, self.offset, self.offloaded)))
+        self.tickets.append((link, link.copy_in(self._as_kinds(targets), self.offset, self.offloaded)))
+
+    def _as_kinds(self, storages: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Storages as bytes, or as float32 where that is all they hold and the link wants to know."""
+        if not self._kinds:
+            return storages
+        pairs = zip(storages, self._kinds, strict=True)
+        return [data.view(kind) if kind is torch.float32 and data.numel() % 4 == 0 else data for data, kind in pairs]
 
     def settle(self) -> None:
         """Hold compute until no copy reads or writes this value."""
