@@ -6,6 +6,7 @@
 #   make lint        ruff and mypy
 #   make quickstart  the README's quick start
 #   make docs        the API reference as HTML, into docs/api/
+#   make gallery     train models of torchvision, timm and transformers at half their memory, one line each (15 minutes)
 #   make dist        sdist and wheel, into dist/
 #   make clean       remove all that these made, .venv included
 #
@@ -27,7 +28,7 @@ HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch
 unexport PYTHONPATH
 export PYTHONNOUSERSITE = 1
 
-.PHONY: demo quickstart test test-all lint docs dist clean
+.PHONY: demo quickstart gallery test test-all lint docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -45,6 +46,9 @@ test: $(VENV)/tools
 
 test-all: $(VENV)/tools
 	$(PYTEST) -m "" $(ARGS)
+
+gallery: $(VENV)/gallery
+	$(BIN)/python benchmarks/gallery.py $(ARGS)
 
 lint: $(VENV)/tools
 	$(BIN)/python -m ruff check .
@@ -81,6 +85,11 @@ $(VENV)/wheel: $(VENV)/torch $(SOURCES)
 $(VENV)/installed: $(VENV)/wheel
 	$(PIP) install --force-reinstall --no-deps dist/rotoff-*.whl
 	$(PIP) install dist/rotoff-*.whl
+	touch $@
+
+# Libraries of models, the versions that go with the torch that is there.
+$(VENV)/gallery: pyproject.toml | $(VENV)/installed
+	$(PIP) install "$$(ls dist/rotoff-*.whl)[gallery]" "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')"
 	touch $@
 
 # What tests and lint need beside it; a rebuilt wheel leaves these as they are.

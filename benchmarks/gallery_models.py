@@ -9,25 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torchvision_operators
 from torch import nn
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-_KEPT: list[Any] = []  # a library lives as long as the object
 
 
 def torchvision() -> Any:
-    """The package; builds of torch without its operators need two of them declared to import it."""
-    if not _KEPT:
-        try:
-            import torchvision as package
-        except RuntimeError:
-            library = torch.library.Library("torchvision", "DEF")
-            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _KEPT.append(library)
-            import torchvision as package
-        _KEPT.append(package)
-    return _KEPT[-1]
+    """The package, also where it was built for another torch."""
+    torchvision_operators.declare()
+    import torchvision as package
+
+    return package
 
 
 def images(batch: int, size: int) -> torch.Tensor:
@@ -58,15 +51,6 @@ def video(name: str, frames: int = 8, size: int = 64, **options: Any) -> Callabl
     def build() -> Case:
         model = torchvision().models.get_model(name, weights=None, num_classes=10, **options)
         return model, (torch.randn(1, 3, frames, size, size),), {}
-
-    return build
-
-
-def detection(name: str, size: int = 96, **options: Any) -> Callable[[], Case]:
-    def build() -> Case:
-        model = torchvision().models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **options)
-        targets = [{"boxes": torch.tensor([[8.0, 8.0, 40.0, 60.0]]), "labels": torch.tensor([1])} for _ in range(2)]
-        return model, (list(images(2, size)), targets), {}
 
     return build
 
@@ -106,7 +90,7 @@ TORCHVISION: dict[str, Callable[[], Case]] = {
     "r3d_18": video("r3d_18"),
     "mc3_18": video("mc3_18"),
     "r2plus1d_18": video("r2plus1d_18"),
-    "s3d": video("s3d", frames=16),
+    "s3d": video("s3d", frames=16, size=224),
     "mvit_v2_s": video("mvit_v2_s", frames=16, size=224),
     "swin3d_t": video("swin3d_t"),
     "raft_small": lambda: (
@@ -114,10 +98,6 @@ TORCHVISION: dict[str, Callable[[], Case]] = {
         (images(1, 128), images(1, 128)),
         {"num_flow_updates": 3},
     ),
-    "fasterrcnn_mobilenet_v3_large_fpn": detection("fasterrcnn_mobilenet_v3_large_fpn"),
-    "retinanet_resnet50_fpn": detection("retinanet_resnet50_fpn"),
-    "ssdlite320_mobilenet_v3_large": detection("ssdlite320_mobilenet_v3_large"),
-    "fcos_resnet50_fpn": detection("fcos_resnet50_fpn"),
 }
 
 
@@ -381,9 +361,6 @@ TRANSFORMERS: dict[str, Callable[[], Case]] = {
     "xlnet": text("XLNetConfig", "XLNetLMHeadModel", vocab_size=100, d_model=64, n_layer=3, n_head=4, d_inner=128),
     "longformer": text("LongformerConfig", "LongformerForMaskedLM", attention_window=8, **ENCODER),
     "big_bird": text("BigBirdConfig", "BigBirdForMaskedLM", attention_type="original_full", **ENCODER),
-    "reformer": text("ReformerConfig", "ReformerModelWithLMHead", labels="tokens", vocab_size=100, hidden_size=64, is_decoder=True,
-                     axial_pos_embds_dim=[32, 32], axial_pos_shape=[4, 8], num_attention_heads=2, feed_forward_size=64,
-                     attn_layers=["local", "local"], local_attn_chunk_length=8, lsh_attn_chunk_length=8),
     "fnet": text("FNetConfig", "FNetForMaskedLM", **{k: v for k, v in ENCODER.items() if k != "num_attention_heads"}),
     "nystromformer": text("NystromformerConfig", "NystromformerForMaskedLM", num_landmarks=8, segment_means_seq_len=32, **ENCODER),
     "convbert": text("ConvBertConfig", "ConvBertForMaskedLM", embedding_size=32, **ENCODER),

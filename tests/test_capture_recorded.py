@@ -476,3 +476,29 @@ def test_an_argument_that_hides_tensors_is_named() -> None:
 
     with pytest.raises(rotoff.MeasureError, match="an argument is a Box"):
         rotoff.Checkpointable(Masked()).measure(torch.randn(4, 8), Box())
+
+
+class Grows(nn.Module):
+    """Returns more rows after a few calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.rows = [1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.linear(x)] * self.rows[0])
+
+
+def test_a_named_stage_that_returns_other_shapes_is_named() -> None:
+    model = Masked(2)
+    model.layers[0] = nn.Module()
+    model.layers[0].forward = lambda x, mask: model.layers[0].inner(x)
+    model.layers[0].inner = Grows()
+    wrapped = rotoff.Checkpointable(model, stages=["layers.0.inner", "layers.1"], check=True)
+    x = torch.randn(4, 8)
+    wrapped.measure(x).compute_sequence("1 MiB")
+    wrapped(x).sum().backward()
+    model.layers[0].inner.rows[0] = 2
+    with pytest.raises(rotoff.ExecutionError, match=r"module 'layers.0.inner' returns \(8, 8\) and returned \(4, 8\)"):
+        wrapped(x)

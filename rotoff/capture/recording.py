@@ -17,12 +17,10 @@ weak references, so recording takes about what a forward without gradients does.
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from enum import Enum
 from typing import Any
 
@@ -35,8 +33,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..runtime.replay import Generators, preserved
+from .outside import other_generators, put_other_generators, seen_calls
 from .stage import flatten, storage_key
-from .tape import NOTHING, Operation, Owned, Ref, Tape, Variable, leaves, same, substitute
+from .tape import NOTHING, Operation, Owned, Ref, Tape, Variable, described, leaves, same, substitute
 
 # Answers about a tensor that do not depend on its contents.
 _FACTS = frozenset(
@@ -148,14 +147,14 @@ def _once(
     _check_arguments((args, kwargs))
     given = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]  # the forward may change them
     buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    drawn = _other_generators()
+    drawn = other_generators()
     with preserved(buffers, device), torch.enable_grad():
         torch.rand(drawn_before, device=device)  # what follows from numbers drawn differs between recordings
         recorder = _Recorder(model, device, whole)
         recorder.begin(given)
         copied_args, copied_kwargs = rebuild(given)
         try:
-            with saved_tensors_hooks(_forget, _never), recorder.watching(), recorder:
+            with saved_tensors_hooks(_forget, _never), seen_calls(recorder._called, recorder._applied), recorder:
                 result = forward(*copied_args, **copied_kwargs)
         except MeasureError:
             raise
@@ -168,9 +167,9 @@ def _once(
         replaced = [(m, name, new) for (m, name, new), (_, _, old) in zip(now_there, buffers, strict=True) if new is not old]
     for module, name, new in replaced:
         module._buffers[name] = new
-    now = _other_generators()
+    now = other_generators()
     if now != drawn:
-        _put_other_generators(drawn)
+        put_other_generators(drawn)
         raise MeasureError(
             f"the forward of {type(model).__name__} draws from Python's or NumPy's random numbers, which cannot be drawn again"
             " for a replay; switch that off (LayerDrop, masking of inputs), or draw with torch"
@@ -288,6 +287,7 @@ class _Recorder(TorchFunctionMode):
                 grad=grad,
                 autocast=() if autocast == self._ambient else autocast,
                 expected=expected,
+                returned=described(result) if isinstance(function, nn.Module) else (),
                 effect=effect,
                 place=tuple(self._place),
             )
@@ -313,40 +313,14 @@ class _Recorder(TorchFunctionMode):
         finally:
             self._place.pop()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within, calls that no mode sees are seen too: of modules, custom Functions and scripted functions."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-        scripted: Any = torch.jit.ScriptFunction
-        script_call = scripted.__call__
-        recorder = self
-
-        def wrapped_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            inner = apply.__get__(None, cls)
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, nn.Module):
-                    recorder._refuse(f"runs modules inside of a custom autograd Function ({cls.__name__})")
-            if recorder._inside or threading.get_ident() != recorder._thread:
-                return inner(*args, **kwargs)
-            return recorder.call(inner, args, kwargs)
-
-        def wrapped_script(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder._inside or threading.get_ident() != recorder._thread:
-                return script_call(function, *args, **kwargs)
-            return recorder.call(function, args, kwargs)
-
-        def wrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return recorder._called(call, module, *args, **kwargs)
-
-        nn.Module.__call__ = wrapped_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(wrapped_apply)  # type: ignore[method-assign,assignment]
-        scripted.__call__ = wrapped_script
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-            scripted.__call__ = script_call
+    def _applied(self, apply: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """In place of a custom Function's or a scripted function's call."""
+        if self._inside or threading.get_ident() != self._thread:
+            return apply(*args, **kwargs)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, nn.Module):
+                self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__})")
+        return self.call(apply, args, kwargs)
 
     # -- whose tensors these are
 
@@ -446,21 +420,6 @@ def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
-def _other_generators() -> list[Any]:
-    found: list[Any] = [random.getstate()]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found.append((kind, keys.tobytes(), *rest))
-    return found
-
-
-def _put_other_generators(states: list[Any]) -> None:
-    random.setstate(states[0])
-    if len(states) > 1 and (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = states[1]
-        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-
-
 def _difference(first: Tape, second: Tape) -> str | None:
     """What two recordings of one forward do not have in common."""
     for a, b in zip(first.operations, second.operations, strict=False):
@@ -468,7 +427,7 @@ def _difference(first: Tape, second: Tape) -> str | None:
             return f"{a.name} in one, {b.name} in the next"
         if not same(a.expected, b.expected):
             return f"{a.name} of a tensor gives {a.expected!r} in one and {b.expected!r} in the next (it branches on data)"
-        if not same((a.args, a.kwargs, a.outputs), (b.args, b.kwargs, b.outputs)):
+        if not same((a.args, a.kwargs, a.outputs, a.returned), (b.args, b.kwargs, b.outputs, b.returned)):
             return f"{a.name} gets other values in the next"
     if len(first.operations) != len(second.operations):
         return f"{len(first.operations)} operations in one, {len(second.operations)} in the next"

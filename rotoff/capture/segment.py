@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import BranchError
 from .stage import flatten
-from .tape import NOTHING, Operation, Owned, Ref, Tape, same
+from .tape import NOTHING, Operation, Owned, Ref, Tape, described, same
 
 
 class Segment(nn.Module):
@@ -119,6 +119,8 @@ class _Writer:
             for k, v in operation.kwargs.items()
         ]
         call = f"{self._named(operation.function)}({', '.join(arguments)})"
+        if isinstance(operation.function, nn.Module):
+            call = f"{self._named(_Whole(operation))}({call})"
         indent = "    "
         if operation.autocast:
             yield f"{indent}with _around({self._named(operation.autocast)}):"
@@ -179,6 +181,27 @@ class _Guard:
                 f"the model's forward branches on data: {self._what} was {self._expected!r} when it was recorded and is"
                 f" {value!r} now; rotoff plans one course of a forward"
             )
+
+
+class _Whole:
+    """Compares what a module that was taken whole returns with what it returned when recorded, but for the tensors' contents."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._expected = operation.returned
+        self._name = operation.place[-1][0]
+
+    def __call__(self, result: Any) -> Any:
+        found = described(result)
+        if not same(found, self._expected):
+            raise BranchError(
+                f"module {self._name!r} returns {_shown(found)} and returned {_shown(self._expected)} when the model's forward was"
+                " recorded; rotoff plans one course of a forward"
+            )
+        return result
+
+
+def _shown(leaves: tuple[Any, ...]) -> str:
+    return ", ".join(str(tuple(leaf[0])) if isinstance(leaf, tuple) else repr(leaf) for leaf in leaves)
 
 
 def _flat(result: Any) -> list[torch.Tensor]:

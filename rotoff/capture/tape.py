@@ -53,7 +53,7 @@ class Operation:
     arguments. writes: storages that it changes in place. writes_owned: parameters and buffers that it changes. draws: whether
     it draws random numbers. grad: whether gradients were on. autocast: (device type, enabled, dtype) where that differs
     from what was set around the model. expected: for a call that turns tensors into a Python value (``bool(x.any())``), that
-    value. effect: to be run though nobody uses what it returns. place: the modules around it, outermost first, each call of
+    value. returned: of a module taken whole, its result's leaves, with (shape, dtype) for a tensor. effect: to be run though nobody uses what it returns. place: the modules around it, outermost first, each call of
     a module as (name, number of the call).
     """
 
@@ -68,6 +68,7 @@ class Operation:
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     expected: Any
+    returned: tuple[Any, ...]
     effect: bool
     place: tuple[tuple[str, int], ...]
 
@@ -126,6 +127,12 @@ def leaves(value: Any) -> list[Any]:
 
     substitute(value, note)
     return found
+
+
+def described(result: Any) -> tuple[Any, ...]:
+    """The leaves of `result`, with (shape, dtype) in place of a tensor."""
+    found = pytree.tree_leaves(result)
+    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in found)
 
 
 def same(a: Any, b: Any) -> bool:
