@@ -286,7 +286,7 @@ class Checkpointable(RotorNames, nn.Module):
 
     def get_expected_host_memory(self) -> int:
         """Bytes that the planned step keeps on the host at most."""
-        return self._plan.trace.host_peak_bytes
+        return self._plan.host_bytes
 
     @property
     def keep_all_memory(self) -> int:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from allocated import left_bytes
-from models import fresh
-from test_runtime import step_peak, with_sequence
+from models import ALL, fresh
+from random_programs import random_sequence
+from test_runtime import smallest, step_peak, with_sequence
 
 import rotoff
+from rotoff.runtime.link_file import FileLink, FileTicket
 
 TIMES = 16  # larger than the models' own batches
 
@@ -29,6 +31,62 @@ def many(name: str) -> tuple[torch.nn.Module, Any]:
         return joined(batches)
 
     return model, draw
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_sequence_holds_more_than_predicted(name: str) -> None:
+    model, draw = many(name)
+    wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
+    for seed in range(4, 7):
+        with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
+        measured, predicted = step_peak(wrapped, draw), wrapped.get_expected_memory()
+        assert measured <= predicted, f"{measured} > {predicted}\n{wrapped.sequence}"
+    wrapped.close()
+
+
+def test_predicted_bytes_are_measured_ones_on_average() -> None:
+    """In each mode. Not the models whose stages are single element-wise calls: plain PyTorch, which is what keeping
+    everything runs, drops outputs that nobody saves, and the machine charges every stage's output."""
+    ratios = {}
+    for name in ("mlp", "residual", "convolutional", "language", "recurrent", "double"):
+        model, draw = many(name)
+        wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
+        for mode in ("joint", "remat", "offload"):
+            least = smallest(wrapped, mode)
+            wrapped.compute_sequence((least + wrapped.keep_all_memory) // 2, mode=mode)
+            ratios[name, mode] = wrapped.get_expected_memory() / step_peak(wrapped, draw)
+        wrapped.close()
+    assert min(ratios.values()) >= 1, ratios
+    assert sum(ratios.values()) / len(ratios) <= 1.05, ratios
+
+
+def test_predicted_host_bytes_are_those_that_the_link_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written where on the host, against the prediction; and no byte more is reserved."""
+    ends: list[int] = []
+    copy_out = FileLink.copy_out
+
+    def watched(self: FileLink, sources: Any, offset: int) -> FileTicket:
+        ends.append(offset + sum(source.numel() for source in sources))
+        return copy_out(self, sources, offset)
+
+    monkeypatch.setattr(FileLink, "copy_out", watched)
+    ratios = []
+    for name in ("residual", "convolutional", "handed_on"):
+        model, draw = many(name)
+        wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
+        for mode in ("joint", "offload"):
+            wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
+            predicted = wrapped.get_expected_host_memory()
+            wrapped.close()
+            ends.clear()
+            wrapped(draw()).sum().backward()
+            assert max(ends, default=0) <= predicted
+            assert sum(link.capacity for link in wrapped._links._idle) == predicted
+            if predicted:
+                ratios.append(predicted / max(ends))
+        wrapped.close()
+    assert len(ratios) >= 3
+    assert sum(ratios) / len(ratios) <= 1.05, ratios
 
 
 def test_a_replays_graph_keeps_neither_itself_nor_its_input() -> None:

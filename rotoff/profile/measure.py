@@ -127,10 +127,12 @@ def _shared_gradients(stages: Sequence[StageModule]) -> int:
 
 
 def _replay_bytes(behaviours: Sequence[Behaviour], device: torch.device) -> int:
-    """What `replay` holds beside values: every stage's snapshots, and the clones that one replay at a time runs on."""
+    """What replays hold beside values: every stage's snapshots; the clones that one replay at a time runs on, and what
+    its graph keeps past all hooks, beside what that of the first run does."""
     snapshots = [sum(_buffer_bytes(b)) for b in behaviours]
     states = sum(b.draws for b in behaviours) + 3  # the first; a replay's own, and the one that it puts back
-    return sum(snapshots) + max(snapshots) + (states * RNG_BYTES if device.type == "cpu" else 0)
+    stuck = max(b.stuck_bytes for b in behaviours)
+    return sum(snapshots) + max(snapshots) + stuck + (states * RNG_BYTES if device.type == "cpu" else 0)
 
 
 def _buffer_bytes(behaviour: Behaviour) -> list[int]:
