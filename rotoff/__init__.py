@@ -49,14 +49,20 @@ if TYPE_CHECKING:
     from .found_stages import stages as stages
     from .in_place import attach as attach
     from .in_place import detach as detach
+    from .planned_modes import PlannedMode as PlannedMode
+    from .planned_modes import PlannedModes as PlannedModes
+    from .planned_modes import plan as plan
     from .profile.estimate import estimate as estimate
 
 __version__ = "0.1.0"
 _NEED_TORCH = {
     "Checkpointable": "checkpointable",
+    "PlannedMode": "planned_modes",
+    "PlannedModes": "planned_modes",
     "attach": "in_place",
     "detach": "in_place",
     "estimate": "profile.estimate",
+    "plan": "planned_modes",
     "stages": "found_stages",
 }
 

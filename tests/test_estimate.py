@@ -212,3 +212,32 @@ def test_networks_of_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     side, narrow = 112, 56
     stem = 4 * 64 * side**2 * 2 + (4 + 8) * 64 * narrow**2 + 2 * 512
     assert chain.stages[0].saved_bytes == stem
+
+
+def test_models_that_are_no_sequential_are_cut_as_they_would_be_measured() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x
+
+    measured, estimated = pair(Skip(), torch.randn(128, 64))
+    assert len(measured) > 3
+    assert values(estimated) == values(measured)
+
+
+def test_a_forward_that_reads_contents_is_refused_in_one_sentence() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum() > 0 else x
+
+    with pytest.raises(rotoff.MeasureError, match="cannot be recorded .*DataDependent"):
+        rotoff.estimate(Reader(), torch.randn(2, 4), device="V100")

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
     "nn": {"errors"},
 }
-MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "checkpointable", "in_place", "nn", "found_stages"}
+MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "checkpointable", "in_place", "nn", "found_stages", "planned_modes"}
 
 
 def layer(path: Path) -> str:

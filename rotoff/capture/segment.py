@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import builtins
 import linecache
+import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,6 +44,10 @@ class Segment(nn.Module):
     def forward(self, value: Any) -> Any:
         return self._run(flatten(value)[0])
 
+    def written(self) -> tuple[str, dict[str, Any]]:
+        """The function's source, and what the names in it stand for."""
+        return "".join(linecache.getlines(self._run.__code__.co_filename)), self._run.__globals__
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -75,11 +80,11 @@ class _Writer:
         self._names: dict[str, Any] = {"_flat": _flat, "_grad": _grad, "_around": _around}
         self._objects: dict[int, str] = {}
 
-    def compiled(self) -> Callable[[list[torch.Tensor]], Any]:
+    def compiled(self) -> types.FunctionType:
         source = "\n".join(self._lines())
         filename = f"<rotoff segment {id(self._names)}>"
         exec(compile(source, filename, "exec"), self._names)
-        function = self._names["run"]
+        function: types.FunctionType = self._names["run"]
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         weakref.finalize(function, linecache.cache.pop, filename, None)
         return function

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture import strategy
 from ..capture.stage import StageModule, flatten, storage_key
 from ..chain import Chain
+from ..runtime.replay import RNG_BYTES
 from .allocations import AllocationLog
 from .cuda_kernels import cuda_variants
 from .devices import Device, find
@@ -75,6 +76,7 @@ class FakeMeter(Meter):
         super().__init__(_CPU, repeats=1)
         self._allocator = FakeAllocator(1 if device.capability is None else CUDA_BLOCK)
         self._allocator.on_operation = self._operation
+        self.rng_bytes = RNG_BYTES if device.capability is None else 0
         self._roofline = Roofline(device)
         self._spans: list[dict[str, float]] = []  # of each record: seconds after each mark, those before any under ""
         self._phase = ""
@@ -110,6 +112,7 @@ class FakeMeter(Meter):
         self._allocator.mark(name)
         if name == "backward":
             self._phase = name
+            self._spans[-1][name] = 0.0
 
     def plain(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, FakeTensor)

@@ -94,6 +94,12 @@ class InMode(nn.Module):
         with self._mode:
             return self.module(value)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        return self.module.modules()
+
 
 class FakeAllocator(TorchDispatchMode):
     """Logs, while active, the storages that operations make and let go.

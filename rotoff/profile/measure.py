@@ -18,7 +18,7 @@ from ..capture.aliasing import merge_aliases
 from ..capture.stage import Behaviour, StageModule, flatten, storage_key
 from ..chain import Chain
 from ..errors import MeasureError
-from ..runtime.replay import RNG_BYTES, preserved
+from ..runtime.replay import preserved
 from .gradients import charge
 from .meter import Measured, Meter
 
@@ -111,7 +111,7 @@ def measure(
         stages=tuple(groups[prefix:]),
         behaviours=tuple(m.behaviour for m in measured),
         stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured) + _shared_gradients(groups[prefix:]),
-        replay_bytes=_replay_bytes([m.behaviour for m in measured], device),
+        replay_bytes=_replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
     )
@@ -126,13 +126,13 @@ def _shared_gradients(stages: Sequence[StageModule]) -> int:
     return sum(parameter.nbytes for parameter, count in users.items() if count > 1)
 
 
-def _replay_bytes(behaviours: Sequence[Behaviour], device: torch.device) -> int:
+def _replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
     """What replays hold beside values: every stage's snapshots; the clones that one replay at a time runs on, and what
     its graph keeps past all hooks, beside what that of the first run does."""
     snapshots = [sum(_buffer_bytes(b)) for b in behaviours]
     states = sum(b.draws for b in behaviours) + 3  # the first; a replay's own, and the one that it puts back
     stuck = max(b.stuck_bytes for b in behaviours)
-    return sum(snapshots) + max(snapshots) + stuck + (states * RNG_BYTES if device.type == "cpu" else 0)
+    return sum(snapshots) + max(snapshots) + stuck + states * rng_bytes
 
 
 def _buffer_bytes(behaviour: Behaviour) -> list[int]:

@@ -15,7 +15,7 @@ from ..capture.changes import ChangedBuffers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
 from ..chain import Stage
 from ..errors import MeasureError
-from ..runtime.replay import Generators
+from ..runtime.replay import RNG_BYTES, Generators
 from .allocations import AllocationLog, mark, record
 from .gradients import GradientPlace
 
@@ -53,6 +53,7 @@ class Meter:
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device = device
         self.repeats = max(1, repeats)
+        self.rng_bytes = RNG_BYTES if device.type == "cpu" else 0  # on the device, of a generator's state
         self._lasting: set[int] = set()  # storages that are there throughout the step
 
     def begin(self, value: Any) -> None:

@@ -5,17 +5,20 @@ Used to measure equal stages of a model once, and to know a model again in anoth
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
+from ..capture.segment import Segment
 from ..capture.stage import flatten, storage_key
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
-_SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_graph", "_code", "_lineno_map", "_prologue_start"})
+_NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)  # told by their names
+_SKIPPED = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def structure(modules: Iterable[nn.Module]) -> str:
@@ -62,8 +65,8 @@ class _Walk:
         parts = [head, f"training={module.training}"]
         parts += [f"{name}:{self._stored(t)}" for name, t in module._parameters.items()]
         parts += [f"{name}={self._stored(t)}" for name, t in module._buffers.items()]
-        if isinstance(module, fx.GraphModule):
-            parts.append(self._graph(module))
+        if isinstance(module, Segment):
+            parts.append(self._segment(module))
         else:
             settings = {k: v for k, v in vars(module).items() if k not in _SKIPPED}
             parts += [f"{k}={self._setting(v)}" for k, v in sorted(settings.items())]
@@ -87,31 +90,24 @@ class _Walk:
             return "{" + ",".join(f"{k!r}:{self._setting(v)}" for k, v in value.items()) + "}"
         if isinstance(value, (list, tuple, set, frozenset)):
             return f"{type(value).__name__}[{','.join(map(self._setting, value))}]"
-        if isinstance(value, (type, types.BuiltinFunctionType)):
-            return f"{value.__module__}.{value.__qualname__}"
-        if isinstance(value, types.FunctionType) and value.__closure__ is None:
-            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, (type, *_NAMED)) or (isinstance(value, types.FunctionType) and value.__closure__ is None):
+            return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+        if isinstance(value, types.MethodWrapperType):  # x.T is the __get__ of a descriptor
+            return f"{value.__qualname__} of {value.__self__!r}"
         return f"{type(value).__qualname__}@{id(value)}"
 
-    def _graph(self, module: fx.GraphModule) -> str:
-        order = {node: n for n, node in enumerate(module.graph.nodes)}
-        lines = []
-        for node in module.graph.nodes:
-            if node.op == "call_module":
-                target = self.module(module.get_submodule(node.target))
-            elif node.op == "get_attr":
-                target = self._setting(_attribute(module, node.target))
-            elif node.op in ("placeholder", "output"):
-                target = ""
-            else:
-                target = node.target if isinstance(node.target, str) else self._setting(node.target)
-            arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{order[n]}")
-            lines.append(f"{node.op} {target} {arguments!r}")
-        return ";".join(lines)
+    def _segment(self, module: Segment) -> str:
+        """Its source with variables numbered as they come, and its constants spelt out."""
+        source, names = module.written()
+        variables: dict[str, str] = {}
 
+        def told(match: re.Match[str]) -> str:
+            name = match[0]
+            if name[0] == "v":
+                return variables.setdefault(name, f"v{len(variables)}")
+            table = re.match(r"\['(\w+)'\]", source[match.end() :])
+            if table is not None:  # of a module's parameters or buffers
+                return self._stored(names[name][table[1]])
+            return self._setting(names[name])
 
-def _attribute(module: nn.Module, target: str) -> Any:
-    found: Any = module
-    for name in target.split("."):
-        found = getattr(found, name)
-    return found
+        return re.sub(r"\b[vc]\d+\b", told, source)

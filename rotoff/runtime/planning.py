@@ -77,6 +77,17 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     return plan
 
 
+def least_limit(profile: Profile, request: Request) -> int:
+    """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
+    found = min(min_mem_limit(profile.chain, one.mode) - more for one, more in _attempts(profile, request))
+    return max(found, profile.prefix_peak_bytes, 1)
+
+
+def solver_limit(profile: Profile, request: Request) -> int:
+    """The limit that the request means in the machine's terms, at most: no step within the user's limit can have more."""
+    return request.mem_limit + max(more for _, more in _attempts(profile, request))
+
+
 def _attempts(profile: Profile, request: Request) -> list[tuple[Request, int]]:
     """What to solve, and the bytes to add to the user's limit for it.
 
