@@ -3,12 +3,13 @@
 #
 #   scripts/gpu_check.sh OUTDIR
 #
-# Builds the extension in place, runs the tests marked `cuda` and the example on CUDA, and writes to OUTDIR
+# Builds the extension in place, runs the tests marked `cuda`, the example and two benchmarks on CUDA, and writes to OUTDIR
 #   summary.json        the machine, the versions, and of each step: exit code, seconds, what failed
 #   compare_modes.json  the example's table
+#   interpreter_cost.json, prediction.json  those benchmarks, on CUDA
 #   *.log, tests.xml    the output of each step
 # A step that fails does not stop the others. Exit code: 0 all well, 1 a step failed, 2 wrong usage, 3 no CUDA here.
-# Each step has its time limit; together they stay below 8 minutes. PYTHON names another interpreter than python3.
+# Each step has its time limit; together they stay below 10 minutes. PYTHON names another interpreter than python3.
 set -uo pipefail
 
 if [ $# -ne 1 ]; then
@@ -51,7 +52,10 @@ run() { # name, limit in seconds, command...
 
 run build 90 "$python" setup.py build_ext --inplace
 run tests 220 "$python" -m pytest -m cuda -p no:cacheprovider --durations=10 --junitxml "$out/tests.xml" tests
-run compare_modes 150 "$python" examples/compare_modes.py --device cuda --json "$out/compare_modes.json"
+run compare_modes 100 "$python" examples/compare_modes.py --device cuda --json "$out/compare_modes.json"
+run interpreter_cost 30 "$python" benchmarks/interpreter_cost.py --device cuda --repeats 100 --json "$out/interpreter_cost.json"
+run prediction 120 "$python" benchmarks/prediction.py --device cuda --seconds 4 --pairs 5 --layers 12 --width 1024 \
+    --heads 16 --context 1024 --batch 8 --out "$out/prediction.json"
 
 "$python" - "$out" "${steps[@]}" <<'PYTHON'
 """Write summary.json from the steps' results; exit with 1 where one failed."""

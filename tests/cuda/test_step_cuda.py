@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,38 @@ def test_the_peak_stays_below_the_prediction_and_the_limit(mode: str) -> None:
     model.close()
 
 
+def test_the_peak_of_odd_sizes_as_asked_for_and_as_the_allocator_gives_it(record_property: Any) -> None:
+    """The allocator does not split a block where at most 1 MiB would be left, and then counts all of it as allocated, so
+    each block above 1 MiB may be counted up to 1 MiB larger than it was asked for, as its history will have it. What is
+    asked for is the model's doing, and must be as predicted to the byte."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(250, 777), *[Block(777) for _ in range(8)], nn.Linear(777, 61)).cuda()
+    x = torch.randn(4097, 250, device="cuda")
+    model = rotoff.Checkpointable(module).measure(x)
+    for fraction in (0.7, 0.4):
+        model.compute_sequence(int(model.keep_all_memory * fraction))
+        with_zero_gradients(model)
+        for _ in range(2):
+            step(model, x)
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()
+        torch.cuda.reset_peak_memory_stats()
+        step(model, x)
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_stats()
+        asked, given = (
+            after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] for kind in ("requested", "allocated")
+        )
+        blocks = after["allocation.large_pool.peak"]
+        record_property(
+            f"asked for, given and predicted bytes at {fraction}", f"{asked} {given} {model.get_expected_memory()}"
+        )
+        assert asked <= model.get_expected_memory(), fraction
+        assert given <= model.get_expected_memory() + blocks * 2**20, fraction
+    model.close()
+
+
 def test_measuring_leaves_the_memory_statistics_alone() -> None:
     module, x = large()
     step(module, x)
@@ -167,6 +200,40 @@ def test_copies_overlap_compute() -> None:
     plain, planned = seconds(module), seconds(model)
     expected = plain + (trace.makespan - model.chain.compute_time)  # what the plan says cannot be hidden
     assert planned < expected + 0.5 * copies, (plain, planned, expected, copies)
+    model.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_late_compute_changes_nothing(mode: str) -> None:
+    """A sleep kernel before every stage's forward: a copy that waits for no compute would carry what is not there yet."""
+    plain, _ = large()
+    module, x = large()
+    model = rotoff.Checkpointable(module).measure(x)
+    model.compute_sequence(int(model.keep_all_memory * 0.6), mode=mode)
+    for stage in module:
+        stage.register_forward_pre_hook(lambda *_: torch.cuda._sleep(5_000_000))
+    torch.testing.assert_close(step(model, x), step(plain, x))
+    for a, b in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b)
+    model.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fragmentation_stays_flat_over_a_thousand_steps(mode: str, record_property: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(256, 512), *[Block(512) for _ in range(6)], nn.Linear(512, 64)).cuda()
+    x = torch.randn(2048, 256, device="cuda")
+    model = rotoff.Checkpointable(module).measure(x)
+    model.compute_sequence(int(model.keep_all_memory * 0.6), mode=mode)
+    with_zero_gradients(model)
+    unused = []
+    for n in range(1000):
+        model(x).square().mean().backward()
+        if n % 100 == 99:
+            torch.cuda.synchronize()
+            unused.append(torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    record_property(f"reserved minus allocated in mode {mode}, MiB", [round(n / 2**20, 1) for n in unused])
+    assert unused[-1] <= unused[0]
     model.close()
 
 
