@@ -82,7 +82,7 @@ class _Attachment:
             self._planned._plain = self.original
         return self._planned
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._inside or not self.model.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         self._inside = True  # measuring may call the model, and then means its own forward
@@ -115,6 +115,6 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(getattr(original, "__func__", original))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_KEY].run(*args, **kwargs)
+        return self.__dict__[_KEY](*args, **kwargs)
 
     return forward

@@ -72,6 +72,25 @@ def test_the_first_training_forward_is_measured_and_eval_is_the_models() -> None
     assert len(planned.chain) >= 2
 
 
+def test_what_was_measured_is_not_measured_again() -> None:
+    class Branching(nn.Module):  # its forward is recorded, and what it could have read is watched
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x * 2 if twice else x
+
+    model, x = Branching(), torch.randn(8, 16)
+    planned = rotoff.attach(model, "1 GiB")
+    profile = planned.measure(x, repeats=1).profile
+    for _ in range(2):
+        model(x).sum().backward()
+        assert planned.profile is profile
+
+
 def test_hooks_of_the_model_run_once_for_each_call() -> None:
     model, batch = fresh("residual")
     x, calls = batch(), []

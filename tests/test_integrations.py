@@ -74,7 +74,7 @@ def works_hard(planned: rotoff.Checkpointable | None) -> bool:
 # -- Hugging Face
 
 
-def hugging_face(folder: Path, *callbacks: Any, **options: Any) -> Any:
+def hugging_face(folder: Path, *callbacks: Any, model: Any = None, data: Any = None, **options: Any) -> Any:
     torchvision_operators.declare()
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -90,8 +90,7 @@ def hugging_face(folder: Path, *callbacks: Any, **options: Any) -> Any:
         seed=7,
         **options,
     )
-    model = options.pop("model", None) or build()
-    return transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=list(callbacks))
+    return transformers.Trainer(model or build(), arguments, train_dataset=data or Rows(), callbacks=list(callbacks))
 
 
 def losses(trainer: Any) -> list[float]:
@@ -112,6 +111,38 @@ def test_trainer(tmp_path: Path, bf16: bool) -> None:
     assert len(losses(plain)) == 4
     assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
     assert type(trainer.model) is Net
+
+
+def test_trainer_of_a_language_model(tmp_path: Path) -> None:
+    torchvision_operators.declare()
+    transformers = pytest.importorskip("transformers")
+    from rotoff.integrations.transformers import RotoffCallback
+
+    class Text(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4 * ROWS
+
+        def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(n))
+            return {"input_ids": ids, "labels": ids}
+
+    def gpt() -> Any:
+        torch.manual_seed(0)
+        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+    measured = rotoff.Checkpointable(gpt()).measure(**{k: v.expand(ROWS, -1) for k, v in Text()[0].items()}, repeats=1)
+    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text())
+    plain.train()
+    callback = RotoffCallback(measured.keep_all_memory // 2, refine=False)
+    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text())
+    trainer.train()
+    assert works_hard(callback.planned)
+    assert losses(trainer) == losses(plain)
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    trainer.save_model(str(tmp_path / "saved"))
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    assert same(list(again.parameters()), list(plain.model.parameters()))
 
 
 def test_trainers_checkpoints_interchange(tmp_path: Path) -> None:

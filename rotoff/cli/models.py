@@ -1,4 +1,4 @@
-"""Commands that make chains out of models, with torch: profile."""
+"""Commands that look at models, with torch: profile, stages."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, default=5, metavar="N", help="timed runs of each stage, of which the median counts"
     )
     parser.add_argument("--name", default="", help="of the chain (default: the model's class)")
+    _add_cut(parser)
     parser.add_argument("--host-directory", metavar="DIR", help="on a CPU, where the file for offloaded values lies")
     parser.add_argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
     add_json(parser)
@@ -80,10 +81,9 @@ def _profile(options: argparse.Namespace) -> int:
 
     from ..checkpointable import Checkpointable
 
-    if options.repeats < 1:
-        raise Stop(f"--repeats is {options.repeats}; give at least 1")
+    _check_repeats(options)
     model, args, kwargs = load_target(options.target)
-    wrapped = Checkpointable(model, host_directory=options.host_directory)
+    wrapped = Checkpointable(model, host_directory=options.host_directory, stages=_wanted(options))
     with Bar("measuring") as bar:
         wrapped.measure(*args, repeats=options.repeats, progress=lambda n, of, name: bar(n / max(1, of), name), **kwargs)
     chain = replace(wrapped.chain, name=options.name or wrapped.chain.name or type(model).__name__)
@@ -101,6 +101,45 @@ def _profile(options: argparse.Namespace) -> int:
     return 0
 
 
+def _stages_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each stage (default: 3)")
+    _add_cut(parser)
+    add_json(parser)
+
+
+def _add_cut(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stages",
+        metavar="N|NAMES",
+        help="about how many stages to cut into, or dotted names of modules, by commas, that are each to be one",
+    )
+
+
+def _wanted(options: argparse.Namespace) -> Any:
+    text = options.stages
+    return None if text is None else int(text) if text.isdigit() else [name.strip() for name in text.split(",")]
+
+
+def _stages(options: argparse.Namespace) -> int:
+    from ..checkpointable import Checkpointable
+    from ..found_stages import stages
+
+    _check_repeats(options)
+    model, args, kwargs = load_target(options.target)
+    found = stages(Checkpointable(model, stages=_wanted(options)), *args, repeats=options.repeats, **kwargs)
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    return 0
+
+
+def _check_repeats(options: argparse.Namespace) -> None:
+    if options.repeats < 1:
+        raise Stop(f"--repeats is {options.repeats}; give at least 1")
+
+
 COMMANDS = (
     Command(
         "profile",
@@ -108,6 +147,14 @@ COMMANDS = (
         "rotoff profile my_models:build -o chain.json",
         _profile_arguments,
         _profile,
+        _TARGET,
+    ),
+    Command(
+        "stages",
+        "what a model is cut into, each stage measured",
+        "rotoff stages my_models:build",
+        _stages_arguments,
+        _stages,
         _TARGET,
     ),
 )
