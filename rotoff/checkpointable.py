@@ -20,10 +20,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from .cache import Cache, default_directory
 from .capture import sequential, strategy
 from .capture.stage import flatten
 from .chain import Chain
 from .errors import BranchError, MeasureError, OptionError
+from .profile.known_times import find_times, keep_times, times_key
 from .profile.measure import Profile, Progress, measure
 from .profile.meter import CUDA_BLOCK
 from .profile.provenance import provenance
@@ -92,6 +94,8 @@ class Checkpointable(RotorNames, nn.Module):
         offload_dtype: ``torch.float16`` or ``torch.bfloat16``: float32 values that are offloaded cross the link and wait on
             the host in that type. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
             65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
+        cache_directory: where plans and measured times are kept for the next process. True: what the environment variable
+            ROTOFF_CACHE says ("off", or a directory), else ``rotoff`` in the user's cache directory. None or False: nowhere.
 
     Raises:
         MeasureError: where `model` is not such a model. OptionError: for another `offload_dtype`.
@@ -106,6 +110,7 @@ class Checkpointable(RotorNames, nn.Module):
         process_group: Any = None,
         stages: strategy.Wanted = None,
         offload_dtype: torch.dtype | None = None,
+        cache_directory: str | os.PathLike[str] | bool | None = True,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -120,6 +125,7 @@ class Checkpointable(RotorNames, nn.Module):
         self._staging_bytes = STAGING_BYTES if offload_dtype is not None else 0
         self._check = check
         self._group = _group(process_group)
+        self._cache = _cache(cache_directory)
         self._request: Request | None = None
         self._known: OrderedDict[Any, deque[_Planned]] = OrderedDict()
         self._latest: _Planned | None = None
@@ -174,7 +180,14 @@ class Checkpointable(RotorNames, nn.Module):
         try:
             captured = strategy.capture(self._model, value, device, self._wanted, self._plain)
             refuse_root_shards(self, captured.stages)
-            profile = measure(captured.stages, value, device, bandwidth, repeats=repeats, progress=progress)
+            # processes that measure together must all do the same
+            key = times_key(captured.stages, value, device, repeats, self._staging_bytes) if self._group is None else None
+            known = find_times(self._cache, key)
+            if known is not None:
+                logger.info("rotoff: times of %d stages from the cache in %s", len(known.stages), self._cache.directory)
+            profile = measure(captured.stages, value, device, bandwidth, repeats=repeats, progress=progress, known=known)
+            if known is None:
+                keep_times(self._cache, key, profile.chain)
             meta = provenance(self._model, value, device)
             chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
             stuck = profile.stuck_bytes + self._staging_bytes
@@ -217,7 +230,7 @@ class Checkpointable(RotorNames, nn.Module):
             return parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        request = Request(limit, mode, mem_slots, options, policy)
+        request = Request(limit, mode, mem_slots, options, policy, self._cache)
         if self._latest is not None:
             # first, so that a failure changes nothing
             self._latest.plan = make_plan(self._latest.profile, request, self._group)
@@ -407,6 +420,12 @@ def _group(process_group: Any) -> Any:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise OptionError("process_group needs torch.distributed.init_process_group to have been called before")
     return torch.distributed.group.WORLD if process_group is True else process_group
+
+
+def _cache(directory: str | os.PathLike[str] | bool | None) -> Cache:
+    if directory is True:
+        return Cache(default_directory())
+    return Cache(None if directory is False else directory)
 
 
 def _check_options(mode: str, mem_slots: int) -> None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", derandomize=True, max_examples=50, **_COMMON)
 settings.register_profile("explore", max_examples=1000, **_COMMON)
+os.environ["ROTOFF_CACHE"] = "off"  # what one test finds, another must not know
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 try:

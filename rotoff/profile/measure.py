@@ -20,6 +20,7 @@ from ..chain import Chain
 from ..errors import MeasureError
 from ..runtime.replay import preserved
 from .gradients import charge
+from .known_times import KnownTimes
 from .meter import Measured, Meter
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
@@ -55,6 +56,7 @@ def measure(
     repeats: int = 5,
     progress: Progress | None = None,
     meter: Meter | None = None,
+    known: KnownTimes | None = None,
 ) -> Profile:
     """Measure `stages` on the sample input `value`.
 
@@ -63,6 +65,7 @@ def measure(
         value: a tensor, or a tuple of them, on `device`.
         bandwidth: given the bytes that typically move, the link's (d2h B/s, h2d B/s, duplex).
         repeats: timed runs of each stage, of which the median counts. meter: what measures one stage; default: on `device`.
+        known: times that need not be measured, where they are of the same stages.
 
     Raises:
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
@@ -75,12 +78,14 @@ def measure(
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
     groups = merge_aliases(stages, value, device)
     meter.begin(value)
+    waiting = {(name, n): (forward, backward) for n, (name, forward, backward) in enumerate(known.stages if known else ())}
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient
     start = batch = value
     for n, group in enumerate(groups):
         if progress is not None:
             progress(n, len(groups), group.name)
+        meter.known_time = waiting.get((group.name, n - prefix))
         with preserved(list(group.buffers()), device), torch.enable_grad():
             result, value = meter.stage(group, value, n + 1 == len(groups))
         if result is None:
@@ -93,7 +98,7 @@ def measure(
     if not measured:
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
     typical = statistics.median(m.costs.saved_bytes for m in measured)
-    d2h, h2d, duplex = bandwidth(max(1, int(typical)))
+    d2h, h2d, duplex = known.link if known else bandwidth(max(1, int(typical)))
     starts = flatten(start)[0]
     given = {storage_key(t) for t in flatten(batch)[0]}
     gradients = charge([(m.gradients, m.own_gradient_bytes) for m in measured])

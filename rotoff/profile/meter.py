@@ -54,6 +54,7 @@ class Meter:
         self.device = device
         self.repeats = max(1, repeats)
         self.rng_bytes = RNG_BYTES if device.type == "cpu" else 0  # on the device, of a generator's state
+        self.known_time: tuple[float, float] | None = None  # of the stage that comes next, where it need not be measured
         self._lasting: set[int] = set()  # storages that are there throughout the step
 
     def begin(self, value: Any) -> None:
@@ -126,7 +127,7 @@ class Meter:
         leaves = run.leaves()
         with saved_tensors_hooks(_forget, _never):
             _, dropping = self.record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])
-        forward_time, backward_time = self._times(run)
+        forward_time, backward_time = self.known_time or self._times(run)
         costs = Stage(
             name=run.stage.name,
             forward_time=forward_time,

@@ -29,7 +29,7 @@ def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> d
         "trained_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
         "buffer_bytes": sum(b.nbytes for b in model.buffers()),
         "inputs": [{"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in flatten(value)[0]],
-        "device": device.name if isinstance(device, Device) else _name(device),
+        "device": device.name if isinstance(device, Device) else device_name(device),
         "times": "estimated from operation counts and the device's data sheet" if estimated else "measured",
         "bytes": "estimated from shapes, without most temporaries inside kernels" if estimated else "measured",
         "versions": {"rotoff": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -37,7 +37,8 @@ def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> d
     }
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What people call the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {platform.processor()}".strip() if device.type == "cpu" else str(device)

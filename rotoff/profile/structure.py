@@ -5,6 +5,7 @@ Used to measure equal stages of a model once, and to know a model again in anoth
 
 from __future__ import annotations
 
+import hashlib
 import re
 import types
 from collections.abc import Iterable
@@ -62,7 +63,7 @@ class _Walk:
         head = f"{type(module).__module__}.{type(module).__qualname__}#{self._number(module)}"
         if not first:
             return head
-        parts = [head, f"training={module.training}"]
+        parts = [head, _code(type(module).forward), f"training={module.training}"]
         parts += [f"{name}:{self._stored(t)}" for name, t in module._parameters.items()]
         parts += [f"{name}={self._stored(t)}" for name, t in module._buffers.items()]
         if isinstance(module, Segment):
@@ -111,3 +112,9 @@ class _Walk:
             return self._setting(names[name])
 
         return re.sub(r"\b[vc]\d+\b", told, source)
+
+
+def _code(function: Any) -> str:
+    """A digest of a function's instructions; those that it calls are not looked into."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]

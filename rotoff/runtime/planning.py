@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..bounds import min_mem_limit
+from ..cache import Cache
 from ..chain import Chain
-from ..errors import InfeasibleError
+from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
 from ..profile.measure import Profile
 from ..rotor_names import NO_LIMIT
 from ..sequence import Sequence
@@ -32,6 +34,7 @@ class Request:
     mem_slots: int
     options: dict[str, Any]
     policy: str | None = None  # a system of the papers, instead of the mode
+    cache: Cache = field(default_factory=lambda: Cache(None))
 
     def __str__(self) -> str:
         return f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
@@ -43,9 +46,46 @@ class Request:
 
     def solve(self, chain: Chain, limit: int) -> Sequence:
         """The sequence asked for, within `limit` bytes in the machine's terms."""
+        key = self._key(chain, limit)
+        if key is not None and (known := _known_sequence(self.cache, key, chain, limit)) is not None:
+            return known
+        sequence = self._solve(chain, limit)
+        if key is not None:
+            self.cache.keep("plan", key, sequence.to_dict())
+        return sequence
+
+    def _key(self, chain: Chain, limit: int) -> dict[str, Any] | None:
+        """All that a sequence depends on; None where an option cannot be compared, such as a function."""
+        from .. import __version__
+
+        content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
+        asked = {"limit": limit, "mode": self.mode, "slots": self.mem_slots, "policy": self.policy, "options": self.options}
+        key = {"chain": content, "rotoff": __version__, **asked}
+        try:
+            json.dumps(key)
+        except TypeError:
+            return None
+        return key
+
+    def _solve(self, chain: Chain, limit: int) -> Sequence:
         if self.policy is not None:
             return solve(chain, limit, policy=self.policy, **self.options)
         return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **self.options)
+
+
+def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:
+    """A sequence kept for `key`, if the machine accepts it."""
+    found = cache.find("plan", key)
+    if found is None:
+        return None
+    try:
+        sequence = Sequence.from_dict(found)
+        simulate(chain, sequence, limit)
+    except (SequenceFormatError, InvalidSequenceError) as error:
+        logger.warning("rotoff: a cached plan is ignored: %s", error)
+        return None
+    logger.info("rotoff: plan from the cache in %s", cache.directory)
+    return sequence
 
 
 def make_plan(profile: Profile, request: Request, group: Any = None) -> ExecutionPlan:

@@ -1,0 +1,69 @@
+"""Times of a model's stages and of its link, kept on disk: what is slow to measure, and the same again in another process.
+
+Bytes are measured anew in every process, since the promise on the peak rests on them and one run shows them. Times only
+steer the plan; they are known again by all that they depend on: the stages' structure and code, the shapes, autocast, the device,
+versions and the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache import Cache
+from ..capture.stage import StageModule
+from ..chain import Chain
+from .provenance import device_name
+from .structure import describe, structure
+
+KIND = "times"
+
+
+class KnownTimes(NamedTuple):
+    """stages: (name, forward seconds, backward seconds) of each stage of the chain. link: d2h B/s, h2d B/s, duplex."""
+
+    stages: tuple[tuple[str, float, float], ...]
+    link: tuple[float, float, bool]
+
+
+def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
+    """What the times of `stages` depend on; None where something among it cannot be known again in another process."""
+    from .. import __version__
+
+    told = structure([m for stage in stages for m in stage.modules])
+    if "@" in told:
+        return None
+    types = sorted({"cpu", device.type})
+    return {
+        "stages": [stage.name for stage in stages],
+        "structure": told,
+        "input": describe(value),
+        "device": [device.type, device_name(device)],
+        "threads": torch.get_num_threads(),
+        "versions": [__version__, torch.__version__],
+        "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
+        "precision": torch.get_float32_matmul_precision(),
+        "more": [str(one) for one in more],
+    }
+
+
+def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
+    """What `keep_times` kept for `key`, or None."""
+    found = None if key is None else cache.find(KIND, key)
+    if not isinstance(found, dict):
+        return None
+    try:
+        stages = tuple((str(name), float(forward), float(backward)) for name, forward, backward in found["stages"])
+        d2h, h2d, duplex = found["link"]
+        return KnownTimes(stages, (float(d2h), float(h2d), bool(duplex)))
+    except (TypeError, KeyError, ValueError):  # not what was kept
+        return None
+
+
+def keep_times(cache: Cache, key: dict[str, Any] | None, chain: Chain) -> None:
+    """Keep the times of a measured chain."""
+    if key is not None:
+        stages = [[s.name, s.forward_time, s.backward_time] for s in chain.stages]
+        cache.keep(KIND, key, {"stages": stages, "link": [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]})
