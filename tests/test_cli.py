@@ -16,7 +16,7 @@ from rotoff.cli import main, parser
 
 STAGE = {"forward_time": 0.1, "backward_time": 0.2, "output_bytes": 2**20, "saved_bytes": 4 * 2**20}
 CHAIN = rotoff.Chain(tuple(rotoff.Stage(f"s{i}", **STAGE) for i in range(8)), 1e8, 1e8, input_bytes=2**20, name="eight")
-COMMANDS = ("profile", "stages", "solve", "compare", "sweep", "simulate", "show", "plot")
+COMMANDS = ("profile", "estimate", "stages", "solve", "compare", "sweep", "simulate", "show", "plot")
 QUICK = ["--no-refine"]
 
 
@@ -188,6 +188,10 @@ def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.Ca
     assert "8 stages" in out(capsys, "stages", "my_models_of_the_test:build", "--repeats", "1").splitlines()[0]
     fewer = json.loads(out(capsys, "stages", "my_models_of_the_test:build", "--repeats", "1", "--stages", "2", "--json"))
     assert len(fewer["stages"]) < 8
+    elsewhere = json.loads(out(capsys, "estimate", "my_models_of_the_test:build", "--device", "H200", "--json"))
+    assert [row["output_bytes"] for row in elsewhere["stages"]] == [stage.output_bytes for stage in made.stages]
+    assert elsewhere["meta"]
+    assert "device is 'abacus'" in error(capsys, "estimate", "my_models_of_the_test:build", "--device", "abacus")
     text = out(capsys, "profile", "my_models_of_the_test:build", "--repeats", "1", "--name", "mine")
     assert "mine: 8 stages" in text
     said = error(capsys, "profile", "my_models_of_the_test:broken")

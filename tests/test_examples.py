@@ -66,6 +66,23 @@ def test_digits_resnet_trains_to_the_plain_losses() -> None:
     assert "mode joint" in result.stdout
 
 
+def test_planning_without_a_device_writes_what_it_prints(tmp_path: Path) -> None:
+    result = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "6 GiB", "--out", tmp_path / "plans")
+    assert result.returncode == 0, result.stderr
+    chain, plan = (
+        rotoff.Chain.load(tmp_path / "plans" / "chain.json"),
+        rotoff.Sequence.load(tmp_path / "plans" / "sequence.json"),
+    )
+    assert rotoff.simulate(chain, plan, "6 GiB").peak_bytes > 3 * 2**30
+    assert rotoff.render(chain, plan, width=80, colour=False) in result.stdout
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "plans" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    refused = run(EXAMPLES / "plan_without_device.py", "--limit", "100 MiB")
+    assert refused.returncode == 1
+    assert "needs at least" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 @pytest.mark.slow
 def test_beyond_ram_trains_where_plain_pytorch_fails() -> None:
     result = run(EXAMPLES / "beyond_ram.py", "--blocks", "10", "--width", "128", "--room", "160 MiB", "--steps", "2")

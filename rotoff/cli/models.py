@@ -1,4 +1,4 @@
-"""Commands that look at models, with torch: profile, stages."""
+"""Commands that look at models, with torch: profile, estimate, stages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..chain import Chain
+from ..profile.devices import devices, find
 from ..sizes import format_bytes
 from .command import Bar, Command, Stop, add_json, print_json
 from .pictures import stage_table
@@ -89,16 +91,44 @@ def _profile(options: argparse.Namespace) -> int:
     chain = replace(wrapped.chain, name=options.name or wrapped.chain.name or type(model).__name__)
     everything = wrapped.keep_all_memory
     wrapped.close()
+    note = f"a step that keeps everything allocates {format_bytes(everything)} beyond parameters, gradients and the batch"
+    _give(chain, options, note)
+    return 0
+
+
+def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(device.name for device in devices())
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+    parser.add_argument("--device", default="H200", metavar="NAME", help=f"one of {names} (default: H200)")
+    parser.add_argument("--name", default="", help="of the chain (default: the model's class)")
+    parser.add_argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
+    add_json(parser)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from ..profile.estimate import estimate
+
+    find(options.device)  # an unknown device is refused before the model is made
+    model, args, kwargs = load_target(options.target)
+    chain = estimate(model, *args, device=options.device, **kwargs)
+    _give(replace(chain, name=options.name or chain.name or type(model).__name__), options)
+    return 0
+
+
+def _give(chain: Chain, options: argparse.Namespace, note: str = "") -> None:
+    """Write and print a chain, as asked."""
     if options.output:
         chain.save(options.output)
     if options.json:
         print_json(chain.to_dict())
-        return 0
+        return
     print(stage_table(chain))
-    print(f"a step that keeps everything allocates {format_bytes(everything)} beyond parameters, gradients and the batch")
+    if note:
+        print(note)
     if options.output:
         print(f"written to {options.output}")
-    return 0
 
 
 def _stages_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,6 +178,14 @@ COMMANDS = (
         _profile_arguments,
         _profile,
         _TARGET,
+    ),
+    Command(
+        "estimate",
+        "the chain of a model on a device that is not at hand, without running it",
+        "rotoff estimate my_models:build --device H200 -o chain.json",
+        _estimate_arguments,
+        _estimate,
+        f'{_TARGET}\nTensors may be on the device "meta": neither the device nor memory is needed.',
     ),
     Command(
         "stages",
