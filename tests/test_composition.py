@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +101,130 @@ def test_normalisations_with_parametrised_weights() -> None:
     compare(make, train)
 
 
+def test_weight_and_spectral_norm_in_their_older_form_by_hooks() -> None:
+    """They set the weight anew in a forward pre-hook; spectral norm also moves its vectors on."""
+
+    def make() -> tuple[nn.Sequential, Batch]:
+        spectral = nn.utils.spectral_norm(nn.Linear(16, 16), n_power_iterations=2)
+        convolution = nn.utils.spectral_norm(nn.Conv1d(1, 2, 3, padding=1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            weight = nn.utils.weight_norm(nn.Linear(32, 16))
+        shaped = nn.Sequential(nn.Unflatten(1, (1, 16)), convolution, nn.Flatten())
+        return sequential(nn.Linear(16, 16), spectral, nn.GELU(), shaped, weight, nn.Dropout(), spectral, nn.Linear(16, 4))
+
+    compare(make, train)
+
+
+def test_a_loss_that_stages_leave_beside_their_output() -> None:
+    """As mixtures of experts do: read after the forward, and again after the backward."""
+
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gates = self.linear(x).softmax(1)
+            self.penalty = gates.square().mean()
+            return x * gates
+
+    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        seen = []
+        for _ in range(2):
+            loss = model(batch()).square().mean()
+            penalties = [m.penalty for m in model.modules() if isinstance(m, Balanced)]
+            (loss + 0.1 * sum(penalties)).backward()
+            seen += [p.detach().clone() for p in penalties]
+        return seen + gradients(model)
+
+    def make() -> tuple[nn.Sequential, Batch]:
+        return sequential(nn.Linear(16, 16), Balanced(), nn.Dropout(), Balanced(), Balanced(), nn.Linear(16, 4))
+
+    compare(make, run, seeds=0)
+    model, batch = make()
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    text = ["F_ck 1", "F_ck 2", "drop a 2", "F_ck 2", "F_all 3", "F_all 4", "F_all 5", "F_all 6", "B 6", "B 5", "B 4", "B 3"]
+    with_sequence(wrapped, rotoff.Sequence.from_text([*text, "F_all 2", "B 2", "F_all 1", "B 1"]))
+    with pytest.raises(rotoff.ExecutionError, match="leaves beside its output .* return it from the stage"):
+        run(wrapped, batch)  # stage 2 ran again in the forward, and what it left then has no graph to speak of
+
+
+def test_a_cache_that_grows_is_refused_in_a_sentence() -> None:
+    class Cached(nn.Module):
+        """Attends to all that it has ever seen, as decoders do that build a cache by default."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.cache = nn.Linear(8, 8), torch.zeros(0, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache = torch.cat([self.cache, self.key(x).detach()])
+            return (self.key(x) @ self.cache.T).softmax(1) @ self.cache
+
+    class History:
+        def __init__(self) -> None:
+            self.seen: list[torch.Tensor] = []
+
+    class Appending(nn.Module):
+        def forward(self, given: tuple[torch.Tensor, History]) -> tuple[torch.Tensor, History]:
+            x, history = given
+            history.seen.append(x.detach().tanh())
+            seen = torch.cat(history.seen)
+            return (x @ seen.T).softmax(1) @ seen, history
+
+    class First(nn.Module):
+        def forward(self, given: tuple[torch.Tensor, History]) -> torch.Tensor:
+            return given[0]
+
+    sentence = r"stage '1(\.\.2)?' saves other tensors .* each time .* use_cache=False"
+    with pytest.raises(rotoff.MeasureError, match=sentence):
+        rotoff.Checkpointable(nn.Sequential(nn.Linear(8, 8), Cached(), nn.Linear(8, 8))).measure(torch.randn(4, 8))
+
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, History]:
+            return self.linear(x), History()
+
+    with pytest.raises(rotoff.MeasureError, match=sentence):
+        rotoff.Checkpointable(nn.Sequential(Start(), Appending(), First(), nn.Tanh())).measure(torch.randn(4, 8))
+
+
+def test_a_layer_that_is_skipped_at_random_is_right_or_named() -> None:
+    class Skipped(Residual):
+        rate = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 1 if torch.rand(()) < self.rate else super().forward(x)
+
+    def made() -> tuple[nn.Sequential, Batch]:
+        torch.manual_seed(0)
+        return sequential(nn.Linear(16, 32), Skipped(32), nn.Tanh(), Skipped(32), nn.Linear(32, 8))
+
+    (plain, batch), outcomes = made(), set()
+    wrapped = rotoff.Checkpointable(made()[0]).measure(batch(), repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    Skipped.rate = 0.5
+    for seed in range(12):
+        x = batch()
+        for model in (plain, wrapped):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            try:
+                model(x).square().mean().backward()
+            except rotoff.ExecutionError as error:
+                assert re.search("stage '[13]' saved other tensors", str(error)), error
+                outcomes.add("named")
+                break
+        else:
+            assert same(gradients(wrapped), gradients(plain))
+            outcomes.add("right")
+    assert outcomes == {"named", "right"}
+
+
 def test_checkpoint_within_a_stage() -> None:
     compare(lambda: sequential(nn.Linear(16, 16), Inner(False), nn.Tanh(), Inner(False), nn.Linear(16, 4)), train)
 
@@ -118,7 +244,8 @@ def test_compiled_stages(backend: str) -> None:
         model, batch = sequential(nn.Linear(16, 32), *blocks(count=2), nn.Tanh(), nn.Linear(32, 8))
         for n in (1, 2):
             model[n].dropout = nn.Identity()
-            model[n].compile(backend=backend)
+        model[1].compile(backend=backend)
+        model[2] = torch.compile(model[2], backend=backend)
         return model, batch
 
     compare(make, train, seeds=2)

@@ -96,6 +96,7 @@ class Meter:
         leaves = run.leaves()
         outputs, saved, gathered, log = self._kept(run, leaves)
         for _ in range(COLLECTIVE_TRIES if gathered else 0):
+            generators.put(drawn)
             again = self._kept(run, leaves)
             if sum(again[3].live().values()) < sum(log.live().values()):
                 outputs, saved, gathered, log = again
@@ -119,14 +120,26 @@ class Meter:
         del carried
         own_gradients = tuple(self.gradient_bytes([t]) for t in outputs)
         outputs = [t.detach() for t in outputs]
+        shapes = [(t.shape, t.dtype) for t in saved]
         saved.clear()
         del leaves
 
         backward_peak, places = self._backward_peak(run)
         fresh_bytes = sum({place.storage: place.nbytes for place in places if place and place.incoming is None}.values())
         leaves = run.leaves()
-        with saved_tensors_hooks(_forget, _never):
+        shapes_again: list[tuple[torch.Size, torch.dtype]] = []
+
+        def forget(tensor: torch.Tensor) -> None:
+            shapes_again.append((tensor.shape, tensor.dtype))
+
+        generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
+        with saved_tensors_hooks(forget, _never):
             _, dropping = self.record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])
+        if shapes_again != shapes:
+            raise MeasureError(
+                f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
+                " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
+            )
         forward_time, backward_time = self.known_time or self._times(run)
         costs = Stage(
             name=run.stage.name,
@@ -324,10 +337,6 @@ def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
 def _ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
-
-
-def _forget(_: torch.Tensor) -> None:
-    return None
 
 
 def _never(_: Any) -> torch.Tensor:

@@ -36,6 +36,10 @@ AGAIN = (
     " one forward); add the losses up, or run the forward again"
 )
 GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
+BESIDE = (
+    "a gradient entered the graph of a stage's replay: a tensor that a stage leaves beside its output (in an attribute, a list)"
+    " was made again by that replay; return it from the stage, or take it in a forward hook the first time"
+)
 TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
 
 
@@ -383,7 +387,7 @@ class Step:
 
     @staticmethod
     def _never(_: None) -> torch.Tensor:
-        raise AssertionError("the graph of a replay is never run")
+        raise ExecutionError(BESIDE)
 
     # -- small things
 
