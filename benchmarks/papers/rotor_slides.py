@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 
 from network_chains import V100, network
 from tables import figure, save, write
@@ -25,10 +26,10 @@ METHODS = {
 SHARES = [n / 20 for n in range(4, 21)]
 
 
-def comparison() -> list[dict[str, object]]:
+def comparison(networks: Sequence[tuple[str, int, int]]) -> list[dict[str, object]]:
     """Images per second by method, at shares of the peak of keeping everything; empty where a method does not fit."""
     rows = []
-    for name, image, batch in NETWORKS:
+    for name, image, batch in networks:
         chain = network(name, batch, image, V100)
         peak = simulate(chain, keep_all(chain)).peak_bytes
         for share in SHARES:
@@ -87,9 +88,10 @@ def draw(rows: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chains", type=int, default=200, help="random chains for the cost of persistence")
+    parser.add_argument("--quick", action="store_true", help="the first network only")
     arguments = parser.parse_args()
     write("rotor_slides_persistence", persistence(arguments.chains))
-    rows = comparison()
+    rows = comparison(NETWORKS[:1] if arguments.quick else NETWORKS)
     write("rotor_slides", rows)
     draw(rows)
 
