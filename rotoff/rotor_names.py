@@ -59,5 +59,5 @@ class RotorNames:
         simulate(self.chain, self.sequence, self.sequence.mem_limit)
 
     def display(self) -> None:
-        """Print the planned step on one screen."""
+        """Print the planned step on one screen; its limit and peak are the machine's, the chain's input counted."""
         print(render(self.chain, self.sequence))

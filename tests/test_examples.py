@@ -54,6 +54,20 @@ def test_digits_resnet_trains_to_the_plain_losses() -> None:
     assert "mode joint" in result.stdout
 
 
+def test_train_transformer_reaches_the_plain_losses() -> None:
+    pytest.importorskip("accelerate")
+    sizes = ["--layers", "2", "--width", "32", "--context", "32", "--steps", "3"]
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import torchvision_operators;"
+        f"torchvision_operators.declare(); sys.argv = ['train_transformer.py', *{sizes!r}];"
+        f"runpy.run_path({str(EXAMPLES / 'train_transformer.py')!r}, run_name='__main__')"
+    )
+    result = run("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert "largest difference of any loss: 0.0" in result.stdout
+    assert result.stdout.count(" plain, ") == 3
+
+
 @pytest.mark.slow
 def test_planning_without_a_device_writes_what_it_prints(tmp_path: Path) -> None:
     result = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "6 GiB", "--out", tmp_path / "plans")
