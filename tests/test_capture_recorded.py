@@ -502,3 +502,20 @@ def test_a_named_stage_that_returns_other_shapes_is_named() -> None:
     model.layers[0].inner.rows[0] = 2
     with pytest.raises(rotoff.ExecutionError, match=r"module 'layers.0.inner' returns \(8, 8\) and returned \(4, 8\)"):
         wrapped(x)
+
+
+def test_a_view_of_a_parameter_never_crosses_a_cut() -> None:
+    class Standardised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                view = weight.reshape(1, 8, -1)
+                y = torch.tanh(x)
+                x = x + y @ F.batch_norm(view, None, None, training=True).reshape_as(weight)
+            return x
+
+    wrapped = same_as_plain(Standardised(), (torch.randn(64, 8),))
+    assert len(wrapped.chain) >= 4

@@ -172,7 +172,10 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
     costs = []
     alive: dict[int, int] = {}  # storage -> variables alive
     sizes = {v.storage: v.nbytes for v in tape.variables if v.storage is not None}
+    views = 0  # of parameters, alive: a stage gets those from the module, and never as its input
     for position in range(len(operations)):
+        views += sum(_parameters_view(tape, n) and last.get(n, -1) > position for n in starts.get(position, ()))
+        views -= sum(_parameters_view(tape, n) and first.get(n, position) < position for n in ends.get(position, ()))
         for n in starts.get(position, ()):
             storage = tape.variables[n].storage
             if n not in lasting and storage is not None and last.get(n, -1) > position:
@@ -183,9 +186,13 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
                 alive[storage] -= 1
                 if not alive[storage]:
                     del alive[storage]
-        free = None if welded[position] or not alive else tuple((births[s], sizes[s]) for s in alive)
+        free = None if welded[position] or views or not alive else tuple((births[s], sizes[s]) for s in alive)
         costs.append(_Cost(made[position], free))
     return costs
+
+
+def _parameters_view(tape: Tape, n: int) -> bool:
+    return tape.variables[n].storage is None and tape.variables[n].needs_grad
 
 
 def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
