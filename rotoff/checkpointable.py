@@ -25,6 +25,7 @@ from .capture import sequential, strategy
 from .capture.stage import flatten
 from .chain import Chain
 from .errors import BranchError, MeasureError, OptionError
+from .profile.forms import Forms, read_forms
 from .profile.known_times import find_times, keep_times, times_key
 from .profile.measure import Profile, Progress, measure
 from .profile.meter import CUDA_BLOCK
@@ -96,9 +97,12 @@ class Checkpointable(RotorNames, nn.Module):
             65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
         cache_directory: where plans and measured times are kept for the next process. True: what the environment variable
             ROTOFF_CACHE says ("off", or a directory), else ``rotoff`` in the user's cache directory. None or False: nowhere.
+        forms: whether plans may keep a part of what a stage saves and redo the rest; found and measured with the stages. Names
+            of operations, such as ``["addmm", "bmm"]``: what these make is always kept. A function of an
+            `rotoff.profile.forms.Operation`: True where what it makes is always kept, False where never, None as it pays.
 
     Raises:
-        MeasureError: where `model` is not such a model. OptionError: for another `offload_dtype`.
+        MeasureError: where `model` is not such a model. OptionError: for another `offload_dtype`, or other `forms`.
     """
 
     def __init__(
@@ -111,12 +115,15 @@ class Checkpointable(RotorNames, nn.Module):
         stages: strategy.Wanted = None,
         offload_dtype: torch.dtype | None = None,
         cache_directory: str | os.PathLike[str] | bool | None = True,
+        forms: Forms = True,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
         self._model = model
         self._wanted = stages
+        self._forms = forms
+        read_forms(forms)  # so that anything else is refused here
         strategy.named(model, stages)  # so that names that are none are refused here
         if strategy.is_sequential(model) and stages is None:
             sequential.stages(model)  # so that an empty one is refused here
@@ -181,13 +188,19 @@ class Checkpointable(RotorNames, nn.Module):
             captured = strategy.capture(self._model, value, device, self._wanted, self._plain)
             refuse_root_shards(self, captured.stages)
             # processes that measure together must all do the same
-            key = times_key(captured.stages, value, device, repeats, self._staging_bytes) if self._group is None else None
+            key = (
+                times_key(captured.stages, value, device, repeats, self._staging_bytes, self._forms)
+                if self._group is None
+                else None
+            )
             known = find_times(self._cache, key)
             if known is not None:
                 logger.info("rotoff: times of %d stages from the cache in %s", len(known.stages), self._cache.directory)
-            profile = measure(captured.stages, value, device, bandwidth, repeats=repeats, progress=progress, known=known)
+            profile = measure(
+                captured.stages, value, device, bandwidth, repeats, progress, known=known, forms=read_forms(self._forms)
+            )
             if known is None:
-                keep_times(self._cache, key, profile.chain)
+                keep_times(self._cache, key, profile.chain, profile.behaviours)
             meta = provenance(self._model, value, device)
             chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
             stuck = profile.stuck_bytes + self._staging_bytes

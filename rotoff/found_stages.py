@@ -13,7 +13,8 @@ from .sizes import format_bytes
 
 class FoundStage(NamedTuple):
     """number: in the chain, from 1; 0 for what runs before it, without gradients. module: the modules that it begins and ends
-    in. Bytes of its output and of what its backward needs; seconds of its forward and backward."""
+    in. Bytes of its output and of what its backward needs; seconds of its forward and backward. forms: bytes of what its backward
+    needs in each smaller form (`Checkpointable.profile` has ``.forms``, which says what they keep, or why there are none)."""
 
     number: int
     module: str
@@ -21,6 +22,7 @@ class FoundStage(NamedTuple):
     saved_bytes: int
     forward_time: float
     backward_time: float
+    forms: tuple[int, ...] = ()
 
 
 class FoundStages:
@@ -47,16 +49,17 @@ class FoundStages:
         return {"strategy": self.strategy, "stages": [row._asdict() for row in self.rows]}
 
     def __repr__(self) -> str:
-        head = ("stage", "module", "output", "saved", "forward", "backward")
+        head = ("stage", "module", "output", "saved", "forward", "backward", "or saved")
         cells = [head]
         for row in self.rows:
             sizes = (format_bytes(row.output_bytes), format_bytes(row.saved_bytes)) if row.number else ("", "")
             times = (f"{row.forward_time * 1e3:.3f} ms", f"{row.backward_time * 1e3:.3f} ms") if row.number else ("", "")
-            cells.append((str(row.number or "-"), row.module, *sizes, *times))
+            cells.append((str(row.number or "-"), row.module, *sizes, *times, " / ".join(map(format_bytes, row.forms))))
         widths = [max(len(line[n]) for line in cells) for n in range(len(head))]
         lines = [
             "  ".join(
-                f"{cell:{'<' if n == 1 else '>'}{width}}" for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+                f"{cell:{'<' if n in (1, 6) else '>'}{width}}"
+                for n, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
             for line in cells
         ]
@@ -79,6 +82,14 @@ def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> F
     rows = [FoundStage(0, stage.name, 0, 0, 0.0, 0.0) for stage in profile.prefix]
     for n, stage in enumerate(profile.chain.stages, 1):
         rows.append(
-            FoundStage(n, stage.name, stage.output_bytes, stage.saved_bytes, stage.forward_time, stage.backward_time)
+            FoundStage(
+                n,
+                stage.name,
+                stage.output_bytes,
+                stage.saved_bytes,
+                stage.forward_time,
+                stage.backward_time,
+                tuple(form.saved_bytes for form in stage.forms),
+            )
         )
     return FoundStages(wrapped.strategy, rows)

@@ -11,14 +11,15 @@ FORWARD = (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE)
 KINDS = (*FORWARD, OpKind.OFFLOAD, OpKind.FREE, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT, OpKind.DROP)
 
 
-def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float = 0.6) -> Sequence:
+def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float = 0.6, forms: bool = False) -> Sequence:
     """A legal sequence for `chain`, found by a random walk that heads for ``B 1``.
 
-    wildness: how often, from 0 to 1, it does something that is not needed.
+    wildness: how often, from 0 to 1, it does something that is not needed. forms: whether ``F_sel`` is used too.
     """
     rng = random.Random(seed)
     machine, ops = Machine(chain), []
-    L = len(chain)
+    forwards = (*FORWARD, OpKind.F_SEL, OpKind.F_SEL) if forms else FORWARD
+    kinds = (*forwards, *KINDS[len(FORWARD) :]) if moves else (*forwards, OpKind.DROP)
 
     def legal(op: Op) -> bool:
         trial = copy.deepcopy(machine)
@@ -31,8 +32,8 @@ def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float
     while machine.next_backward:
         op = None
         if rng.random() < wildness:
-            kind = rng.choice(KINDS if moves else (*FORWARD, OpKind.DROP))
-            found = [op for op in _candidates(L, kind) if legal(op)]
+            kind = rng.choice(kinds)
+            found = [op for op in _candidates(chain, kind) if legal(op)]
             if not found:
                 continue
             op = rng.choice(found)
@@ -44,7 +45,10 @@ def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float
     return Sequence(tuple(ops), mode="random")
 
 
-def _candidates(L: int, kind: OpKind) -> list[Op]:
+def _candidates(chain: Chain, kind: OpKind) -> list[Op]:
+    L = len(chain)
+    if kind is OpKind.F_SEL:
+        return [Op(kind, i, k) for i, s in enumerate(chain.stages, start=1) for k in range(1, 1 + len(s.forms))]
     if kind in FORWARD:
         return [Op(kind, i) for i in range(1, L + 1)]
     return [Op(kind, i, saved=saved) for saved in (False, True) for i in range(1, L)]

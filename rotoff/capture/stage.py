@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from ..runtime.selective import Recipe
 
 
 class Copy(nn.Module):
@@ -69,7 +72,7 @@ class Behaviour:
     saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
     each buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
-    hooks.
+    hooks. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`.
     """
 
     saved: tuple[SavedKind, ...]
@@ -77,6 +80,7 @@ class Behaviour:
     changed_buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: bool = False
     stuck_bytes: int = 0
+    forms: tuple[Recipe, ...] = ()
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:

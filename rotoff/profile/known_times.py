@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cache import Cache
-from ..capture.stage import StageModule
+from ..capture.stage import Behaviour, StageModule
 from ..chain import Chain
 from .provenance import device_name
 from .structure import describe, structure
@@ -21,10 +21,13 @@ from .structure import describe, structure
 KIND = "times"
 
 
-class KnownTimes(NamedTuple):
-    """stages: (name, forward seconds, backward seconds) of each stage of the chain. link: d2h B/s, h2d B/s, duplex."""
+KnownForms = tuple[tuple[tuple[int, ...], float], ...]  # (what is kept, seconds of backward) of each smaller form
 
-    stages: tuple[tuple[str, float, float], ...]
+
+class KnownTimes(NamedTuple):
+    """stages: (name, forward seconds, backward seconds, forms) of each stage of the chain. link: d2h B/s, h2d B/s, duplex."""
+
+    stages: tuple[tuple[str, float, float, KnownForms], ...]
     link: tuple[float, float, bool]
 
 
@@ -55,15 +58,21 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
     if not isinstance(found, dict):
         return None
     try:
-        stages = tuple((str(name), float(forward), float(backward)) for name, forward, backward in found["stages"])
+        stages = tuple(
+            (str(name), float(forward), float(backward), tuple((tuple(map(int, kept)), float(t)) for kept, t in forms))
+            for name, forward, backward, forms in found["stages"]
+        )
         d2h, h2d, duplex = found["link"]
         return KnownTimes(stages, (float(d2h), float(h2d), bool(duplex)))
     except (TypeError, KeyError, ValueError):  # not what was kept
         return None
 
 
-def keep_times(cache: Cache, key: dict[str, Any] | None, chain: Chain) -> None:
-    """Keep the times of a measured chain."""
+def keep_times(cache: Cache, key: dict[str, Any] | None, chain: Chain, behaviours: Sequence[Behaviour]) -> None:
+    """Keep the times of a measured chain, and which forms its stages have."""
     if key is not None:
-        stages = [[s.name, s.forward_time, s.backward_time] for s in chain.stages]
+        stages: list[Any] = []
+        for s, behaviour in zip(chain.stages, behaviours, strict=True):
+            forms = [[sorted(r.kept), f.backward_time] for f, r in zip(s.forms, behaviour.forms, strict=True)]
+            stages.append([s.name, s.forward_time, s.backward_time, forms])
         cache.keep(KIND, key, {"stages": stages, "link": [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]})

@@ -10,20 +10,34 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..capture.aliasing import merge_aliases
 from ..capture.stage import Behaviour, StageModule, flatten, storage_key
-from ..chain import Chain
+from ..chain import Chain, Form
 from ..errors import MeasureError
 from ..runtime.replay import preserved
+from .forms import Policy
 from .gradients import charge
 from .known_times import KnownTimes
 from .meter import Measured, Meter
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
+
+
+class StageForms(NamedTuple):
+    """Smaller forms of the stage `name`, as ``F_sel i 1``, ``F_sel i 2``, ... make them.
+
+    forms: their costs. keeps: of each, the tensors that it keeps, as the operations that made them and shapes. reason: why
+    there are none.
+    """
+
+    name: str
+    forms: tuple[Form, ...]
+    keeps: tuple[tuple[str, ...], ...]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,14 @@ class Profile:
     replay_bytes: int
     prefix_peak_bytes: int = 0
     resident_input_bytes: int = 0
+    no_forms: tuple[str, ...] = ()
+
+    @property
+    def forms(self) -> tuple[StageForms, ...]:
+        """Of each stage its smaller forms and what they keep, or why it has none."""
+        reasons = self.no_forms or ("",) * len(self.stages)
+        rows = zip(self.chain.stages, self.behaviours, reasons, strict=True)
+        return tuple(StageForms(s.name, s.forms, tuple(r.keeps for r in b.forms), why) for s, b, why in rows)
 
 
 def measure(
@@ -57,6 +79,7 @@ def measure(
     progress: Progress | None = None,
     meter: Meter | None = None,
     known: KnownTimes | None = None,
+    forms: bool | Policy = True,
 ) -> Profile:
     """Measure `stages` on the sample input `value`.
 
@@ -66,19 +89,20 @@ def measure(
         bandwidth: given the bytes that typically move, the link's (d2h B/s, h2d B/s, duplex).
         repeats: timed runs of each stage, of which the median counts. meter: what measures one stage; default: on `device`.
         known: times that need not be measured, where they are of the same stages.
+        forms: whether to find and measure smaller forms (`profile.forms`); a policy says what they keep.
 
     Raises:
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
     """
     if not flatten(value)[0]:
         raise MeasureError("the model's input holds no tensor")
-    meter = meter or Meter(device, repeats)
+    meter = meter or Meter(device, repeats, forms)
     for tensor in flatten(value)[0]:
         if not meter.plain(tensor):
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
     groups = merge_aliases(stages, value, device)
     meter.begin(value)
-    waiting = {(name, n): (forward, backward) for n, (name, forward, backward) in enumerate(known.stages if known else ())}
+    waiting = {(row[0], n): row[1:] for n, row in enumerate(known.stages if known else ())}
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient
     start = batch = value
@@ -119,6 +143,7 @@ def measure(
         replay_bytes=_replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
+        no_forms=tuple(m.no_forms for m in measured),
     )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.changes import ChangedBuffers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
@@ -17,7 +16,11 @@ from ..chain import Stage
 from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, Generators
 from .allocations import AllocationLog, mark, record
+from .form_meter import FormMeter
+from .forms import Policy
 from .gradients import GradientPlace
+from .known_times import KnownForms
+from .trial import Run, backward, clock, get_edges, ones
 
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
 # run a few times more, always as often, since all processes must take part, and the run that seems to leave least counts.
@@ -33,7 +36,7 @@ class Measured:
     """Costs of a stage for the chain, and its behaviour for the runtime.
 
     gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes: of
-    each output tensor's gradient by itself, 0 for those without. The costs count gradients like that, one by one; those that
+    each output tensor's gradient by itself, 0 for those without. no_forms: why the stage has no smaller forms, if so. The costs count gradients like that, one by one; those that
     share or outgrow their bytes are `gradients.charge`'s business.
     """
 
@@ -41,20 +44,26 @@ class Measured:
     behaviour: Behaviour
     gradients: tuple[GradientPlace | None, ...]
     own_gradient_bytes: tuple[int, ...]
+    no_forms: str = ""
 
 
 class Meter:
     """Measures stages on one device.
 
     Args:
-        device: where parameters and inputs are. repeats: timed runs, of which the median counts.
+        device: where parameters and inputs are. repeats: timed runs, of which the median counts. forms: whether to look for
+        smaller forms too; a policy says what they keep.
     """
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
+    def __init__(self, device: torch.device, repeats: int, forms: bool | Policy = False) -> None:
         self.device = device
         self.repeats = max(1, repeats)
         self.rng_bytes = RNG_BYTES if device.type == "cpu" else 0  # on the device, of a generator's state
-        self.known_time: tuple[float, float] | None = None  # of the stage that comes next, where it need not be measured
+        self.known_time: tuple[float, float, KnownForms] | None = (
+            None  # of the stage that comes next, where it need not be measured
+        )
+        policy = None if isinstance(forms, bool) else forms
+        self._forms = FormMeter(device, self.repeats, policy) if forms else None
         self._lasting: set[int] = set()  # storages that are there throughout the step
 
     def begin(self, value: Any) -> None:
@@ -74,7 +83,7 @@ class Meter:
         needs = [t.requires_grad for t in outputs]
         if any(needs):
             try:
-                _backward(get_edges(outputs), _ones(outputs), run.targets(leaves))
+                backward(get_edges(outputs), ones(outputs), run.targets(leaves))
             except RuntimeError as error:
                 if "use_reentrant" not in str(error):
                     raise
@@ -140,7 +149,7 @@ class Meter:
                 f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
                 " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
             )
-        forward_time, backward_time = self.known_time or self._times(run)
+        forward_time, backward_time = self.known_time[:2] if self.known_time else self._times(run)
         costs = Stage(
             name=run.stage.name,
             forward_time=forward_time,
@@ -152,7 +161,14 @@ class Meter:
             checkpoint_transient_bytes=max(0, dropping.peak() - output_bytes - stuck),
             backward_transient_bytes=max(0, backward_peak - fresh_bytes),
         )
-        return Measured(costs, Behaviour(kinds, own_outputs, changed, draws, stuck), places, own_gradients), outputs
+        behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck)
+        reason = "switched off" if self._forms is None else "the last stage needs none"
+        if self._forms is not None and not run.last:
+            known = self.known_time[2] if self.known_time else None
+            found = self._forms.find(run, costs, behaviour, carried_bytes, fresh_bytes, known)
+            costs, reason = replace(costs, forms=found.forms), found.reason
+            behaviour = replace(behaviour, forms=found.recipes)
+        return Measured(costs, behaviour, places, own_gradients, reason), outputs
 
     def _kept(
         self, run: Run, leaves: list[torch.Tensor]
@@ -183,13 +199,13 @@ class Meter:
 
         def step() -> tuple[torch.Tensor | None, ...]:
             outputs = flatten(run.forward(leaves))[0]
-            edges, gradients = get_edges(outputs), _ones(outputs)
+            edges, gradients = get_edges(outputs), ones(outputs)
             held.extend(t.detach() for t in outputs if run.last)
             needing = [n for n, t in enumerate(outputs) if t.requires_grad]
             incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
             self.mark("backward")
             del outputs  # as the interpreter does when B begins
-            return _backward(edges, gradients, targets)
+            return backward(edges, gradients, targets)
 
         hooks = [p.register_hook(lambda _, n=n: self.mark(str(n))) for n, p in enumerate(run.parameters)]
         try:
@@ -215,18 +231,18 @@ class Meter:
 
     def _times(self, run: Run) -> tuple[float, float]:
         """Median seconds of the forward and of the backward."""
-        clock = _CudaClock(self.device) if self.device.type == "cuda" else _HostClock()
+        ticks = clock(self.device)
         for _ in range(self.repeats):
             leaves = run.leaves()
-            clock.tick()
+            ticks.tick()
             outputs = flatten(run.forward(leaves))[0]
-            clock.tick()
-            edges, gradients = get_edges(outputs), _ones(outputs)
+            ticks.tick()
+            edges, gradients = get_edges(outputs), ones(outputs)
             del outputs
-            clock.tick()
-            _backward(edges, gradients, run.targets(leaves))
-            clock.tick()
-        spans = clock.spans()
+            ticks.tick()
+            backward(edges, gradients, run.targets(leaves))
+            ticks.tick()
+        spans = ticks.spans()
         return statistics.median(spans[0::4]), statistics.median(spans[2::4])
 
     def gradient_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -269,74 +285,6 @@ class Meter:
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if self.device.type == "cuda" else nbytes
-
-
-@dataclass(frozen=True)
-class Run:
-    """How one stage is run, as often as needed."""
-
-    stage: StageModule
-    tensors: list[torch.Tensor]
-    rebuild: Callable[[list[torch.Tensor]], Any]
-    last: bool
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return self.stage.parameters()
-
-    def leaves(self) -> list[torch.Tensor]:
-        return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
-
-    def forward(self, leaves: list[torch.Tensor]) -> Any:
-        return self.stage.run(self.rebuild(leaves))
-
-    def targets(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the backward gives gradients of; parameters come last."""
-        return [t for t in leaves if t.requires_grad] + self.parameters
-
-
-class _HostClock:
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def tick(self) -> None:
-        self._times.append(time.perf_counter())
-
-    def spans(self) -> list[float]:
-        return [b - a for a, b in zip(self._times, self._times[1:], strict=False)] + [0.0]
-
-
-class _CudaClock:
-    """Times on the device's own time line, so that launches run ahead as they do in training."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-
-    def tick(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
-
-    def spans(self) -> list[float]:
-        torch.cuda.synchronize(self._device)
-        return [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)] + [0.0]
-
-
-def _backward(
-    edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of `targets`, added to no ``.grad``."""
-    return torch.autograd.grad(edges, targets, gradients, allow_unused=True)
-
-
-def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """Where gradients of `outputs` enter the graph, without keeping their bytes."""
-    return [get_gradient_edge(t) for t in outputs if t.requires_grad]
-
-
-def _ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
 
 
 def _never(_: Any) -> torch.Tensor:

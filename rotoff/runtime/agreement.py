@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from ..capture.stage import StageModule
-from ..chain import Chain, Stage
+from ..chain import Chain, Form, Stage
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
 from ..profile.measure import Profile
 from ..sequence import Sequence as Plan
@@ -41,13 +41,14 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     """
     found: list[Profile] = []
 
-    def costs() -> tuple[Chain, dict[str, int]]:
+    def costs() -> tuple[Chain, dict[str, int], list[list[frozenset[int]]]]:
         found.append(measure())
-        return found[0].chain, {name: getattr(found[0], name) for name in _CONSTANTS}
+        kept = [[recipe.kept for recipe in behaviour.forms] for behaviour in found[0].behaviours]
+        return found[0].chain, {name: getattr(found[0], name) for name in _CONSTANTS}, kept
 
     everyone = _from_everyone(costs, "measure the model", group)
     profile = found[0]
-    chains = [chain for chain, _ in everyone]
+    chains = [chain for chain, _, _ in everyone]
     names = [[stage.name for stage in chain.stages] for chain in chains]
     if any(other != names[0] for other in names):
         raise MeasureError(
@@ -61,8 +62,22 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
         input_bytes=max(chain.input_bytes for chain in chains),
         input_grad_bytes=max(chain.input_grad_bytes for chain in chains),
     )
-    constants: dict[str, Any] = {name: max(theirs[name] for _, theirs in everyone) for name in _CONSTANTS}
-    return replace(profile, chain=chain, **constants)
+    constants: dict[str, Any] = {name: max(theirs[name] for _, theirs, _ in everyone) for name in _CONSTANTS}
+    return _with_common_forms(replace(profile, chain=chain, **constants), chains, [kept for _, _, kept in everyone])
+
+
+def _with_common_forms(profile: Profile, chains: list[Chain], kept: list[list[list[frozenset[int]]]]) -> Profile:
+    """`profile` with the forms that all processes found, at the largest costs of any; `kept`: what each one's forms store."""
+    stages, behaviours = list(profile.chain.stages), list(profile.behaviours)
+    for n, behaviour in enumerate(behaviours):
+        common = [recipe for recipe in behaviour.forms if all(recipe.kept in theirs[n] for theirs in kept)]
+        forms = []
+        for recipe in common:
+            same = [c.stages[n].forms[theirs[n].index(recipe.kept)] for c, theirs in zip(chains, kept, strict=True)]
+            forms.append(Form(**{f.name: max(getattr(form, f.name) for form in same) for f in fields(Form)}))
+        stages[n] = replace(stages[n], forms=tuple(forms))
+        behaviours[n] = replace(behaviour, forms=tuple(common))
+    return replace(profile, chain=replace(profile.chain, stages=tuple(stages)), behaviours=tuple(behaviours))
 
 
 def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:

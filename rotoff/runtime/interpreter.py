@@ -27,6 +27,7 @@ from .check import Checker
 from .link import Link
 from .plan import ExecutionPlan, describe
 from .replay import ReplayState, Surroundings
+from .selective import OtherOperations, Recipe, redo
 from .stage_run import InputRef, Packed, Resident, StageRun
 from .step_times import StepTimes
 from .values import Held, Slot, View
@@ -126,6 +127,8 @@ class Step:
                     break
             if op.stage != i:
                 raise ExecutionError(f"a gradient reached stage {i} after the backward of stage {op.stage} had begun")
+            if (recipe := self._runs[i].recipe) is not None:
+                self._redo(i, recipe)
         except BaseException:
             self._give_up()
             raise
@@ -212,18 +215,24 @@ class Step:
             self._checker.after(op, self._held)
 
     def _f_all(self, op: Op) -> None:
-        self._forward(op.stage, keep=True)
+        self._forward(op.stage, True, None)
 
     def _f_ck(self, op: Op) -> None:
-        self._forward(op.stage, keep=False)
+        self._forward(op.stage, False, None)
 
     def _f_none(self, op: Op) -> None:
-        self._forward(op.stage, keep=False)
+        self._forward(op.stage, False, None)
         if op.stage > 1:
             self._drop_value(a(op.stage - 1))
 
     def _f_sel(self, op: Op) -> None:
-        raise ExecutionError(f"stage {self._stage_name(op.stage)!r} has no smaller form {op.form} to run")
+        recipes = self._behaviours[op.stage - 1].forms
+        if op.form > len(recipes):
+            raise ExecutionError(
+                f"stage {self._stage_name(op.stage)!r} has {len(recipes)} smaller forms on this machine, no form {op.form};"
+                " call measure() again"
+            )
+        self._forward(op.stage, True, recipes[op.form - 1])
 
     def _offload(self, op: Op) -> None:
         place = self._plan.host[self._next]
@@ -263,18 +272,25 @@ class Step:
 
     # -- forwards
 
-    def _forward(self, i: int, keep: bool) -> None:
-        outputs = self._replay(i, keep) if i in self._runs else self._first(i, keep)
+    def _forward(self, i: int, keep: bool, recipe: Recipe | None) -> None:
+        """Run stage i; what autograd saves is kept where `keep`, in part where a `recipe` says which part."""
+        if keep and i in self._runs:
+            self._runs[i].stored.clear()
+        outputs = self._replay(i, keep, recipe) if i in self._runs else self._first(i, keep, recipe)
         v = abar(i) if keep else a(i)
+        if keep:
+            self._runs[i].recipe = recipe
         if (held := self._held.get(v)) is not None:
             held.refill(outputs)
         else:
             refs = [ref for ref in self._runs[i].slots if ref is not None] if keep else []
+            if recipe is not None:
+                refs = [weakref.ref(slot) for slot in self._runs[i].stored.values()]
             self._held[v] = Held((v, self._stage_name(i)), outputs, self._behaviours[i - 1].own_outputs, refs)
         if self._recording:
             self._touch(f"F {i}", [self._input_of(i)], [v])
 
-    def _first(self, i: int, keep: bool) -> list[torch.Tensor]:
+    def _first(self, i: int, keep: bool, recipe: Recipe | None) -> list[torch.Tensor]:
         """Run stage i in the user's graph; returns its outputs, detached."""
         behaviour, inputs = self._behaviours[i - 1], self._edges.pop(i - 1)
         for tensor, now in zip(inputs, self._held[self._input_of(i)].tensors(), strict=True):
@@ -287,7 +303,7 @@ class Step:
         places = {storage_key(t): n for n, t in enumerate(inputs)}
         slots, shapes, kinds = run.slots, run.shapes, behaviour.saved
         whole = [View.of(t) for t in inputs]
-        own, reference = SavedKind.OWN, weakref.ref
+        own, reference, whole_kept = SavedKind.OWN, weakref.ref, keep and recipe is None
 
         # Autograd calls these two once for each tensor saved, so the usual case comes first and calls little.
         def pack(tensor: torch.Tensor) -> Packed:
@@ -299,7 +315,10 @@ class Step:
                 if replay is not None:
                     shapes.append((tensor.shape, tensor.dtype))
                 # A stage's results come with their graph, which must neither keep itself nor the stage's input alive.
-                slot = Slot((tensor.detach() if tensor.requires_grad else tensor) if keep else None)
+                tensor = tensor.detach() if tensor.requires_grad else tensor
+                slot = Slot(tensor if whole_kept else None)
+                if recipe is not None:
+                    self._stored(i, recipe, n, tensor, slot)
                 slots.append(reference(slot))
                 return slot
             slots.append(None)
@@ -338,7 +357,7 @@ class Step:
         self._runs[i].made = [(tensor.shape, tensor.dtype) for tensor in outputs]
         return [tensor.detach() for tensor in outputs]
 
-    def _replay(self, i: int, keep: bool) -> list[torch.Tensor]:
+    def _replay(self, i: int, keep: bool, recipe: Recipe | None) -> list[torch.Tensor]:
         """Run stage i again on detached inputs, filling the slots of its first run where `keep`; returns its outputs."""
         run = self._runs[i]
         held = self._held[self._input_of(i)]
@@ -355,9 +374,11 @@ class Step:
                 return
             if shapes[n] != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
                 raise self._changed(i)
-            if keep and (slot := ref()) is not None:
-                slot.tensor = tensor.detach() if tensor.requires_grad else tensor
-                slot.version = tensor._version
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            if recipe is not None:
+                self._stored(i, recipe, n, tensor, ref())
+            elif keep and (slot := ref()) is not None:
+                slot.tensor, slot.version = tensor, tensor._version
 
         assert run.replay is not None
         with run.replay, saved_tensors_hooks(pack, self._never):
@@ -365,6 +386,41 @@ class Step:
         if count != len(run.slots) or [(tensor.shape, tensor.dtype) for tensor in outputs] != run.made:
             raise self._changed(i)
         return [tensor.detach() for tensor in outputs]
+
+    def _stored(self, i: int, recipe: Recipe, n: int, tensor: torch.Tensor, slot: Slot | None) -> None:
+        """Fill and hold slot `n` of stage i where form `recipe` stores it; `slot` is it, where the graph still has it."""
+        if n in recipe.kept:
+            if View.of(tensor) != recipe.views[n]:
+                raise self._changed(i)
+            slot = slot or Slot(None)
+            slot.put(tensor)
+            self._runs[i].stored[n] = slot
+
+    def _redo(self, i: int, recipe: Recipe) -> None:
+        """Make again what form `recipe` of stage i did not store; its slots are full then, as after ``F_all``."""
+        run, held = self._runs[i], self._held[self._input_of(i)]
+        self._held[abar(i)].check_unmodified()
+        inputs = [t.detach().requires_grad_(needs) for t, needs in zip(held.tensors(), run.requires_grad, strict=True)]
+        places = {storage_key(t) for t in inputs}
+        stored = {n: slot.tensor for n, slot in run.stored.items() if slot.tensor is not None}
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal count
+            n, count = count, count + 1
+            if (ref := run.slots[n]) is None:
+                return
+            if run.shapes[n] != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
+                raise self._changed(i)
+            if n not in stored and (slot := ref()) is not None:
+                slot.put(tensor.detach() if tensor.requires_grad else tensor)
+
+        assert run.replay is not None
+        try:
+            redo(recipe, lambda: self._stages[i - 1].run(self._rebuild[i - 1](inputs)), stored, pack, run.replay)
+        except OtherOperations:
+            raise self._changed(i) from None
+        run.stored.clear()
 
     def _unpack(self, i: int, packed: Packed) -> torch.Tensor:
         if self._backward != i or self._closed:
@@ -390,6 +446,10 @@ class Step:
         raise ExecutionError(BESIDE)
 
     # -- small things
+
+    def stored(self, i: int) -> list[torch.Tensor]:
+        """What a smaller form of stage i holds now, beyond its outputs."""
+        return [slot.tensor for slot in self._runs[i].stored.values() if slot.tensor is not None]
 
     def _input_of(self, i: int) -> Value:
         plain = self._held.get(a(i - 1))

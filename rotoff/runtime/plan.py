@@ -22,7 +22,7 @@ class ExecutionPlan:
     """What the interpreter follows.
 
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
-    replayed: stages whose forward runs more than once. untouched: stages that run as in the plain model, since neither what
+    replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the plain model, since neither what
     they save nor their input goes before their backward. host: op index of each ``offload`` -> its place in the slab.
     host_bytes: size of the slab. trace: the machine's prediction. keeps_all: nothing is moved or run twice.
     """
@@ -48,7 +48,8 @@ def compile_sequence(chain: Chain, sequence: Sequence, mem_limit: int | None = N
     for op in sequence:
         if op.kind in FORWARDS:
             runs[op.stage] = runs.get(op.stage, 0) + 1
-    replayed = frozenset(i for i, count in runs.items() if count > 1)
+    redone = {op.stage for op in sequence if op.kind is OpKind.F_SEL}
+    replayed = frozenset(i for i, count in runs.items() if count > 1) | redone
     host = _host_ranges(chain, sequence)
     moves = any(op.kind not in COMPUTES for op in sequence)
     return ExecutionPlan(

@@ -135,6 +135,17 @@ class _Outside:
         self.autocast: ExitStack | None = None
 
 
+@contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Autocast's cache of weights is off within: a run does the same operations whatever ran before it."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
 def _buffer(module: nn.Module, name: str) -> torch.Tensor:
     buffer = module._buffers[name]
     assert buffer is not None

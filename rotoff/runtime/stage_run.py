@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .replay import ReplayState
+from .selective import Recipe
 from .values import Slot, View
 
 
@@ -37,3 +38,5 @@ class StageRun:
         self.slots: list[weakref.ref[Slot] | None] = []  # one for each tensor saved; None where it is not the stage's own
         self.shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
         self.made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
+        self.recipe: Recipe | None = None  # of the form in which ā exists, where it is a smaller one
+        self.stored: dict[int, Slot] = {}  # what that form stores, whatever becomes of the graph that saved it

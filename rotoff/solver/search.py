@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,13 @@ from ..simulator import simulate
 from ..sizes import format_bytes, parse_bytes
 from . import joint, offload, remat
 from .host import host_sequence
-from .plan import evaluator, keep_all, to_ops
+from .plan import evaluator, keep_all, select, to_ops
 from .policies import check_policy, run
 from .refine import Budget, refined
 from .slots import ROUNDINGS
 
 REMAT_SLOTS = 500
+FORMS_SHARE = 0.8  # of the effort, for the search with smaller forms after the one without
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,42 @@ class Problem:
     slots: int
     budget: Budget
     known: tuple[np.ndarray, ...] = ()
+    found: dict[tuple[str, bool], Candidate | None] = field(
+        default_factory=dict, compare=False
+    )  # by mode; whether with forms
+
+    def without_forms(self) -> Problem:
+        """The same with every stage's whole ā only."""
+        chain = replace(self.chain, stages=tuple(replace(stage, forms=()) for stage in self.chain.stages))
+        return replace(self, chain=chain, known=tuple(codes for codes in self.known if codes.max() < select(1)))
 
 
 def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
+    """The best plan found. Where stages have smaller forms the very result without them competes, and the search starts from
+    it, so that a choice more never makes a plan slower; the two searches share the effort."""
+    forms = any(stage.forms for stage in problem.chain.stages)
+    if (mode, forms) in problem.found:
+        return problem.found[mode, forms]
+    if not forms:
+        best = _searched(problem, mode, progress)
+    else:
+        plain = problem.without_forms()
+        best = None
+        if problem.limit >= min_mem_limit(plain.chain, mode):
+            best = _best(plain, mode, None)
+            if best is not None and best.codes is not None and mode != "offload":
+                problem = replace(problem, known=(*problem.known, best.codes))
+        if mode != "offload":  # which keeps all that autograd saves
+            share = 1.0 if best is None else FORMS_SHARE
+            shorter = replace(problem, budget=Budget(share * problem.budget.seconds))
+            other = _searched(shorter, mode, progress)
+            if best is None or (other is not None and other.makespan < best.makespan):
+                best = other
+    problem.found[mode, forms] = best
+    return best
+
+
+def _searched(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     proposals = [*_proposals(problem, mode), *(("known", codes) for codes in problem.known)]
     found = [made for source, codes in proposals if (made := judged(chain, limit, codes, source, host)) is not None]

@@ -1,0 +1,168 @@
+"""What a stage's forward does, operation by operation, as the dispatcher sees it below autograd.
+
+Bytes are storages here too: each gets a number when it is first met, and views are no operations. Storages are watched by
+weak references, so that recording keeps nothing alive and an address used twice is not taken for one storage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..runtime.replay import Generators, uncached_autocast
+from ..runtime.values import View
+
+
+class Leaf(NamedTuple):
+    """One thing that an operation returns. storage: its number, None for no tensor. view: how the tensor lies in it.
+    device: where it lies. argument: place among the arguments of the very tensor that is returned. constant: what is returned
+    where no tensor is.
+    """
+
+    storage: int | None
+    view: View | None = None
+    device: torch.device | None = None
+    argument: int | None = None
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One dispatched operation.
+
+    func: the overload. reads, writes: numbers of the storages of its tensor arguments, and of those that it changes. leaves:
+    what it returns, flat. single: whether that is one tensor rather than a tuple. draws: whether it drew random numbers.
+    seconds: that it took.
+    """
+
+    func: torch._ops.OpOverload
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
+    single: bool
+    draws: bool
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """As PyTorch prints it without namespace and overload, such as ``addmm``."""
+        return self.func._schema.name.split("::")[-1]
+
+
+class Pack(NamedTuple):
+    """A tensor that autograd saved. before: number of operations run by then. storage: None where no operation had met it."""
+
+    before: int
+    storage: int | None
+    view: View
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class OperationLog:
+    """A stage's forward. nbytes: of each storage, by number. made: position of the operation that made each one; those not in
+    it were there before. outputs: numbers of the storages of the stage's outputs."""
+
+    operations: tuple[Operation, ...]
+    packs: tuple[Pack, ...]
+    nbytes: tuple[int, ...]
+    made: dict[int, int]
+    outputs: frozenset[int | None]
+
+
+def record_operations(run: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> OperationLog:
+    """Call `run`, a stage's forward that returns its outputs, and log its operations and what autograd saves.
+
+    Autocast's cache is off meanwhile, as in a redo: what it holds depends on what ran before.
+    """
+    recorder = _Recorder(device)
+    with uncached_autocast(), saved_tensors_hooks(recorder.pack, _never), recorder:
+        outputs = run()
+    numbers = frozenset(recorder.known(t) for t in outputs)
+    return OperationLog(tuple(recorder.operations), tuple(recorder.packs), tuple(recorder.nbytes), recorder.made, numbers)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.packs: list[Pack] = []
+        self.nbytes: list[int] = []
+        self.made: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._watched: list[StorageWeakRef] = []  # while one of them lives, its address is not used again
+        self._generators = Generators(device)
+        self._device = device
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        self.packs.append(Pack(len(self.operations), self.known(tensor), View.of(tensor), tensor.shape))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        reads = tuple(self._number(t)[0] for t in given)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        before = self._generators.states() if random else ()
+        start = self._clock()
+        result = func(*args, **kwargs)
+        seconds = self._clock() - start
+        draws = random and self._generators.states() is not before
+        leaves = tuple(self._leaf(leaf, given) for leaf in _leaves(result))
+        writes = tuple(dict.fromkeys(self._number(t)[0] for t in _written(func, args, kwargs)))
+        single = isinstance(result, torch.Tensor)
+        self.operations.append(Operation(func, tuple(dict.fromkeys(reads)), writes, leaves, single, draws, seconds))
+        return result
+
+    def _leaf(self, leaf: Any, given: list[torch.Tensor]) -> Leaf:
+        if not isinstance(leaf, torch.Tensor):
+            return Leaf(None, constant=leaf)
+        number, new = self._number(leaf)
+        if new:
+            self.made[number] = len(self.operations)
+        place = next((n for n, t in enumerate(given) if t is leaf), None)
+        return Leaf(number, View.of(leaf), leaf.device, place)
+
+    def _number(self, tensor: torch.Tensor) -> tuple[int, bool]:
+        storage = tensor.untyped_storage()
+        number = self._numbers.get(storage._cdata)
+        if number is not None:
+            return number, False
+        number = self._numbers[storage._cdata] = len(self.nbytes)
+        self.nbytes.append(storage.nbytes())
+        self._watched.append(StorageWeakRef(storage))
+        return number, True
+
+    def _clock(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _leaves(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensor arguments that the operation says it changes."""
+    found: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise AssertionError("the graph of a recording run is never run")

@@ -1,0 +1,270 @@
+"""Forms of a stage, measured: what each one stores, what its redo and backward take, in bytes and seconds.
+
+The measured thing is the interpreter itself, running the plan ``F_sel 1 k``, ``B 1`` of a chain of that one stage, so that
+times and bytes include all that it does. First each form has to prove itself: what its redo makes is compared bit for bit
+with what autograd saved, with whatever nobody should read filled with NaN.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..capture.operations import OperationLog, record_operations
+from ..capture.stage import Behaviour, SavedKind, flatten
+from ..chain import Chain, Form, Stage
+from ..runtime.interpreter import Step
+from ..runtime.plan import ExecutionPlan, compile_sequence
+from ..runtime.replay import ReplayState, Surroundings
+from ..runtime.selective import Recipe, redo
+from ..sequence import Op, OpKind
+from ..sequence import Sequence as Plan
+from .allocations import mark, record
+from .forms import Choice, Policy, StageGraph, structure, unfit
+from .known_times import KnownForms
+from .trial import Run, backward, clock, get_edges, ones
+
+WORTH = 0.05  # of a stage's saved bytes: a form that frees less is not worth a choice
+RECORDED = 2  # runs under the recorder, of which each operation's faster time counts
+
+
+@dataclass(frozen=True)
+class FoundForms:
+    """Forms of a stage, smallest last, and how to make them. reason: why there are none, if so."""
+
+    forms: tuple[Form, ...] = ()
+    recipes: tuple[Recipe, ...] = ()
+    reason: str = ""
+
+
+class FormMeter:
+    """Finds and measures forms on one device; stages of the same structure share the work.
+
+    Args:
+        repeats: timed runs, of which the median counts. policy: the user's word on what is kept, if any.
+    """
+
+    def __init__(self, device: torch.device, repeats: int, policy: Policy | None) -> None:
+        self._device = device
+        self._repeats = repeats
+        self._policy = policy
+        self._known: dict[Any, tuple[Stage, FoundForms]] = {}
+
+    def find(
+        self,
+        run: Run,
+        costs: Stage,
+        behaviour: Behaviour,
+        carried: int,
+        fresh: int,
+        times: KnownForms | None = None,
+    ) -> FoundForms:
+        """Forms of the stage `run` whose whole costs are `costs`.
+
+        carried: bytes of the input that its output carries on. fresh: bytes of the gradients that its backward makes. times: of
+        its forms, where they are known.
+        """
+        if times == ():
+            return FoundForms(reason="none was found when its times were measured")
+        if SavedKind.OWN not in behaviour.saved:
+            return FoundForms(reason="autograd saves nothing that the stage makes")
+        if (reason := unfit(run.stage)) is not None:
+            return FoundForms(reason=reason)
+        try:
+            logs = [self._recorded(run) for _ in range(RECORDED)]
+        except Exception as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
+            return FoundForms(reason=f"its operations could not be recorded ({type(error).__name__}: {error})")
+        log = _fastest(logs)
+        if log is None or len(log.packs) != len(behaviour.saved):
+            return FoundForms(reason="it does other operations when they are recorded")
+        key = structure(log, behaviour.saved)
+        known = self._known.get(key)
+        if known is not None and _alike(known[0], costs):
+            return _moved(known[1], costs.backward_time - known[0].backward_time)
+        graph = StageGraph(log, behaviour.saved)
+        if (reason := graph.refusal()) is not None:
+            return FoundForms(reason=reason)
+        saved = graph.nbytes(graph.saved - graph.given)
+        if times is not None:
+            choices = [graph.choice(kept) for kept, _ in times]
+        else:
+            choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= WORTH * costs.saved_bytes]
+        found = self._measured(run, costs, behaviour, choices, carried, fresh, dict(times or ()))
+        self._known[key] = costs, found
+        return found
+
+    def _recorded(self, run: Run) -> OperationLog:
+        leaves = run.leaves()
+        return record_operations(lambda: flatten(run.forward(leaves))[0], self._device)
+
+    def _measured(
+        self,
+        run: Run,
+        costs: Stage,
+        behaviour: Behaviour,
+        choices: Sequence[Choice],
+        carried: int,
+        fresh: int,
+        times: dict[tuple[int, ...], float],
+    ) -> FoundForms:
+        pairs: list[tuple[Form, Recipe]] = []
+        reason = "" if choices else "nothing that could be redone takes enough bytes"
+        for choice in choices:
+            if not _faithful(run, choice.recipe, behaviour, self._device):
+                reason = "a redo does not give what the first run gave"
+                continue
+            trial = _Trial(run, choice.recipe, behaviour, self._device)
+            saved_bytes, forward_transient = self._forward_bytes(trial, carried)
+            seconds = times.get(tuple(sorted(choice.recipe.kept)))
+            seconds = self._seconds(trial) if seconds is None else seconds
+            form = Form(saved_bytes, seconds, forward_transient, max(0, self._backward_peak(trial) - fresh))
+            pairs.append((form, choice.recipe))
+        whole = Form(costs.saved_bytes, costs.backward_time, costs.forward_transient_bytes, costs.backward_transient_bytes)
+        pairs = [pair for pair in pairs if not _beaten(pair[0], [whole, *(f for f, _ in pairs if f is not pair[0])])]
+        if not pairs and not reason:
+            reason = "no form is better than keeping everything"
+        return FoundForms(tuple(f for f, _ in pairs), tuple(r for _, r in pairs), "" if pairs else reason)
+
+    def _forward_bytes(self, trial: _Trial, carried: int) -> tuple[int, int]:
+        """(saved bytes, forward transient bytes)."""
+        (outputs, step), log = record(trial.forward, self._device)
+        live = log.live()
+        kept = {_address(t) for t in (*outputs, *step.stored(1))}
+        saved = sum(size for ptr, size in live.items() if ptr in kept)
+        return saved + carried, max(0, log.peak() - sum(live.values()) - carried)
+
+    def _backward_peak(self, trial: _Trial) -> int:
+        """Bytes above what ā and δ_i hold while ``B`` runs, its redo included; as `Meter` counts them."""
+
+        def step() -> tuple[torch.Tensor | None, ...]:
+            outputs, _ = trial.forward()
+            edges, gradients = get_edges(outputs), ones(outputs)
+            mark("backward")
+            del outputs
+            return backward(edges, gradients, trial.targets())
+
+        hooks = [p.register_hook(lambda _, n=n: mark(str(n))) for n, p in enumerate(trial.parameters)]
+        try:
+            grads, log = record(step, self._device)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        fresh = grads[len(grads) - len(trial.parameters) :]
+        return log.after("backward").peak({_address(g): str(n) for n, g in enumerate(fresh) if g is not None})
+
+    def _seconds(self, trial: _Trial) -> float:
+        """Median seconds of ``B``, redo included."""
+        ticks = clock(self._device)
+        for _ in range(self._repeats):
+            outputs, _ = trial.forward()
+            edges, gradients = get_edges(outputs), ones(outputs)
+            del outputs
+            ticks.tick()
+            backward(edges, gradients, trial.targets())
+            ticks.tick()
+        return statistics.median(ticks.spans()[0::2])
+
+
+class _Trial:
+    """One form of one stage, run by the interpreter."""
+
+    def __init__(self, run: Run, recipe: Recipe, behaviour: Behaviour, device: torch.device) -> None:
+        self._run = run
+        self._behaviour = replace(behaviour, forms=(recipe,))
+        self._device = device
+        self._plan = _plan_of_one()
+        self._leaves: list[torch.Tensor] = []
+        self.parameters = run.parameters
+
+    def forward(self) -> tuple[list[torch.Tensor], Step]:
+        """``F_sel``: the outputs, and the step that waits for their gradients."""
+        self._leaves = self._run.leaves()
+        step = Step(self._plan, [self._run.stage], [self._behaviour], self._device, None, lambda _: None)
+        return flatten(step.forward(self._run.rebuild(self._leaves)))[0], step
+
+    def targets(self) -> list[torch.Tensor]:
+        """What the backward of the last forward gives gradients of; parameters come last."""
+        return self._run.targets(self._leaves)
+
+
+def _plan_of_one() -> ExecutionPlan:
+    chain = Chain((Stage(forms=(Form(0, 0.0),)),), 1.0, 1.0)
+    return compile_sequence(chain, Plan((Op(OpKind.F_SEL, 1, 1), Op(OpKind.B, 1))))
+
+
+def _faithful(run: Run, recipe: Recipe, behaviour: Behaviour, device: torch.device) -> bool:
+    """Whether a redo makes, bit for bit, what autograd saved in the first run."""
+    state = ReplayState(Surroundings(device), behaviour.changed_buffers)
+    saved: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda t: saved.append(t.detach()), _never):
+        run.forward(run.leaves())
+    if len(saved) != len(behaviour.saved):
+        return False
+    differ = False
+    count = 0
+
+    def compare(tensor: torch.Tensor) -> None:
+        nonlocal count, differ
+        if behaviour.saved[count] is SavedKind.OWN and not _same_bits(tensor.detach(), saved[count]):
+            differ = True
+        count += 1
+
+    stored = {n: saved[n] for n in recipe.kept}
+    leaves = run.leaves()
+    try:
+        redo(recipe, lambda: run.forward(leaves), stored, compare, state, poison=True)
+    except Exception:  # an index out of range, say, where something read what nobody should
+        return False
+    return not differ
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
+        return False
+    x, y = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(x, y)
+
+
+def _fastest(logs: Sequence[OperationLog]) -> OperationLog | None:
+    """The first of `logs` with the least time of each operation; None where they differ."""
+    first = logs[0]
+    if any([o.func for o in log.operations] != [o.func for o in first.operations] for log in logs):
+        return None
+    rows = zip(*(log.operations for log in logs), strict=True)
+    operations = tuple(replace(row[0], seconds=min(o.seconds for o in row)) for row in rows)
+    return replace(first, operations=operations)
+
+
+def _alike(a: Stage, b: Stage) -> bool:
+    names = ("saved_bytes", "output_bytes", "forward_transient_bytes", "backward_transient_bytes")
+    return all(getattr(a, name) == getattr(b, name) for name in names)
+
+
+def _moved(found: FoundForms, seconds: float) -> FoundForms:
+    """The same forms on a stage whose backward takes `seconds` more."""
+    forms = tuple(replace(f, backward_time=max(0.0, f.backward_time + seconds)) for f in found.forms)
+    return replace(found, forms=forms)
+
+
+def _beaten(form: Form, others: Sequence[Form]) -> bool:
+    """Whether one of `others` takes no more bytes and no more time."""
+    return any(
+        o.saved_bytes <= form.saved_bytes
+        and o.backward_time <= form.backward_time
+        and o.forward_transient_bytes + o.saved_bytes <= form.forward_transient_bytes + form.saved_bytes
+        and o.backward_transient_bytes + o.saved_bytes <= form.backward_transient_bytes + form.saved_bytes
+        for o in others
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise AssertionError("the graph of a measuring run is never run")

@@ -1,0 +1,166 @@
+"""A stage kept in part: ``F_sel`` stores some of what autograd saves, and ``B`` first redoes the rest.
+
+The first run needs nothing but saved-tensor hooks, since what is stored is chosen among the tensors that autograd saves. The
+redo runs the stage's forward on detached inputs under a dispatch mode that knows the operations by their position, views
+not counted (they cost nothing, and hooks of modules add some): an operation whose results are stored hands them back, one
+whose results nobody reads is left out, all others run. It ends at the last tensor that has to be made again.
+
+Why not PyTorch's ``create_selective_checkpoint_contexts``: it keeps copies of its own, by function and count, that could not
+be moved to the host; it needs a dispatch mode in the first run as well; and it stores whole results of operations where
+what autograd saves of them may be less (a mask). The traps that it knows are met here as follows. In-place changes: a storage
+counts as made when its last writer has run, and is not stored where something reads it before; slots check versions.
+Views are run, never stored. Random numbers: no operation draws after one that was left out. Autocast: its cache is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .replay import uncached_autocast
+from .values import View, bytes_of
+
+
+class Stored(NamedTuple):
+    """A result that is stored, as a view of the storage that slot `slot` keeps."""
+
+    slot: int
+    view: View
+
+
+class Unread(NamedTuple):
+    """A result whose content nobody reads."""
+
+    view: View
+    device: torch.device
+
+
+class Argument(NamedTuple):
+    """The tensor argument number `place` (an operation in place)."""
+
+    place: int
+
+
+class Constant(NamedTuple):
+    """A result that is no tensor."""
+
+    value: Any
+
+
+Result = Stored | Unread | Argument | Constant
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one form of a stage is made and redone.
+
+    kept: slots (numbers of tensors that autograd saves) that ``F_sel`` stores. views: how they lie in their storages. stop:
+    the redo ends when this many tensors have been saved. functions: the operations of the forward, in order. results: of the
+    operations that do not run, by position; a sole result is no tuple's where it is in `single`. keeps: what is stored, for people.
+    """
+
+    kept: frozenset[int]
+    views: Mapping[int, View] = field(compare=False)
+    stop: int
+    functions: tuple[Any, ...]
+    results: Mapping[int, tuple[Result, ...]] = field(compare=False)
+    single: frozenset[int] = frozenset()
+    keeps: tuple[str, ...] = ()
+
+
+class Redone(BaseException):
+    """Everything has been made again; not an error, and none that a model's ``except Exception`` should see."""
+
+
+class OtherOperations(Exception):
+    """The forward is not the one that was measured."""
+
+
+class _Redo(TorchDispatchMode):
+    """Runs the operations of one redo.
+
+    stored: the tensors in the kept slots. poison: fill what nobody reads, to find out whether that is true.
+    """
+
+    def __init__(self, recipe: Recipe, stored: Mapping[int, torch.Tensor], poison: bool) -> None:
+        super().__init__()
+        self._recipe = recipe
+        self._stored = stored
+        self._poison = poison
+        self._next = 0
+        self.paused = False  # what a hook does to the tensor that it is handed is none of the forward's operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.paused or func.is_view:
+            return func(*args, **(kwargs or {}))
+        n, recipe = self._next, self._recipe
+        self._next = n + 1
+        if n >= len(recipe.functions) or recipe.functions[n] is not func:
+            raise OtherOperations
+        results = recipe.results.get(n)
+        if results is None:
+            return func(*args, **(kwargs or {}))
+        made = [self._result(result, args, kwargs) for result in results]
+        return made[0] if n in recipe.single else tuple(made)
+
+    def _result(self, result: Result, args: Any, kwargs: Any) -> Any:
+        if isinstance(result, Stored):
+            return result.view.on(self._stored[result.slot].untyped_storage())
+        if isinstance(result, Argument):
+            given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+            return given[result.place]
+        if isinstance(result, Constant):
+            return result.value
+        view = result.view
+        empty = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=result.device)
+        if self._poison:
+            bytes_of(empty.untyped_storage()).fill_(0xFF)  # NaN, where it is a float
+        return empty
+
+
+def redo(
+    recipe: Recipe,
+    run: Callable[[], object],
+    stored: Mapping[int, torch.Tensor],
+    pack: Callable[[torch.Tensor], None],
+    state: AbstractContextManager[None],
+    poison: bool = False,
+) -> None:
+    """Run a stage's forward again up to the last tensor that form `recipe` did not store.
+
+    Args:
+        run: the forward, on detached inputs. stored: the tensor of each kept slot. pack: called with each tensor that autograd
+            saves, in the order of the first run. state: within which everything is as before the first run.
+
+    Raises:
+        OtherOperations: where the forward does other operations than when it was measured, or saves fewer tensors.
+    """
+    count = 0
+    mode = _Redo(recipe, stored, poison)
+
+    def counted(tensor: torch.Tensor) -> None:
+        nonlocal count
+        mode.paused = True
+        pack(tensor)
+        mode.paused = False
+        count += 1
+        if count == recipe.stop:
+            raise Redone
+
+    try:
+        with state, uncached_autocast(), saved_tensors_hooks(counted, _never), mode:
+            run()
+    except Redone:
+        return
+    raise OtherOperations
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise AssertionError("the graph of a redo is never run")

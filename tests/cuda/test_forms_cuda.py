@@ -1,0 +1,113 @@
+"""Forms on CUDA: bits of the plain model, within the bytes that the allocator counts, and no host synchronisation in a redo."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rotoff
+from rotoff.runtime.plan import compile_sequence
+from rotoff.sequence import Op, OpKind
+
+pytestmark = pytest.mark.cuda
+
+
+class Block(nn.Module):
+    """A decoder block: attention and feed-forward, both with dropout."""
+
+    def __init__(self, width: int, heads: int = 8, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, w = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout.p)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(b, t, w)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+def model_and_batch(dropout: float) -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), *[Block(512, dropout=dropout) for _ in range(4)], nn.Linear(512, 64)).cuda()
+    return model, torch.randn(8, 512, 64, device="cuda")
+
+
+def gradients(model: nn.Module, x: torch.Tensor, autocast: bool) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_every_form_gives_the_bits_of_the_plain_model(dropout: float, autocast: bool) -> None:
+    model, x = model_and_batch(dropout)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds up in any order otherwise
+    try:
+        gradients(model, x, autocast)
+        expected = gradients(model, x, autocast)
+        wrapped = rotoff.Checkpointable(model)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+            wrapped.measure(x)
+        chain = wrapped.chain
+        most = max(len(stage.forms) for stage in chain.stages)
+        assert most > 0, wrapped.profile.forms
+        for k in range(1, most + 1):
+            forwards = []
+            for i, stage in enumerate(chain.stages, start=1):
+                form = min(k, len(stage.forms))
+                forwards.append(Op(OpKind.F_SEL, i, form) if form else Op(OpKind.F_ALL, i))
+            ops = (*forwards, *(Op(OpKind.B, i) for i in range(len(chain), 0, -1)))
+            wrapped.compute_sequence(1 << 45)
+            wrapped._latest.plan = compile_sequence(chain, rotoff.Sequence(ops))
+            got = gradients(wrapped, x, autocast)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), k
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.parametrize("mode", ["remat", "joint"])
+@pytest.mark.parametrize("share", [0.6, 0.45, 0.3])
+def test_plans_with_forms_stay_within_their_limit(mode: str, share: float) -> None:
+    model, x = model_and_batch(0.1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
+    limit = int(share * wrapped.keep_all_memory)
+    wrapped.compute_sequence(limit, mode=mode)
+    for _ in range(2):  # the first step makes the gradients and the caches
+        torch.cuda.synchronize()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        output = wrapped(x)
+        output.backward(torch.ones_like(output))
+        peak = torch.cuda.max_memory_allocated() - before
+        del output
+    gradient = x.shape[0] * x.shape[1] * 64 * 4  # the caller's ones
+    assert peak - gradient <= limit, (peak, limit)
+
+
+def test_a_redo_does_not_wait_for_the_device() -> None:
+    model, x = model_and_batch(0.1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
+    wrapped.compute_sequence(int(0.45 * wrapped.keep_all_memory), mode="remat")
+    assert any(op.kind is OpKind.F_SEL for op in wrapped.sequence)
+    wrapped(x).sum().backward()
+    output = wrapped(x).sum()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
