@@ -241,3 +241,19 @@ def test_a_forward_that_reads_contents_is_refused_in_one_sentence() -> None:
 
     with pytest.raises(rotoff.MeasureError, match="cannot be recorded .*DataDependent"):
         rotoff.estimate(Reader(), torch.randn(2, 4), device="V100")
+
+
+def test_convolutions_take_their_blocked_copies_too() -> None:
+    """Without them a convolution's transients would be estimated as next to nothing."""
+    model = nn.Sequential(
+        nn.Conv2d(24, 72, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(72, 64, 3),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, stride=2, groups=64),
+    )
+    measured, estimated = pair(model, torch.randn(4, 24, 32, 32, requires_grad=True))
+    for one, other in zip(measured.stages, estimated.stages, strict=True):
+        for name in BYTES:
+            assert getattr(other, name) == pytest.approx(getattr(one, name), abs=0.02 * one.saved_bytes), (one.name, name)
+    assert measured.stages[0].forward_transient_bytes > measured.stages[0].saved_bytes

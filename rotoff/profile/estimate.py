@@ -18,6 +18,7 @@ from ..capture import strategy
 from ..capture.stage import StageModule, flatten, storage_key
 from ..chain import Chain
 from ..runtime.replay import RNG_BYTES
+from . import cpu_temporaries
 from .allocations import AllocationLog
 from .cuda_kernels import cuda_variants
 from .devices import Device, find
@@ -74,7 +75,7 @@ class FakeMeter(Meter):
 
     def __init__(self, device: Device) -> None:
         super().__init__(_CPU, repeats=1)
-        self._allocator = FakeAllocator(1 if device.capability is None else CUDA_BLOCK)
+        self._allocator = FakeAllocator(1, cpu_temporaries.steps) if device.capability is None else FakeAllocator(CUDA_BLOCK)
         self._allocator.on_operation = self._operation
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
         self._roofline = Roofline(device)

@@ -106,10 +106,13 @@ class FakeAllocator(TorchDispatchMode):
 
     Args:
         block: bytes; sizes are rounded up to a multiple of it, as the device's allocator does.
-        temporaries: (operation, its arguments, its outputs) -> bytes that its kernel takes and gives back, unseen from here.
+        temporaries: (operation, its arguments, its outputs) -> what its kernel takes and gives back in between, as
+            ("hidden", bytes) and ("output", number) in order; None where that is nothing.
     """
 
-    def __init__(self, block: int = 1, temporaries: Callable[[Any, Any, Any, Any], int] | None = None) -> None:
+    def __init__(
+        self, block: int = 1, temporaries: Callable[[Any, Any, Any], list[tuple[str, int]] | None] | None = None
+    ) -> None:
         super().__init__()
         _engine_references()  # now, outside of all hooks, since it needs a graph of its own
         self._block = block
@@ -152,12 +155,14 @@ class FakeAllocator(TorchDispatchMode):
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._drew = True
-        hidden = self._temporaries(func, args, kwargs, result) if self._temporaries is not None else 0
+        for kind, number in (self._temporaries(func, args, result) if self._temporaries is not None else None) or ():
+            if kind == "hidden":
+                self._count += 1
+                self._events += [Allocation(self._count, number), Allocation(self._count, -number)]
+            else:
+                self._note(result[number] if isinstance(result, (tuple, list)) else result)
         for tensor in _made(func, result):
             self._note(tensor)
-        if hidden:
-            self._count += 1
-            self._events += [Allocation(self._count, hidden), Allocation(self._count, -hidden)]
         self._tell(func, args, kwargs, result)
         return result
 
