@@ -28,8 +28,9 @@ import numpy as np
 from ...bounds import arrays, min_mem_limit
 from ...chain import Chain
 from ...errors import OptionError
+from ...fractional import peak_bytes
 from ...sequence import Sequence
-from .lowering import Schedule, lower, moving_needs, peak_bytes
+from .lowering import Schedule, lower, moving_needs
 from .refusal import limit_that_works, refusal
 
 TRIALS = 60

@@ -32,10 +32,11 @@ import numpy as np
 from ...bounds import arrays, min_mem_limit
 from ...chain import Chain
 from ...errors import OptionError
+from ...fractional import peak_bytes
 from ...sequence import Sequence
 from ..plan import keep_all
 from .greedy import greedy_set
-from .lowering import Schedule, lower, peak_bytes
+from .lowering import Schedule, lower
 from .refusal import limit_that_works, refusal
 
 SLOTS = 500

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from ...bounds import arrays, min_mem_limit
 from ...chain import Chain
+from ...fractional import peak_bytes
 from ...sequence import Sequence
-from .lowering import lower, moving_needs, peak_bytes
+from .lowering import lower, moving_needs
 from .refusal import refusal
 
 

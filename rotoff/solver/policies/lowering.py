@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ...bounds import arrays
 from ...chain import Chain
+from ...fractional import needs
 from ...sequence import B, F_all, Op, abar, free, offload, prefetch, wait
 
 RELEASES = ("copied", "needed", "next")
@@ -30,23 +31,6 @@ class Schedule:
 
     makespan: float
     ops: tuple[Op, ...]
-
-
-def needs(chain: Chain) -> tuple[list[int], list[int]]:
-    """m_F and m_B of Euro-Par 2020, 3.2, in bytes: what F_1..F_L and B_1..B_L hold with nothing moved (entry 0 is 0)."""
-    c, L = arrays(chain), len(chain)
-    m_F, m_B, kept = [0] * (L + 1), [0] * (L + 1), int(c.out[0])
-    for i in range(1, L + 1):
-        kept += int(c.saved[i, 0])
-        m_F[i] = kept + int(c.f_transient[i, 0])
-        m_B[i] = kept + int(c.grad[i] + c.grad[i - 1] + c.b_transient[i, 0]) + (int(c.out[L]) if i < L else 0)
-    return m_F, m_B
-
-
-def peak_bytes(chain: Chain) -> int:
-    """M_peak of Euro-Par 2020, 3.2: what keeping everything needs."""
-    m_F, m_B = needs(chain)
-    return max(*m_F, *m_B)
 
 
 def moving_needs(chain: Chain) -> list[int]:

@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from ...bounds import arrays
 from ...chain import Chain
 from ...errors import OptionError
+from ...fractional import peak_bytes
 from ...sequence import B, F_all, F_ck, F_none, Op, OpKind, Sequence, Value, a, abar, drop, free, offload, prefetch, wait
 from ...simulator import Machine
 from .heavy import check_stages, heavy_stages
-from .lowering import peak_bytes
 from .refusal import limit_that_works, refusal
 
 TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")

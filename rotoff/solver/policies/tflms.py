@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from ...chain import Chain
 from ...errors import OptionError
+from ...fractional import peak_bytes
 from ...sequence import Sequence
-from .lowering import Schedule, lower, moving_needs, peak_bytes
+from .lowering import Schedule, lower, moving_needs
 from .refusal import limit_that_works, refusal
 
 

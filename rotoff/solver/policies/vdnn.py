@@ -17,8 +17,9 @@ import numpy as np
 
 from ...bounds import arrays
 from ...chain import Chain
+from ...fractional import peak_bytes
 from ...sequence import Sequence
-from .lowering import Schedule, lower, peak_bytes
+from .lowering import Schedule, lower
 from .refusal import limit_that_works, refusal
 
 

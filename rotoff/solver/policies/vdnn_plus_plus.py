@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from ...chain import Chain
 from ...errors import OptionError
+from ...fractional import peak_bytes
 from ...sequence import Sequence
 from .heavy import heavy_stages
-from .lowering import Schedule, lower, peak_bytes
+from .lowering import Schedule, lower
 from .refusal import limit_that_works, refusal
 
 SETS = ("all", "convolutions")
