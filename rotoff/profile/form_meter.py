@@ -112,18 +112,21 @@ class FormMeter:
         fresh: int,
         times: dict[tuple[int, ...], float],
     ) -> FoundForms:
-        pairs: list[tuple[Form, Recipe]] = []
         reason = "" if choices else "nothing that could be redone takes enough bytes"
+        trials: list[_Trial] = []
         for choice in choices:
-            if not _faithful(run, choice.recipe, behaviour, self._device):
+            if _faithful(run, choice.recipe, behaviour, self._device):
+                trials.append(_Trial(run, choice.recipe, behaviour, self._device))
+            else:
                 reason = "a redo does not give what the first run gave"
-                continue
-            trial = _Trial(run, choice.recipe, behaviour, self._device)
+        known = [times.get(tuple(sorted(trial.recipe.kept))) for trial in trials]
+        redos = iter(self._redo_seconds(run, [trial for trial, at in zip(trials, known, strict=True) if at is None]))
+        pairs: list[tuple[Form, Recipe]] = []
+        for trial, seconds in zip(trials, known, strict=True):
             saved_bytes, forward_transient = self._forward_bytes(trial, carried)
-            seconds = times.get(tuple(sorted(choice.recipe.kept)))
-            seconds = self._seconds(trial) if seconds is None else seconds
+            seconds = costs.backward_time + next(redos) if seconds is None else seconds
             form = Form(saved_bytes, seconds, forward_transient, max(0, self._backward_peak(trial) - fresh))
-            pairs.append((form, choice.recipe))
+            pairs.append((form, trial.recipe))
         whole = Form(costs.saved_bytes, costs.backward_time, costs.forward_transient_bytes, costs.backward_transient_bytes)
         pairs = [pair for pair in pairs if not _beaten(pair[0], [whole, *(f for f, _ in pairs if f is not pair[0])])]
         if not pairs and not reason:
@@ -157,17 +160,34 @@ class FormMeter:
         fresh = grads[len(grads) - len(trial.parameters) :]
         return log.after("backward").peak({_address(g): str(n) for n, g in enumerate(fresh) if g is not None})
 
-    def _seconds(self, trial: _Trial) -> float:
-        """Median seconds of ``B``, redo included."""
+    def _redo_seconds(self, run: Run, trials: Sequence[_Trial]) -> list[float]:
+        """Of each trial, the median seconds that its ``B`` takes more than the one of everything kept.
+
+        The two run in turn, and it is the differences that count: with times from different moments of a busy machine a redo
+        might seem to take less than nothing.
+        """
+        if not trials:
+            return []
         ticks = clock(self._device)
         for _ in range(self._repeats):
-            outputs, _ = trial.forward()
-            edges, gradients = get_edges(outputs), ones(outputs)
-            del outputs
-            ticks.tick()
-            backward(edges, gradients, trial.targets())
-            ticks.tick()
-        return statistics.median(ticks.spans()[0::2])
+            leaves = run.leaves()
+            outputs = flatten(run.forward(leaves))[0]
+            self._timed_backward(ticks, outputs, run.targets(leaves))
+            for trial in trials:
+                outputs, _ = trial.forward()
+                self._timed_backward(ticks, outputs, trial.targets())
+        spans = ticks.spans()[0::2]
+        width = 1 + len(trials)
+        rounds = [spans[n : n + width] for n in range(0, self._repeats * width, width)]
+        return [max(0.0, statistics.median(one[n] - one[0] for one in rounds)) for n in range(1, width)]
+
+    @staticmethod
+    def _timed_backward(ticks: Any, outputs: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        edges, gradients = get_edges(outputs), ones(outputs)
+        outputs.clear()  # as the interpreter does when B begins
+        ticks.tick()
+        backward(edges, gradients, targets)
+        ticks.tick()
 
 
 class _Trial:
@@ -175,6 +195,7 @@ class _Trial:
 
     def __init__(self, run: Run, recipe: Recipe, behaviour: Behaviour, device: torch.device) -> None:
         self._run = run
+        self.recipe = recipe
         self._behaviour = replace(behaviour, forms=(recipe,))
         self._device = device
         self._plan = _plan_of_one()
