@@ -10,9 +10,10 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from .whole_file import write_whole
 
 logger = logging.getLogger("rotoff")
 ENVIRONMENT = "ROTOFF_CACHE"  # "off", or the directory
@@ -63,14 +64,7 @@ class Cache:
         path = self._path(kind, key)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".tmp")
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(entry, file)
-                os.replace(name, path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            write_whole(path, json.dumps(entry))
             self._trim()
         except OSError as error:
             logger.warning("rotoff: cannot write to the cache directory %s: %s", self.directory, error)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ChainError
+from .whole_file import write_whole
 
 FORMAT = "rotoff.chain"
 VERSION = 1
@@ -182,8 +183,8 @@ class Chain:
         return cls(stages=stages, extra=extra, **values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the chain as JSON to `path`."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        """Write the chain as JSON to `path`, whole or not at all."""
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Chain:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from .chain import Chain
 from .sequence import COMPUTES, Op, OpKind
 from .simulator import Event, Trace, simulate
+from .whole_file import write_whole
 
 _LANES = {"compute": (1, "compute"), "d2h": (2, "device to host"), "h2d": (3, "host to device")}
 _MICRO = 1e6
@@ -39,7 +39,7 @@ def save_chrome_trace(
     path: str | os.PathLike[str], chain: Chain, sequence: Iterable[Op], measured: Trace | None = None
 ) -> None:
     """Write `chrome_trace` of these to the file at `path`."""
-    Path(path).write_text(json.dumps(chrome_trace(chain, sequence, measured)), encoding="utf-8")
+    write_whole(path, json.dumps(chrome_trace(chain, sequence, measured)))
 
 
 def _process(pid: int, name: str, chain: Chain, trace: Trace) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,6 +20,7 @@ from .runtime.plan import compile_sequence
 from .runtime.planning import Request, least_limit, make_plan, own_bytes, solver_limit
 from .sizes import format_bytes, parse_bytes
 from .solver import keep_all
+from .whole_file import write_whole
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
 MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what the allocator cannot use
@@ -103,7 +103,7 @@ class PlannedModes:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` as JSON to `path`."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def __str__(self) -> str:
         head = f"{'mode':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest limit':>15}"

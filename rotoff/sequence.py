@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, overload
 
 from .errors import LimitError, SequenceFormatError
 from .sizes import parse_bytes
+from .whole_file import write_whole
 
 FORMAT = "rotoff.sequence"
 VERSION = 1
@@ -223,8 +224,8 @@ class Sequence:
         return cls.from_text(ops, mode=mode, mem_limit=limit, meta=meta, extra=extra)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sequence as JSON to `path`."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        """Write the sequence as JSON to `path`, whole or not at all."""
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Sequence:

@@ -242,12 +242,12 @@ def test_an_interrupt_is_130(files: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_progress_bar_is_for_terminals_only_and_leaves_no_trace(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rotoff.cli import command
+    from rotoff import progress_bar
 
-    monkeypatch.setattr(command.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress_bar.sys.stderr, "isatty", lambda: True, raising=False)
     clock = iter(range(1000))
-    monkeypatch.setattr(command.time, "monotonic", lambda: float(next(clock)))
-    with command.Bar("working") as bar:
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(clock)))
+    with progress_bar.Bar("working") as bar:
         bar(0.5, "half")
     said = capsys.readouterr().err
     assert "working [############............]  50% half" in said

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..chain import Chain
 from ..profile.devices import devices, find
+from ..progress_bar import Bar
 from ..sizes import format_bytes
-from .command import Bar, Command, Stop, add_json, print_json
+from .command import Command, Stop, add_json, print_json
 from .pictures import stage_table
 
 _TARGET = (

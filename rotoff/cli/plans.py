@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ..bounds import MODES, lower_bound, min_mem_limit
 from ..chain import Chain
 from ..errors import InfeasibleError, OptionError
+from ..progress_bar import Bar
 from ..simulator import Trace, simulate
 from ..sizes import format_bytes
 from ..solver import Sweep, keep_all, solve, sweep
 from ..solver.policies import POLICIES
 from ..terminal import render
+from ..whole_file import write_whole
 from .command import (
-    Bar,
     Command,
     Stop,
     add_chain,
@@ -269,7 +269,7 @@ def _write_sweep(chain: Chain, made: Sweep, rows: list[dict[str, Any]], path: st
         made.save(path)
     elif suffix == ".json":
         table = {"chain": chain.name, "keep_all": chain.compute_time, "rows": rows}
-        Path(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(table, indent=1) + "\n")
     else:
         from .. import plot
 

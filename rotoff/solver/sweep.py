@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..errors import InfeasibleError, OptionError
 from ..sequence import Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes, parse_bytes
+from ..whole_file import write_whole
 from .plan import keep_all
 from .policies import check_policy, run
 from .refine import Budget
@@ -69,10 +70,11 @@ class Sweep:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as CSV to `path`; what does not fit is left empty."""
         names = [field.name for field in fields(Row)]
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(names)
-            writer.writerows([getattr(row, name) for name in names] for row in self.rows)
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in self.rows)
+        write_whole(path, text.getvalue())
 
 
 def sweep(

@@ -1,0 +1,32 @@
+"""One changing line on a terminal, for work that takes longer than a moment."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Bar:
+    """A progress bar on standard error, where that is a terminal and the work takes longer than a moment."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._shown = 0.0
+        self._begun = time.monotonic()
+        self._on = sys.stderr is not None and sys.stderr.isatty()
+
+    def __call__(self, done: float, note: str = "") -> None:
+        now = time.monotonic()
+        if not self._on or now - max(self._shown, self._begun + 0.4) < 0.1:
+            return
+        self._shown = now
+        cells = int(24 * min(1.0, max(0.0, done)))
+        text = f"{self._what} [{'#' * cells}{'.' * (24 - cells)}] {done:4.0%} {note}"
+        print(f"\r\x1b[2K{text[:100]}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
