@@ -1,6 +1,6 @@
 """Figures 5 to 19 of Euro-Par 2020 again: ratio to the bound of proposition 3, and images a second, against the limit.
 
-    python benchmarks/papers/euro_par_2020.py            # all figures, about half an hour on two cores
+    python benchmarks/papers/euro_par_2020.py            # all figures, about a quarter of an hour on two cores
     python benchmarks/papers/euro_par_2020.py --only resnet50 densenet121 --images 224
 
 Chains are torchvision's networks on a V100 (bytes from the modules, times from the data sheet), one direction of the link at a
