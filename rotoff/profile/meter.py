@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.changes import ChangedBuffers
+from ..capture.sharding import gathers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
 from ..chain import Stage
 from ..errors import MeasureError
@@ -104,7 +105,7 @@ class Meter:
         drawn = generators.states()
         leaves = run.leaves()
         outputs, saved, gathered, log = self._kept(run, leaves)
-        for _ in range(COLLECTIVE_TRIES if gathered else 0):
+        for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
             generators.put(drawn)
             again = self._kept(run, leaves)
             if sum(again[3].live().values()) < sum(log.live().values()):

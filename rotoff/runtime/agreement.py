@@ -6,7 +6,6 @@ for each other forever. Processes must come here together: each new input signat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from ..capture.sharding import shards
 from ..capture.stage import StageModule
 from ..chain import Chain, Form, Stage
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
@@ -121,13 +121,11 @@ def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
     Raises:
         MeasureError: naming such a stage.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
-    sharded = () if fsdp is None else fsdp.FSDPModule
-    if not any(isinstance(module, sharded) for module in (root, *root.modules())):
+    if not any(shards(module) for module in root.modules()):
         return
     for stage in stages:
         for module in stage.modules:
-            inside = {id(p) for m in module.modules() if isinstance(m, sharded) for p in m.parameters()}
+            inside = {id(p) for m in module.modules() if shards(m) for p in m.parameters()}
             if any(id(p) not in inside for p in module.parameters()):
                 raise MeasureError(
                     f"the parameters of stage {stage.name!r} are sharded by a module around it; fully_shard each stage with"
