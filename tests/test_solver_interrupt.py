@@ -7,21 +7,40 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from test_solver_long_chains import uneven
 
 import rotoff
-from rotoff.solver import joint
+from rotoff.solver import joint, search
+from rotoff.solver.refine import Budget
+
+
+def with_forms(chain: rotoff.Chain) -> rotoff.Chain:
+    """Four smaller forms of each stage."""
+
+    def form(stage: rotoff.Stage, k: int) -> rotoff.Form:
+        return rotoff.Form(stage.saved_bytes * (5 - k) // 5, stage.backward_time + stage.forward_time * k / 5)
+
+    stages = [replace(s, forms=tuple(form(s, k) for k in range(1, 5))) for s in chain.stages]
+    return replace(chain, stages=tuple(stages))
+
 
 CHAIN = uneven(1, 200)
+WITH_FORMS = with_forms(CHAIN)
 LIMIT = int(rotoff.simulate(CHAIN, rotoff.keep_all(CHAIN)).peak_bytes * 0.4)
 
 
 @pytest.mark.parametrize(
     "work",
-    [lambda: joint.solve_slots(CHAIN, LIMIT, 50, "up"), lambda: rotoff.solve(CHAIN, LIMIT, refine=120)],
-    ids=["tables", "search"],
+    [
+        lambda: joint.solve_slots(CHAIN, LIMIT, 50, "up"),
+        lambda: rotoff.solve(CHAIN, LIMIT, refine=120),
+        lambda: joint.solve_slots(WITH_FORMS, LIMIT, 24, "up"),
+        lambda: search._searched(search.Problem(WITH_FORMS, LIMIT, None, 50, Budget(120)), "joint", None),
+    ],
+    ids=["tables", "search", "tables with forms", "search with forms"],
 )
 def test_an_interrupt_stops_it_within_a_second(work: Callable[[], object]) -> None:
     sent = []

@@ -7,8 +7,8 @@ stand in `_joint.pyx` beside their equations. One β of the paper is two here, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -128,16 +128,25 @@ def fill(table: Costs) -> Kernel:
         for d in range(L - 1):
             count = L - 1 - d
             jobs = [pool.submit(kernel.fill_backward, d, 1 + a, 1 + b) for a, b in _quarters(count)]
-            for job in jobs:
-                job.result()
+            _finish(jobs)
         passes = [(kernel.mark_forward, range(1, L)), (kernel.fill_forward, range(L, 0, -1))]
         for work, stages in passes:
             for i in stages:
                 inputs = range(1 if i == 1 else 1 + int(table.n_forms[i - 1]))
                 jobs = [pool.submit(work, i, x, part, 4) for x in inputs for part in range(4)]
-                for job in jobs:
-                    job.result()
+                _finish(jobs)
     return kernel
+
+
+def _finish(jobs: Sequence[Future[None]]) -> None:
+    """Wait for `jobs`; an interrupt meanwhile waits for those only that run already, however many stand in line."""
+    try:
+        for job in jobs:
+            job.result()
+    except BaseException:
+        for job in jobs:
+            job.cancel()
+        raise
 
 
 def _quarters(count: int) -> list[tuple[int, int]]:
