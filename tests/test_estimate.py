@@ -257,3 +257,49 @@ def test_convolutions_take_their_blocked_copies_too() -> None:
         for name in BYTES:
             assert getattr(other, name) == pytest.approx(getattr(one, name), abs=0.02 * one.saved_bytes), (one.name, name)
     assert measured.stages[0].forward_transient_bytes > measured.stages[0].saved_bytes
+
+
+@pytest.mark.parametrize("name", ["residual", "language", "side_inputs"])
+def test_forms_take_the_bytes_that_are_measured(name: str) -> None:
+    """Which forms are worth it depends on times; those found both ways store the same."""
+    model, batch = fresh(name)
+    x = batch()
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    estimated = estimate_profile(model, (x,), {}, find("CPU")).forms
+    both = 0
+    for one, other in zip(wrapped.profile.forms, estimated, strict=True):
+        found = dict(zip(other.keeps, other.forms, strict=True))
+        for keeps, form in zip(one.keeps, one.forms, strict=True):
+            if keeps in found:
+                both += 1
+                assert found[keeps].saved_bytes == form.saved_bytes, (one.name, keeps)
+    assert both >= 2
+
+
+def test_forms_of_a_transformer_block_on_a_gpu() -> None:
+    """bfloat16 on an H200: first goes what takes no matrix product, and a redo never takes the last one."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    width, rows = 2048, 16384
+    model = nn.Sequential(*[Block(width) for _ in range(3)]).to("meta", torch.bfloat16)
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    profile = estimate_profile(model, (x,), {}, find("H200"))
+    block = profile.chain.stages[1]
+    unit = 2 * rows * width
+    statistics = 2 * 4 * rows  # of the norm's rows
+    assert 0 < block.saved_bytes - (1 + 1 + 4 + 4) * unit <= statistics  # output, norm, up, gelu
+    product = 2 * rows * width * 4 * width / (find("H200").flops["bfloat16"] * find("H200").compute_efficiency)
+    first, last = block.forms[0], block.forms[-1]
+    assert first.saved_bytes <= 6 * unit + statistics
+    assert 0 < first.backward_time - block.backward_time < product
+    assert last.saved_bytes == unit
+    assert product < last.backward_time - block.backward_time < block.forward_time - product / 2
+    assert [stage.forms for stage in profile.chain.stages[:2]] == [block.forms, block.forms]
+    assert not profile.chain.stages[2].forms

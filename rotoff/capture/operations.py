@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..runtime.replay import Generators, uncached_autocast
+from ..runtime.selective import QUERIES
 from ..runtime.values import View
 
 
@@ -78,12 +79,20 @@ class OperationLog:
     outputs: frozenset[int | None]
 
 
-def record_operations(run: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> OperationLog:
+def record_operations(
+    run: Callable[[], Sequence[torch.Tensor]],
+    device: torch.device,
+    seconds: Callable[[Any, Any, Any, Any], float] | None = None,
+) -> OperationLog:
     """Call `run`, a stage's forward that returns its outputs, and log its operations and what autograd saves.
 
     Autocast's cache is off meanwhile, as in a redo: what it holds depends on what ran before.
+
+    Args:
+        seconds: of an operation, its arguments and its result, in place of a clock; then tensors are taken for fake ones,
+            and whatever may draw random numbers for one that does.
     """
-    recorder = _Recorder(device)
+    recorder = _Recorder(device) if seconds is None else _FakeRecorder(device, seconds)
     with uncached_autocast(), saved_tensors_hooks(recorder.pack, _never), recorder:
         outputs = run()
     numbers = frozenset(recorder.known(t) for t in outputs)
@@ -110,21 +119,25 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:
+        if func.is_view or func in QUERIES:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         reads = tuple(self._number(t)[0] for t in given)
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        before = self._generators.states() if random else ()
-        start = self._clock()
-        result = func(*args, **kwargs)
-        seconds = self._clock() - start
-        draws = random and self._generators.states() is not before
+        result, seconds, draws = self._run(func, args, kwargs)
         leaves = tuple(self._leaf(leaf, given) for leaf in _leaves(result))
         writes = tuple(dict.fromkeys(self._number(t)[0] for t in _written(func, args, kwargs)))
         single = isinstance(result, torch.Tensor)
         self.operations.append(Operation(func, tuple(dict.fromkeys(reads)), writes, leaves, single, draws, seconds))
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, bool]:
+        """(what the operation returns, seconds that it took, whether it drew random numbers)."""
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        before = self._generators.states() if random else ()
+        start = self._clock()
+        result = func(*args, **kwargs)
+        seconds = self._clock() - start
+        return result, seconds, random and self._generators.states() is not before
 
     def _leaf(self, leaf: Any, given: list[torch.Tensor]) -> Leaf:
         if not isinstance(leaf, torch.Tensor):
@@ -149,6 +162,27 @@ class _Recorder(TorchDispatchMode):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+class _FakeRecorder(_Recorder):
+    """Of operations on fake tensors, which take no time and draw nothing."""
+
+    def __init__(self, device: torch.device, seconds: Callable[[Any, Any, Any, Any], float]) -> None:
+        super().__init__(device)
+        self._seconds = seconds
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, bool]:
+        result = func(*args, **kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags and _argument("dropout_p", func, args, kwargs) != 0
+        return result, self._seconds(func, args, kwargs, result), random
+
+
+def _argument(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument called `name` of an operation, its default where it is not given; None where it has none such."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 def _leaves(result: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..capture import strategy
 from ..capture.stage import StageModule, flatten, storage_key
@@ -23,6 +23,9 @@ from .allocations import AllocationLog
 from .cuda_kernels import cuda_variants
 from .devices import Device, find
 from .fake import FakeAllocator, InMode, fake_copy, fake_mode
+from .fake_forms import FakeFormMeter
+from .form_meter import FormMeter
+from .forms import Policy
 from .measure import Profile, measure
 from .meter import CUDA_BLOCK, Measured, Meter, Run
 from .provenance import provenance
@@ -59,7 +62,7 @@ def estimate_profile(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     with cuda_variants(device):
         stages = strategy.stages(copied, value, _CPU)
         stages = [StageModule(s.name, tuple(InMode(m, mode) for m in s.modules)) for s in stages]
-        profile = measure(stages, value, _CPU, lambda _: link(device), meter=FakeMeter(device))
+        profile = measure(stages, value, _CPU, lambda _: link(device), meter=FakeMeter(device, mode))
     chain = replace(profile.chain, name=type(model).__name__, meta=provenance(model, value, device))
     return replace(profile, chain=chain)
 
@@ -73,15 +76,19 @@ def link(device: Device) -> tuple[float, float, bool]:
 class FakeMeter(Meter):
     """Costs of stages over fake tensors, as they would be on `device`."""
 
-    def __init__(self, device: Device) -> None:
-        super().__init__(_CPU, repeats=1)
+    def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy = True) -> None:
+        self._mode = mode
+        self._roofline = Roofline(device)
+        super().__init__(_CPU, 1, forms)
         self._allocator = FakeAllocator(1, cpu_temporaries.steps) if device.capability is None else FakeAllocator(CUDA_BLOCK)
         self._allocator.on_operation = self._operation
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
-        self._roofline = Roofline(device)
         self._spans: list[dict[str, float]] = []  # of each record: seconds after each mark, those before any under ""
         self._phase = ""
         self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}
+
+    def form_meter(self, policy: Policy | None) -> FormMeter:
+        return FakeFormMeter(self, self._mode, self._roofline, lambda: self._spans[-1]["backward"], policy)
 
     def stage(self, stage: StageModule, value: Any, last: bool) -> tuple[Measured | None, Any]:
         key = structure(stage.modules), describe(value, self._lasting), last
@@ -127,7 +134,7 @@ class FakeMeter(Meter):
         backward = next(spans["backward"] for spans in self._spans if "backward" in spans)
         return self._spans[0].get("", 0.0), backward
 
-    def _address(self, tensor: torch.Tensor) -> int:
+    def address(self, tensor: torch.Tensor) -> int:
         return self._allocator.address(tensor)
 
     def _rounded(self, nbytes: int) -> int:

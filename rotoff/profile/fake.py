@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import MeasureError
+from ..runtime.selective import QUERIES
 from .allocations import Allocation, AllocationLog
 
 T = TypeVar("T")
-_QUERIES = frozenset({torch.ops.prim.device.default})  # operations that make nothing and take no time
 _CPU = torch.device("cpu")
 
 
@@ -144,7 +144,7 @@ class FakeAllocator(TorchDispatchMode):
         return -(-nbytes // self._block) * self._block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _QUERIES:
+        if func in QUERIES:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if func is torch.ops.aten.add.Tensor and not kwargs and torch._C._current_graph_task_id() != -1:

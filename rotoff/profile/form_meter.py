@@ -8,9 +8,9 @@ with what autograd saved, with whatever nobody should read filled with NaN.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,13 +24,13 @@ from ..runtime.replay import ReplayState, Surroundings
 from ..runtime.selective import Recipe, redo
 from ..sequence import Op, OpKind
 from ..sequence import Sequence as Plan
-from .allocations import mark, record
+from .allocations import AllocationLog, mark, record
 from .forms import Choice, Policy, StageGraph, structure, unfit
 from .known_times import KnownForms
 from .trial import Run, backward, clock, get_edges, ones
 
+T = TypeVar("T")
 WORTH = 0.05  # of a stage's saved bytes: a form that frees less is not worth a choice
-RECORDED = 2  # runs under the recorder, of which each operation's faster time counts
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class FormMeter:
     Args:
         repeats: timed runs, of which the median counts. policy: the user's word on what is kept, if any.
     """
+
+    recorded = 2  # runs under the recorder, of which each operation's faster time counts
 
     def __init__(self, device: torch.device, repeats: int, policy: Policy | None) -> None:
         self._device = device
@@ -76,7 +78,7 @@ class FormMeter:
         if (reason := unfit(run.stage)) is not None:
             return FoundForms(reason=reason)
         try:
-            logs = [self._recorded(run) for _ in range(RECORDED)]
+            logs = [self._recorded(run) for _ in range(self.recorded)]
         except Exception as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
             return FoundForms(reason=f"its operations could not be recorded ({type(error).__name__}: {error})")
         log = _fastest(logs)
@@ -113,10 +115,10 @@ class FormMeter:
         times: dict[tuple[int, ...], float],
     ) -> FoundForms:
         reason = "" if choices else "nothing that could be redone takes enough bytes"
-        trials: list[_Trial] = []
+        trials: list[Trial] = []
         for choice in choices:
-            if _faithful(run, choice.recipe, behaviour, self._device):
-                trials.append(_Trial(run, choice.recipe, behaviour, self._device))
+            if self._proven(run, choice.recipe, behaviour):
+                trials.append(Trial(run, choice.recipe, behaviour, self._device))
             else:
                 reason = "a redo does not give what the first run gave"
         known = [times.get(tuple(sorted(trial.recipe.kept))) for trial in trials]
@@ -133,34 +135,53 @@ class FormMeter:
             reason = "no form is better than keeping everything"
         return FoundForms(tuple(f for f, _ in pairs), tuple(r for _, r in pairs), "" if pairs else reason)
 
-    def _forward_bytes(self, trial: _Trial, carried: int) -> tuple[int, int]:
+    # -- where bytes and contents are seen: here on the device; an estimate has another way
+
+    def record(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
+        """Call `run` and log what is allocated meanwhile."""
+        return record(run, self._device)
+
+    def mark(self, name: str) -> None:
+        """Leave a mark in the log being recorded."""
+        mark(name)
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    def _proven(self, run: Run, recipe: Recipe, behaviour: Behaviour) -> bool:
+        """Whether a redo makes, bit for bit, what autograd saved in the first run."""
+        return _faithful(run, recipe, behaviour, self._device)
+
+    # -- costs
+
+    def _forward_bytes(self, trial: Trial, carried: int) -> tuple[int, int]:
         """(saved bytes, forward transient bytes)."""
-        (outputs, step), log = record(trial.forward, self._device)
+        (outputs, step), log = self.record(trial.forward)
         live = log.live()
-        kept = {_address(t) for t in (*outputs, *step.stored(1))}
+        kept = {self._address(t) for t in (*outputs, *step.stored(1))}
         saved = sum(size for ptr, size in live.items() if ptr in kept)
         return saved + carried, max(0, log.peak() - sum(live.values()) - carried)
 
-    def _backward_peak(self, trial: _Trial) -> int:
+    def _backward_peak(self, trial: Trial) -> int:
         """Bytes above what ā and δ_i hold while ``B`` runs, its redo included; as `Meter` counts them."""
 
         def step() -> tuple[torch.Tensor | None, ...]:
             outputs, _ = trial.forward()
             edges, gradients = get_edges(outputs), ones(outputs)
-            mark("backward")
+            self.mark("backward")
             del outputs
             return backward(edges, gradients, trial.targets())
 
-        hooks = [p.register_hook(lambda _, n=n: mark(str(n))) for n, p in enumerate(trial.parameters)]
+        hooks = [p.register_hook(lambda _, n=n: self.mark(str(n))) for n, p in enumerate(trial.parameters)]
         try:
-            grads, log = record(step, self._device)
+            grads, log = self.record(step)
         finally:
             for hook in hooks:
                 hook.remove()
         fresh = grads[len(grads) - len(trial.parameters) :]
-        return log.after("backward").peak({_address(g): str(n) for n, g in enumerate(fresh) if g is not None})
+        return log.after("backward").peak({self._address(g): str(n) for n, g in enumerate(fresh) if g is not None})
 
-    def _redo_seconds(self, run: Run, trials: Sequence[_Trial]) -> list[float]:
+    def _redo_seconds(self, run: Run, trials: Sequence[Trial]) -> list[float]:
         """Of each trial, the median seconds that its ``B`` takes more than the one of everything kept.
 
         The two run in turn, and it is the differences that count: with times from different moments of a busy machine a redo
@@ -190,7 +211,7 @@ class FormMeter:
         ticks.tick()
 
 
-class _Trial:
+class Trial:
     """One form of one stage, run by the interpreter."""
 
     def __init__(self, run: Run, recipe: Recipe, behaviour: Behaviour, device: torch.device) -> None:
@@ -281,10 +302,6 @@ def _beaten(form: Form, others: Sequence[Form]) -> bool:
         and o.backward_transient_bytes + o.saved_bytes <= form.backward_transient_bytes + form.saved_bytes
         for o in others
     )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _never(_: Any) -> torch.Tensor:

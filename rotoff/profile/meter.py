@@ -64,8 +64,12 @@ class Meter:
             None  # of the stage that comes next, where it need not be measured
         )
         policy = None if isinstance(forms, bool) else forms
-        self._forms = FormMeter(device, self.repeats, policy) if forms else None
+        self._forms = self.form_meter(policy) if forms else None
         self._lasting: set[int] = set()  # storages that are there throughout the step
+
+    def form_meter(self, policy: Policy | None) -> FormMeter:
+        """What finds and measures smaller forms."""
+        return FormMeter(self.device, self.repeats, policy)
 
     def begin(self, value: Any) -> None:
         """What is measured next starts the chain: its input `value` is there throughout."""
@@ -117,9 +121,9 @@ class Meter:
         draws = log.drew or generators.states() is not drawn
         inputs = {storage_key(t) for t in leaves}
         kinds = tuple(SavedKind.RESIDENT if storage_key(t) in gathered else self._kind(t, inputs, live) for t in saved)
-        own = {self._address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
-        made = {self._address(t) for t in outputs}
-        self._lasting |= {storage_key(t) for t in outputs if self._address(t) not in live} - inputs  # a module's tables
+        own = {self.address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
+        made = {self.address(t) for t in outputs}
+        self._lasting |= {storage_key(t) for t in outputs if self.address(t) not in live} - inputs  # a module's tables
         own_outputs = tuple(storage_key(t) not in self._lasting for t in outputs)
         carried = [t for t in outputs if storage_key(t) in inputs - self._lasting]
         saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
@@ -215,7 +219,7 @@ class Meter:
             for hook in hooks:
                 hook.remove()
         fresh = grads[len(grads) - len(run.parameters) :]
-        peak = log.after("backward").peak({self._address(g): str(n) for n, g in enumerate(fresh) if g is not None})
+        peak = log.after("backward").peak({self.address(g): str(n) for n, g in enumerate(fresh) if g is not None})
         return peak, tuple(self._places(leaves, grads, dict(incoming)))
 
     def _places(
@@ -264,7 +268,8 @@ class Meter:
         """Leave a mark in the log being recorded."""
         mark(name)
 
-    def _address(self, tensor: torch.Tensor) -> int:
+    def address(self, tensor: torch.Tensor) -> int:
+        """What tells the storage of `tensor` from others in a log."""
         return tensor.untyped_storage().data_ptr()
 
     def plain(self, tensor: torch.Tensor) -> bool:
@@ -282,7 +287,7 @@ class Meter:
     def _kind(self, tensor: torch.Tensor, inputs: set[int], live: dict[int, int]) -> SavedKind:
         if storage_key(tensor) in inputs:
             return SavedKind.INPUT
-        return SavedKind.OWN if self._address(tensor) in live else SavedKind.RESIDENT
+        return SavedKind.OWN if self.address(tensor) in live else SavedKind.RESIDENT
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if self.device.type == "cuda" else nbytes

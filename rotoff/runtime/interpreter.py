@@ -438,7 +438,7 @@ class Step:
                 f" that stage {self._stage_name(i)!r} saved; clone it before changing it"
             )
         if isinstance(packed, InputRef) and packed.view is not None:
-            return packed.view.on(tensor.untyped_storage())
+            return packed.view.into(tensor)
         return tensor
 
     @staticmethod

@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 from .replay import uncached_autocast
 from .values import View, bytes_of
 
+QUERIES = frozenset({torch.ops.prim.device.default})  # no operations: fake tensors ask for their device in this way
+
 
 class Stored(NamedTuple):
     """A result that is stored, as a view of the storage that slot `slot` keeps."""
@@ -98,7 +100,7 @@ class _Redo(TorchDispatchMode):
         self.paused = False  # what a hook does to the tensor that it is handed is none of the forward's operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.paused or func.is_view:
+        if self.paused or func.is_view or func in QUERIES:
             return func(*args, **(kwargs or {}))
         n, recipe = self._next, self._recipe
         self._next = n + 1
@@ -112,7 +114,7 @@ class _Redo(TorchDispatchMode):
 
     def _result(self, result: Result, args: Any, kwargs: Any) -> Any:
         if isinstance(result, Stored):
-            return result.view.on(self._stored[result.slot].untyped_storage())
+            return result.view.into(self._stored[result.slot])
         if isinstance(result, Argument):
             given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
             return given[result.place]

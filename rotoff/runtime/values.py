@@ -29,6 +29,12 @@ class View(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> View:
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
+    def into(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of the storage that `tensor` lies in."""
+        # a fake tensor's storage does not know its device
+        made = torch.empty(0, dtype=self.dtype, device=tensor.device)
+        return made.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
+
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
 
