@@ -214,7 +214,7 @@ HEADER = "model method    forms    at             limit  peak/MiB  planned  boun
 def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--minutes", type=float, default=5.5, help="that all of it may take, about (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=4.5, help="that all of it may take, about (%(default)s)")
     parser.add_argument("--host-directory", help="where the file of offloaded values lies; a real disk")
     parser.add_argument("--quick", action="store_true", help="tiny models and few steps, to see that it works")
     options = parser.parse_args(arguments)
