@@ -458,7 +458,8 @@ def test_what_was_found_is_a_table() -> None:
     assert [row.number for row in found][1:] == list(range(1, len(found)))
     lines = repr(found).splitlines()
     assert len(lines) == len(found) + 2
-    assert lines[1].split() == ["stage", "module", "output", "saved", "forward", "backward"]
+    assert lines[1].split()[:6] == ["stage", "module", "output", "saved", "forward", "backward"]
+    assert "or" in lines[1].split()  # the forms, each with its bytes
     assert found.to_dict()["stages"][1]["saved_bytes"] == found[1].saved_bytes > 0
     assert "nn.Sequential" in rotoff.stages(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2)).strategy
 

@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "chain": {"errors"},
     "sequence": {"errors", "sizes"},
     "simulator": {"errors", "sizes", "chain", "sequence"},
+    "fractional": {"errors", "sizes", "chain", "sequence", "simulator"},
     "bounds": {"errors", "sizes", "chain", "sequence", "simulator", *KERNELS},
-    "solver": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", *KERNELS},
+    "solver": {"errors", "sizes", "chain", "sequence", "simulator", "fractional", "bounds", *KERNELS},
     "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
     "nn": {"errors"},
 }
