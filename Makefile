@@ -28,6 +28,9 @@ HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch
 unexport PYTHONPATH
 export PYTHONNOUSERSITE = 1
 
+# So that no package brings another torch with it.
+SAME_TORCH = "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')"
+
 .PHONY: demo quickstart gallery test test-all lint docs dist clean
 .DELETE_ON_ERROR:
 
@@ -41,11 +44,14 @@ quickstart: $(VENV)/installed
 # Tests run in a folder that has no rotoff/, so that neither pytest nor a child that it starts can find the source tree.
 PYTEST = cd $(VENV) && ROTOFF_TEST_INSTALLED=1 bin/python -m pytest -c ../pyproject.toml ../tests
 
+# A test computes on one thread; as many run at a time as there are cores, up to four. JOBS= runs them one by one.
+JOBS ?= -n auto --maxprocesses 4 --dist worksteal
+
 test: $(VENV)/tools
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(JOBS) $(ARGS)
 
 test-all: $(VENV)/tools
-	$(PYTEST) -m "" $(ARGS)
+	$(PYTEST) -m "" $(JOBS) $(ARGS)
 
 gallery: $(VENV)/gallery
 	$(BIN)/python benchmarks/gallery.py $(ARGS)
@@ -89,10 +95,10 @@ $(VENV)/installed: $(VENV)/wheel
 
 # Libraries of models, the versions that go with the torch that is there.
 $(VENV)/gallery: pyproject.toml | $(VENV)/installed
-	$(PIP) install "$$(ls dist/rotoff-*.whl)[gallery]" "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')"
+	$(PIP) install "$$(ls dist/rotoff-*.whl)[gallery]" $(SAME_TORCH)
 	touch $@
 
 # What tests and lint need beside it; a rebuilt wheel leaves these as they are.
 $(VENV)/tools: pyproject.toml | $(VENV)/installed
-	$(PIP) install "$$(ls dist/rotoff-*.whl)[dev]"
+	$(PIP) install "$$(ls dist/rotoff-*.whl)[dev]" $(SAME_TORCH)
 	touch $@
