@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "chain": {"errors"},
     "sequence": {"errors", "sizes"},
     "simulator": {"errors", "sizes", "chain", "sequence"},
-    "fractional": {"errors", "sizes", "chain", "sequence", "simulator"},
+    "fractional": {"errors", "sizes", "chain", "sequence", "simulator", "bounds"},
     "bounds": {"errors", "sizes", "chain", "sequence", "simulator", *KERNELS},
     "solver": {"errors", "sizes", "chain", "sequence", "simulator", "fractional", "bounds", *KERNELS},
     "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
