@@ -19,12 +19,13 @@ KERNELS = {path.name.split(".")[0] for path in ROOT.glob("_*.pyx")}
 MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
-    "chain": {"errors"},
-    "sequence": {"errors", "sizes"},
+    "whole_file": set(),
+    "chain": {"errors", "whole_file"},
+    "sequence": {"errors", "sizes", "whole_file"},
     "simulator": {"errors", "sizes", "chain", "sequence"},
     "fractional": {"errors", "sizes", "chain", "sequence", "simulator", "bounds"},
     "bounds": {"errors", "sizes", "chain", "sequence", "simulator", *KERNELS},
-    "solver": {"errors", "sizes", "chain", "sequence", "simulator", "fractional", "bounds", *KERNELS},
+    "solver": {"errors", "sizes", "chain", "sequence", "simulator", "fractional", "bounds", "whole_file", *KERNELS},
     "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
     "nn": {"errors"},
 }
