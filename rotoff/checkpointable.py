@@ -26,10 +26,13 @@ from .capture.stage import flatten
 from .chain import Chain
 from .errors import BranchError, MeasureError, OptionError
 from .profile.forms import Forms, read_forms
+from .profile.interpolation import MeasuredTimes, surroundings
 from .profile.known_times import find_times, keep_times, times_key
 from .profile.measure import Profile, Progress, measure
 from .profile.meter import CUDA_BLOCK
 from .profile.provenance import provenance
+from .profile.steady import Repeats
+from .progress_bar import Bar
 from .rotor_names import NO_LIMIT, RotorNames
 from .runtime.agreement import agree_on_limit, agree_on_profile, refuse_root_shards
 from .runtime.check import Checker
@@ -100,6 +103,8 @@ class Checkpointable(RotorNames, nn.Module):
         forms: whether plans may keep a part of what a stage saves and redo the rest; found and measured with the stages. Names
             of operations, such as ``["addmm", "bmm"]``: what these make is always kept. A function of an
             `rotoff.profile.forms.Operation`: True where what it makes is always kept, False where never, None as it pays.
+        interpolate: whether a training forward at a new batch size or sequence length takes its times from two sizes measured
+            before, where these are near enough; its bytes are measured all the same. `measure` always times.
 
     Raises:
         MeasureError: where `model` is not such a model. OptionError: for another `offload_dtype`, or other `forms`.
@@ -116,6 +121,7 @@ class Checkpointable(RotorNames, nn.Module):
         offload_dtype: torch.dtype | None = None,
         cache_directory: str | os.PathLike[str] | bool | None = True,
         forms: Forms = True,
+        interpolate: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -133,6 +139,7 @@ class Checkpointable(RotorNames, nn.Module):
         self._check = check
         self._group = _group(process_group)
         self._cache = _cache(cache_directory)
+        self._times = MeasuredTimes() if interpolate and self._group is None else None
         self._request: Request | None = None
         self._known: OrderedDict[Any, deque[_Planned]] = OrderedDict()
         self._latest: _Planned | None = None
@@ -145,25 +152,36 @@ class Checkpointable(RotorNames, nn.Module):
 
     # -- planning
 
-    def measure(self, *sample: Any, progress: Progress | None = None, repeats: int = 5, **kwargs: Any) -> Checkpointable:
+    def measure(
+        self, *sample: Any, progress: Progress | bool | None = None, repeats: int | None = None, **kwargs: Any
+    ) -> Checkpointable:
         """Measure bytes and times of every stage on a sample batch; returns the module.
 
         At most one stage is held at a time. Gradients, buffers, generators and memory statistics are left as they were.
 
         Args:
-            sample, kwargs: what the model is called with, on its device. progress: called with (stages done, of, next stage).
-            repeats: timed runs of each stage, of which the median counts.
+            sample, kwargs: what the model is called with, on its device. progress: called with (stages done, of, next stage);
+                True: one changing line on standard error, where that is a terminal.
+            repeats: timed runs of each stage, of which the median counts; None: until it is known to 2 %, at least 3 and at
+                most 15 runs and about half a second (always 5 among several processes, which must keep pace).
 
         Raises:
             MeasureError: where the model cannot be measured on this input.
         """
-        return self._measure(strategy.chain_input(self._model, sample, kwargs, self._wanted), progress, repeats)
+        Repeats.read(repeats)  # so that what is no number is refused here
+        value = strategy.chain_input(self._model, sample, kwargs, self._wanted)
+        if progress is not True:
+            return self._measure(value, progress or None, repeats)
+        with Bar("measuring") as bar:
+            return self._measure(value, lambda done, of, name: bar(done / max(1, of), name), repeats)
 
-    def _measure(self, value: Any, progress: Progress | None = None, repeats: int = 5) -> Checkpointable:
+    def _measure(
+        self, value: Any, progress: Progress | None = None, repeats: int | None = None, timed: bool = True
+    ) -> Checkpointable:
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
-            captured, profile = self._measure_here(value, progress, repeats)
+            captured, profile = self._measure_here(value, progress, repeats, timed)
             found.append(captured)
             return profile
 
@@ -175,7 +193,9 @@ class Checkpointable(RotorNames, nn.Module):
             self._known.popitem(last=False)
         return self
 
-    def _measure_here(self, value: Any, progress: Progress | None, repeats: int) -> tuple[strategy.Captured, Profile]:
+    def _measure_here(
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool
+    ) -> tuple[strategy.Captured, Profile]:
         device = _device_of(self._model, value)
 
         def bandwidth(nbytes: int) -> tuple[float, float, bool]:
@@ -196,12 +216,29 @@ class Checkpointable(RotorNames, nn.Module):
             known = find_times(self._cache, key)
             if known is not None:
                 logger.info("rotoff: times of %d stages from the cache in %s", len(known.stages), self._cache.directory)
+            shapes, autocast = _signature(value)
+            names = tuple(stage.name for stage in captured.stages)
+            around = surroundings(self._model, autocast)
+            near = self._times.find(shapes, around, names) if self._times and known is None and not timed else None
+            if near is not None:
+                logger.info("rotoff: times interpolated between %s", near.between)
             profile = measure(
-                captured.stages, value, device, bandwidth, repeats, progress, known=known, forms=read_forms(self._forms)
+                captured.stages,
+                value,
+                device,
+                bandwidth,
+                repeats,
+                progress,
+                known=near.times if near else known,
+                forms=read_forms(self._forms),
             )
-            if known is None:
+            if known is None and near is None:
                 keep_times(self._cache, key, profile.chain, profile.behaviours)
+            if near is None and self._times is not None:
+                self._times.add(shapes, around, names, profile)
             meta = provenance(self._model, value, device)
+            if near is not None:
+                meta["times"] = f"interpolated between those measured at {near.between}"
             chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
             stuck = profile.stuck_bytes + self._staging_bytes
             return captured, replace(profile, chain=chain, stuck_bytes=stuck)
@@ -372,7 +409,7 @@ class Checkpointable(RotorNames, nn.Module):
             ):
                 return None
             logger.info("rotoff: measuring a new input signature %s", signature[0])
-            self._measure(value)
+            self._measure(value, timed=False)
             known = self._known[signature][0]
         self._known.move_to_end(signature)
         if known.plan is None:

@@ -1,14 +1,18 @@
 """Bytes really allocated while something runs, by means that rotoff does not use: the profiler's flat list of memory events,
-and a count of the storages alive."""
+a count of the storages alive, and one after every operation."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
@@ -44,3 +48,26 @@ def left_bytes(run: Callable[[], object]) -> int:
         run()
         gc.collect()
     return sum(e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+
+
+def most_held(run: Callable[[], object]) -> int:
+    """The most bytes of storages made in `run` that were alive after one of its operations; goes with profilers in `run`."""
+    held: dict[int, tuple[StorageWeakRef, int]] = {}
+    most = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            result = func(*args, **(kwargs or {}))
+            for key in [key for key, (storage, _) in held.items() if storage.expired()]:
+                del held[key]
+            for t in tree_leaves(result):
+                if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in given:
+                    held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            most = max(most, sum(nbytes for _, nbytes in held.values()))
+            return result
+
+    with Watch():
+        run()
+    return most

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from allocated import live_bytes, peak_bytes
+from allocated import live_bytes, most_held, peak_bytes
 from models import ALL, fresh
 from torch import nn
 
@@ -152,6 +152,52 @@ def test_measuring_holds_one_stage_at_a_time() -> None:
     assert peak(12) <= peak(3) + stage // 8
     # a_i-1, two outputs of a stage's modules, three gradients; parameters and generator states are a few kilobytes
     assert peak(12) <= 6 * stage + (16 << 10)
+
+
+class Wide(nn.Module):
+    """Saves 6 tensors of its input's bytes and more, most of which can be made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x).sigmoid())).exp().sin()
+
+
+class Written(nn.Module):
+    """A forward of its own around its blocks."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, block in enumerate(self.blocks):
+            x = block(x) * (n + 1)
+        return x.square()
+
+
+@pytest.mark.parametrize("forms", [False, True])
+@pytest.mark.parametrize("kind", [nn.Sequential, Written])
+def test_measuring_recorded_models_and_forms_holds_one_stage_at_a_time(kind: type[nn.Module], forms: bool) -> None:
+    x = torch.randn(1024, 64)
+
+    def held(layers: int) -> tuple[int, rotoff.Profile]:
+        blocks = [Wide() for _ in range(layers)]
+        wrapped = rotoff.Checkpointable(kind(*blocks), forms=forms, stages=None if kind is nn.Sequential else blocks)
+        most = most_held(lambda: wrapped.measure(x, repeats=1))
+        wrapped.close()
+        return most, wrapped.profile
+
+    few, many = held(3), held(12)
+    assert any(found.forms for found in many[1].forms) is forms
+    assert len(many[1].stages) >= 10
+    assert many[0] <= few[0] + x.nbytes // 8
+    stages = many[1].chain.stages
+    whole = max(s.saved_bytes + s.output_bytes + s.grad_bytes + s.backward_transient_bytes for s in stages) + 2 * x.nbytes
+    assert many[0] <= 1.5 * whole  # and what the first run made, to compare with
+    assert sum(s.saved_bytes for s in stages) > 4 * many[0]
 
 
 def test_the_log_sees_temporaries_and_marks() -> None:

@@ -70,7 +70,7 @@ def _load_module(where: str) -> Any:
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
     parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="timed runs of each stage, of which the median counts"
+        "--repeats", type=int, metavar="N", help="timed runs of each stage (default: until their median is steady)"
     )
     parser.add_argument("--name", default="", help="of the chain (default: the model's class)")
     _add_cut(parser)
@@ -167,7 +167,7 @@ def _stages(options: argparse.Namespace) -> int:
 
 
 def _check_repeats(options: argparse.Namespace) -> None:
-    if options.repeats < 1:
+    if options.repeats is not None and options.repeats < 1:
         raise Stop(f"--repeats is {options.repeats}; give at least 1")
 
 

@@ -21,6 +21,7 @@ from .form_meter import FormMeter, Trial
 from .forms import Policy
 from .meter import Meter
 from .roofline import Roofline
+from .steady import Repeats
 from .trial import Run, backward, get_edges, ones
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class FakeFormMeter(FormMeter):
     def __init__(
         self, meter: Meter, mode: FakeTensorMode, roofline: Roofline, seconds: Callable[[], float], policy: Policy | None
     ) -> None:
-        super().__init__(meter.device, 1, policy)
+        super().__init__(meter.device, Repeats(1, 1), policy)
         self._meter = meter
         self._mode = mode
         self._roofline = roofline

@@ -27,6 +27,7 @@ from ..sequence import Sequence as Plan
 from .allocations import AllocationLog, mark, record
 from .forms import Choice, Policy, StageGraph, structure, unfit
 from .known_times import KnownForms
+from .steady import Repeats, Series
 from .trial import Run, backward, clock, get_edges, ones
 
 T = TypeVar("T")
@@ -46,12 +47,12 @@ class FormMeter:
     """Finds and measures forms on one device; stages of the same structure share the work.
 
     Args:
-        repeats: timed runs, of which the median counts. policy: the user's word on what is kept, if any.
+        repeats: how often each is timed; the median counts. policy: the user's word on what is kept, if any.
     """
 
     recorded = 2  # runs under the recorder, of which each operation's faster time counts
 
-    def __init__(self, device: torch.device, repeats: int, policy: Policy | None) -> None:
+    def __init__(self, device: torch.device, repeats: Repeats, policy: Policy | None) -> None:
         self._device = device
         self._repeats = repeats
         self._policy = policy
@@ -190,17 +191,22 @@ class FormMeter:
         if not trials:
             return []
         ticks = clock(self._device)
-        for _ in range(self._repeats):
+        width = 1 + len(trials)
+
+        def more_than_whole() -> list[Series]:
+            spans = ticks.spans()[0::2]
+            rounds = [spans[n : n + width] for n in range(0, len(spans) - width + 1, width)]
+            whole = statistics.median(one[0] for one in rounds)
+            return [Series([one[n] - one[0] for one in rounds], whole) for n in range(1, width)]
+
+        for _ in self._repeats.rounds(more_than_whole):
             leaves = run.leaves()
             outputs = flatten(run.forward(leaves))[0]
             self._timed_backward(ticks, outputs, run.targets(leaves))
             for trial in trials:
                 outputs, _ = trial.forward()
                 self._timed_backward(ticks, outputs, trial.targets())
-        spans = ticks.spans()[0::2]
-        width = 1 + len(trials)
-        rounds = [spans[n : n + width] for n in range(0, self._repeats * width, width)]
-        return [max(0.0, statistics.median(one[n] - one[0] for one in rounds)) for n in range(1, width)]
+        return [max(0.0, statistics.median(series.seconds)) for series in more_than_whole()]
 
     @staticmethod
     def _timed_backward(ticks: Any, outputs: list[torch.Tensor], targets: list[torch.Tensor]) -> None:

@@ -24,11 +24,20 @@ KIND = "times"
 KnownForms = tuple[tuple[tuple[int, ...], float], ...]  # (what is kept, seconds of backward) of each smaller form
 
 
-class KnownTimes(NamedTuple):
-    """stages: (name, forward seconds, backward seconds, forms) of each stage of the chain. link: d2h B/s, h2d B/s, duplex."""
+class StageTimes(NamedTuple):
+    """Times of one stage, in seconds, and which forms it has."""
 
-    stages: tuple[tuple[str, float, float, KnownForms], ...]
-    link: tuple[float, float, bool]
+    name: str
+    forward_time: float
+    backward_time: float
+    forms: KnownForms
+
+
+class KnownTimes(NamedTuple):
+    """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured."""
+
+    stages: tuple[StageTimes, ...]
+    link: tuple[float, float, bool] | None
 
 
 def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
@@ -59,7 +68,9 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
         return None
     try:
         stages = tuple(
-            (str(name), float(forward), float(backward), tuple((tuple(map(int, kept)), float(t)) for kept, t in forms))
+            StageTimes(
+                str(name), float(forward), float(backward), tuple((tuple(map(int, kept)), float(t)) for kept, t in forms)
+            )
             for name, forward, backward, forms in found["stages"]
         )
         d2h, h2d, duplex = found["link"]

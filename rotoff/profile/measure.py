@@ -75,7 +75,7 @@ def measure(
     value: Any,
     device: torch.device,
     bandwidth: Callable[[int], tuple[float, float, bool]],
-    repeats: int = 5,
+    repeats: int | None = None,
     progress: Progress | None = None,
     meter: Meter | None = None,
     known: KnownTimes | None = None,
@@ -87,7 +87,7 @@ def measure(
         stages: in order; those that alias or overwrite their input are merged with their predecessor.
         value: a tensor, or a tuple of them, on `device`.
         bandwidth: given the bytes that typically move, the link's (d2h B/s, h2d B/s, duplex).
-        repeats: timed runs of each stage, of which the median counts. meter: what measures one stage; default: on `device`.
+        repeats: timed runs of each stage, of which the median counts; None: until it is steady (`steady.Repeats`). meter: what measures one stage; default: on `device`.
         known: times that need not be measured, where they are of the same stages.
         forms: whether to find and measure smaller forms (`profile.forms`); a policy says what they keep.
 
@@ -122,7 +122,7 @@ def measure(
     if not measured:
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
     typical = statistics.median(m.costs.saved_bytes for m in measured)
-    d2h, h2d, duplex = known.link if known else bandwidth(max(1, int(typical)))
+    d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)))
     starts = flatten(start)[0]
     given = {storage_key(t) for t in flatten(batch)[0]}
     gradients = charge([(m.gradients, m.own_gradient_bytes) for m in measured])

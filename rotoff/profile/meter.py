@@ -21,6 +21,7 @@ from .form_meter import FormMeter
 from .forms import Policy
 from .gradients import GradientPlace
 from .known_times import KnownForms
+from .steady import Repeats, Series
 from .trial import Run, backward, clock, get_edges, ones
 
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
@@ -52,13 +53,13 @@ class Meter:
     """Measures stages on one device.
 
     Args:
-        device: where parameters and inputs are. repeats: timed runs, of which the median counts. forms: whether to look for
+        device: where parameters and inputs are. repeats: timed runs, of which the median counts; None: until it is steady. forms: whether to look for
         smaller forms too; a policy says what they keep.
     """
 
-    def __init__(self, device: torch.device, repeats: int, forms: bool | Policy = False) -> None:
+    def __init__(self, device: torch.device, repeats: int | None, forms: bool | Policy = False) -> None:
         self.device = device
-        self.repeats = max(1, repeats)
+        self.repeats = Repeats.read(repeats)
         self.rng_bytes = RNG_BYTES if device.type == "cpu" else 0  # on the device, of a generator's state
         self.known_time: tuple[float, float, KnownForms] | None = (
             None  # of the stage that comes next, where it need not be measured
@@ -237,7 +238,7 @@ class Meter:
     def _times(self, run: Run) -> tuple[float, float]:
         """Median seconds of the forward and of the backward."""
         ticks = clock(self.device)
-        for _ in range(self.repeats):
+        for _ in self.repeats.rounds(lambda: [Series(ticks.spans()[n::4]) for n in (0, 2)]):
             leaves = run.leaves()
             ticks.tick()
             outputs = flatten(run.forward(leaves))[0]

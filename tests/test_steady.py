@@ -1,0 +1,109 @@
+"""How often stages are timed, and what is shown meanwhile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import rotoff
+from rotoff.profile import steady
+from rotoff.profile.steady import Repeats, Series, half_width
+
+
+def test_the_interval_of_the_median_is_that_of_the_sign_test() -> None:
+    # Conover's table of the binomial: 95 % of the interval needs k = 0 up to 8 runs, 1 up to 11, 2 up to 14, 3 at 15
+    for n, k in [(3, 0), (5, 0), (8, 0), (9, 1), (11, 1), (12, 2), (14, 2), (15, 3), (100, 39)]:
+        times = [float(t) for t in range(n)]
+        assert half_width(times) == (n - 1) / 2 - k, n
+    assert half_width([7.0]) == 0
+
+
+def count(times: Callable[[int], float], repeats: Repeats) -> int:
+    made: list[float] = []
+    for n in repeats.rounds(lambda: [Series([1.0] * len(made)), Series(made)]):
+        assert n == len(made)
+        made.append(times(n))
+    return len(made)
+
+
+def test_what_is_steady_runs_three_times_and_an_outlier_does_no_more_than_six_more() -> None:
+    assert count(lambda n: 1 + 0.001 * n, Repeats()) == 3
+    assert count(lambda n: 50.0 if n == 1 else 1 + 0.001 * n, Repeats()) == 9
+    assert count(lambda n: 1 + n % 2, Repeats()) == 15
+    assert count(lambda n: 1 + n % 2, Repeats.read(7)) == 7
+
+
+def test_what_takes_long_is_not_repeated_past_the_time_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(steady.time, "perf_counter", lambda: now[0])
+
+    def wavering(seconds: float) -> Callable[[int], float]:
+        def time(n: int) -> float:
+            now[0] += seconds
+            return 1 + n % 2
+
+        return time
+
+    assert count(wavering(0.51), Repeats()) == 3
+    assert count(wavering(0.24), Repeats()) == 5
+    assert count(wavering(0.001), Repeats()) == 15
+
+
+def test_the_spread_of_a_difference_is_compared_with_what_it_is_a_difference_of() -> None:
+    assert Series([0.01, 0.02, 0.03], scale=1.0).steady(0.02)
+    assert not Series([0.01, 0.02, 0.03]).steady(0.02)
+
+
+@pytest.mark.parametrize("repeats", [0, -1, 2.5, True])
+def test_no_number_of_runs_is_refused(repeats: object) -> None:
+    with pytest.raises(rotoff.OptionError, match="repeats is"):
+        rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4))).measure(torch.randn(2, 4), repeats=repeats)
+
+
+class Counting(nn.Linear):
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).runs += 1
+        return super().forward(x)
+
+
+def runs(model: nn.Module, repeats: int | None) -> int:
+    Counting.runs = 0
+    rotoff.Checkpointable(model, forms=False).measure(torch.randn(2, 4), repeats=repeats)
+    return Counting.runs
+
+
+def test_a_number_is_the_number_of_timed_runs_and_in_company_it_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Counting(4, 4), nn.Tanh())
+    untimed = runs(model, 1) - 1
+    assert runs(model, 9) == untimed + 9
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    looked: list[Sequence[Series]] = []
+    monkeypatch.setattr(Series, "steady", lambda self, _: looked.append(self.seconds) or False)
+    assert runs(model, None) == untimed + steady.FIXED
+    assert not looked  # what one process sees, another may not
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_one_changing_line_is_shown_on_a_terminal_only(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rotoff import progress_bar
+
+    monkeypatch.setattr(progress_bar.sys.stderr, "isatty", lambda: terminal, raising=False)
+    clock = iter(range(1000))
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(clock)))
+    model = rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    model.measure(torch.randn(2, 4), progress=True)
+    said = capsys.readouterr()
+    assert said.out == ""
+    shown = re.findall(r"measuring \[[#.]{24}\] +(\d+)% (\w*)", said.err)
+    assert shown == ([("0", "0"), ("50", "1"), ("100", "")] if terminal else [])
+    assert said.err.endswith("\r\x1b[2K") is terminal
+    assert "\n" not in said.err
