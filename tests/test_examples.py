@@ -54,7 +54,7 @@ def test_digits_resnet_trains_to_the_plain_losses() -> None:
     assert "mode joint" in result.stdout
 
 
-def test_train_transformer_reaches_the_plain_losses() -> None:
+def test_train_transformer_reaches_the_plain_losses(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     sizes = ["--layers", "2", "--width", "32", "--context", "32", "--steps", "3"]
     code = (
@@ -62,7 +62,7 @@ def test_train_transformer_reaches_the_plain_losses() -> None:
         f"torchvision_operators.declare(); sys.argv = ['train_transformer.py', *{sizes!r}];"
         f"runpy.run_path({str(EXAMPLES / 'train_transformer.py')!r}, run_name='__main__')"
     )
-    result = run("-c", code)
+    result = run("-c", code, cwd=tmp_path)  # not here, where `-c` would find the source tree
     assert result.returncode == 0, result.stderr
     assert "largest difference of any loss: 0.0" in result.stdout
     assert result.stdout.count(" plain, ") == 3
