@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # of the packages below, where this runs as a script
+sys.path.append(str(Path(__file__).parent.parent))  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
 from benchmarks.grid import memory, methods, models, workloads
 from benchmarks.grid.cell import Runner
