@@ -7,41 +7,34 @@ signatures seen last.
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from .cache import Cache, default_directory
 from .capture import sequential, strategy
-from .capture.stage import flatten
 from .chain import Chain
-from .errors import BranchError, MeasureError, OptionError
+from .errors import MeasureError, OptionError
 from .profile.forms import Forms, read_forms
-from .profile.interpolation import MeasuredTimes, surroundings
-from .profile.known_times import find_times, keep_times, times_key
-from .profile.measure import Profile, Progress, measure
+from .profile.measure import Profile, Progress
 from .profile.meter import CUDA_BLOCK
-from .profile.provenance import provenance
 from .profile.steady import Repeats
 from .progress_bar import Bar
 from .rotor_names import NO_LIMIT, RotorNames
-from .runtime.agreement import agree_on_limit, agree_on_profile, refuse_root_shards
+from .runtime.agreement import agree_on_limit
 from .runtime.check import Checker
+from .runtime.courses import Course, Courses, device_of
 from .runtime.free_memory import free_memory
 from .runtime.interpreter import Step
-from .runtime.link_half import STAGING_BYTES, check_offload_dtype
+from .runtime.link_half import check_offload_dtype
 from .runtime.link_pool import LinkPool
 from .runtime.plan import ExecutionPlan, compile_sequence
-from .runtime.planning import Request, make_plan, own_bytes
+from .runtime.planning import Request, own_bytes
 from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
@@ -49,33 +42,9 @@ from .solver import keep_all
 from .solver.policies import check_policy
 from .solver.search import check_alone
 
-logger = logging.getLogger("rotoff")
 _PREFIX = "_model."
 _COURSES = 8  # of one signature that are kept
 _PLANS_KEPT = 8  # signatures; a training loop rarely has more than a few
-
-
-@dataclass
-class _Planned:
-    """What is known of one course of the forward: an input signature, answers to questions, a state of the model."""
-
-    profile: Profile
-    captured: strategy.Captured
-    plan: ExecutionPlan | None = None
-
-    def holds(self) -> bool:
-        """Whether the model is still as it was when its stages were found."""
-        return self.captured.state is None or self.captured.state.unchanged()
-
-    def answers(self, value: Any) -> bool:
-        """Whether the forward asks nothing of this batch that has another answer than when its stages were found."""
-        if self.captured.questions is not None:
-            try:
-                with torch.no_grad():
-                    self.captured.questions(value)
-            except BranchError:
-                return False
-        return True
 
 
 class Checkpointable(RotorNames, nn.Module):
@@ -128,23 +97,17 @@ class Checkpointable(RotorNames, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
         self._model = model
         self._wanted = stages
-        self._forms = forms
         read_forms(forms)  # so that anything else is refused here
         strategy.named(model, stages)  # so that names that are none are refused here
         if strategy.is_sequential(model) and stages is None:
             sequential.stages(model)  # so that an empty one is refused here
         check_offload_dtype(offload_dtype)
-        self._links = LinkPool(host_directory, offload_dtype)
-        self._staging_bytes = STAGING_BYTES if offload_dtype is not None else 0
         self._check = check
         self._group = _group(process_group)
         self._cache = _cache(cache_directory)
-        self._times = MeasuredTimes() if interpolate and self._group is None else None
-        self._request: Request | None = None
-        self._known: OrderedDict[Any, deque[_Planned]] = OrderedDict()
-        self._latest: _Planned | None = None
+        self._links = LinkPool(host_directory, offload_dtype)
+        self._courses = Courses(self, model, stages, forms, self._links, self._group, self._cache, interpolate)
         self._recording: Recording | None = None
-        self._plain: Any = None  # what runs the model as it is, where that is not a call of it (`rotoff.attach`)
         self.training = model.training
         self._register_state_dict_hook(_strip_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
@@ -171,80 +134,11 @@ class Checkpointable(RotorNames, nn.Module):
         Repeats.read(repeats)  # so that what is no number is refused here
         value = strategy.chain_input(self._model, sample, kwargs, self._wanted)
         if progress is not True:
-            return self._measure(value, progress or None, repeats)
-        with Bar("measuring") as bar:
-            return self._measure(value, lambda done, of, name: bar(done / max(1, of), name), repeats)
-
-    def _measure(
-        self, value: Any, progress: Progress | None = None, repeats: int | None = None, timed: bool = True
-    ) -> Checkpointable:
-        found: list[strategy.Captured] = []
-
-        def measure_here() -> Profile:
-            captured, profile = self._measure_here(value, progress, repeats, timed)
-            found.append(captured)
-            return profile
-
-        profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
-        known = _Planned(profile, found[0])
-        self._known.setdefault(_signature(value), deque(maxlen=_COURSES)).appendleft(known)
-        self._latest = known
-        while len(self._known) > _PLANS_KEPT:
-            self._known.popitem(last=False)
+            self._courses.measure(value, progress or None, repeats)
+        else:
+            with Bar("measuring") as bar:
+                self._courses.measure(value, lambda done, of, name: bar(done / max(1, of), name), repeats)
         return self
-
-    def _measure_here(
-        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool
-    ) -> tuple[strategy.Captured, Profile]:
-        device = _device_of(self._model, value)
-
-        def bandwidth(nbytes: int) -> tuple[float, float, bool]:
-            return self._links.bandwidth(device, nbytes)
-
-        was_training = self._model.training
-        if not was_training:
-            self._model.train()
-        try:
-            captured = strategy.capture(self._model, value, device, self._wanted, self._plain)
-            refuse_root_shards(self, captured.stages)
-            # processes that measure together must all do the same
-            key = (
-                times_key(captured.stages, value, device, repeats, self._staging_bytes, self._forms)
-                if self._group is None
-                else None
-            )
-            known = find_times(self._cache, key)
-            if known is not None:
-                logger.info("rotoff: times of %d stages from the cache in %s", len(known.stages), self._cache.directory)
-            shapes, autocast = _signature(value)
-            names = tuple(stage.name for stage in captured.stages)
-            around = surroundings(self._model, autocast)
-            near = self._times.find(shapes, around, names) if self._times and known is None and not timed else None
-            if near is not None:
-                logger.info("rotoff: times interpolated between %s", near.between)
-            profile = measure(
-                captured.stages,
-                value,
-                device,
-                bandwidth,
-                repeats,
-                progress,
-                known=near.times if near else known,
-                forms=read_forms(self._forms),
-            )
-            if known is None and near is None:
-                keep_times(self._cache, key, profile.chain, profile.behaviours)
-            if near is None and self._times is not None:
-                self._times.add(shapes, around, names, profile)
-            meta = provenance(self._model, value, device)
-            if near is not None:
-                meta["times"] = f"interpolated between those measured at {near.between}"
-            chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
-            stuck = profile.stuck_bytes + self._staging_bytes
-            return captured, replace(profile, chain=chain, stuck_bytes=stuck)
-        finally:
-            if not was_training:
-                self._model.eval()
 
     def compute_sequence(
         self,
@@ -276,19 +170,11 @@ class Checkpointable(RotorNames, nn.Module):
                 check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
                 check_policy(policy, options)
             if isinstance(mem_limit, str) and mem_limit.strip().lower() == "auto":
-                return free_memory(_device_of(self._model, None))
+                return free_memory(device_of(self._model, None))
             return parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        request = Request(limit, mode, mem_slots, options, policy, self._cache)
-        if self._latest is not None:
-            # first, so that a failure changes nothing
-            self._latest.plan = make_plan(self._latest.profile, request, self._group)
-        self._request = request
-        for courses in self._known.values():
-            for known in courses:
-                if known is not self._latest:
-                    known.plan = None
+        self._courses.ask(Request(limit, mode, mem_slots, options, policy, self._cache))
         return self
 
     # -- what is planned
@@ -300,10 +186,6 @@ class Checkpointable(RotorNames, nn.Module):
         Raises:
             MeasureError: where nothing has been measured.
         """
-        if self._latest is None:
-            raise MeasureError(
-                "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
-            )
         return self._latest.profile
 
     @property
@@ -314,7 +196,6 @@ class Checkpointable(RotorNames, nn.Module):
     @property
     def strategy(self) -> str:
         """How the stages measured last were found, in words."""
-        assert self.profile and self._latest is not None and self._latest.captured is not None
         return self._latest.captured.strategy
 
     @property
@@ -325,19 +206,27 @@ class Checkpointable(RotorNames, nn.Module):
     @property
     def mem_limit(self) -> int | None:
         """The limit asked for, in bytes; None where there is none."""
-        return None if self._request is None or self._request.mem_limit >= NO_LIMIT else self._request.mem_limit
+        request = self._courses.request
+        return None if request is None or request.mem_limit >= NO_LIMIT else request.mem_limit
 
     @property
     def mem_slots(self) -> int | None:
         """The slots asked for; None where nothing has been asked for."""
-        return None if self._request is None else self._request.mem_slots
+        return None if self._courses.request is None else self._courses.request.mem_slots
 
     @property
     def _plan(self) -> ExecutionPlan:
-        if self.profile and (self._latest is None or self._latest.plan is None):
+        if (plan := self._latest.plan) is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
-        assert self._latest is not None and self._latest.plan is not None
-        return self._latest.plan
+        return plan
+
+    @property
+    def _latest(self) -> Course:
+        if self._courses.latest is None:
+            raise MeasureError(
+                "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
+            )
+        return self._courses.latest
 
     def get_expected_makespan(self) -> float:
         """Seconds that the machine predicts for the planned step."""
@@ -360,15 +249,15 @@ class Checkpointable(RotorNames, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; in training mode, with gradients and a limit, the step runs as planned."""
-        plain = self._plain or self._model
-        if not self.training or not torch.is_grad_enabled() or self._request is None:
+        plain = self._courses.plain or self._model
+        if not self.training or not torch.is_grad_enabled() or self._courses.request is None:
             return plain(*args, **kwargs)
         value = strategy.chain_input(self._model, args, kwargs, self._wanted)
-        known = self._planned_for(value)
-        if known is None:
+        course = self._courses.take(value)
+        if course is None:
             return plain(*args, **kwargs)
-        assert known.plan is not None
-        profile, plan = known.profile, known.plan
+        assert course.plan is not None
+        profile, plan = course.profile, course.plan
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if plan.keeps_all and not self._check and recording is None:
             return plain(*args, **kwargs)
@@ -396,26 +285,6 @@ class Checkpointable(RotorNames, nn.Module):
             yield self._recording
         finally:
             self._recording = None
-
-    def _planned_for(self, value: Any) -> _Planned | None:
-        """Profile and plan for inputs like `value`; None where nothing needs a gradient."""
-        assert self._request is not None
-        signature = _signature(value)
-        courses = self._known.get(signature, ())
-        known = next((course for course in courses if course.holds() and course.answers(value)), None)
-        if known is None:
-            if not any(p.requires_grad for p in self._model.parameters()) and not any(
-                t.requires_grad for t in flatten(value)[0]
-            ):
-                return None
-            logger.info("rotoff: measuring a new input signature %s", signature[0])
-            self._measure(value, timed=False)
-            known = self._known[signature][0]
-        self._known.move_to_end(signature)
-        if known.plan is None:
-            known.plan = make_plan(known.profile, self._request, self._group)
-        self._latest = known
-        return known
 
     def close(self) -> None:
         """Give host memory, files and threads back; the next step takes them anew."""
@@ -483,23 +352,3 @@ def _check_options(mode: str, mem_slots: int) -> None:
         raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
     if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
         raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
-
-
-def _signature(value: Any) -> Any:
-    leaves = tree_leaves(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    shapes = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-    types = {"cpu", *(t.device.type for t in tensors)}
-    autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
-    return shapes, autocast
-
-
-def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
-
-
-def _device_of(model: nn.Module, value: Any) -> torch.device:
-    found = {p.device for p in model.parameters()} or {t.device for t in flatten(value)[0]}
-    if len(found) > 1:
-        raise MeasureError(f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device")
-    return found.pop() if found else torch.device("cpu")

@@ -7,6 +7,7 @@ the model's names, its checkpoints and ``isinstance`` stay as they were.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -18,7 +19,7 @@ from .checkpointable import Checkpointable
 from .errors import MeasureError, OptionError
 
 _KEY = "_rotoff_attachment"  # in the model's __dict__, where no state dict, parameter or submodule is looked for
-_OF_THE_WRAPPER = ("host_directory", "check", "process_group", "offload_dtype", "stages")
+_OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"model"}
 
 
 def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint", **options: Any) -> Checkpointable:
@@ -29,8 +30,8 @@ def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint",
     the planned one. A deep copy of the model has a plan of its own.
 
     Args:
-        mem_limit, mode, options: as of `Checkpointable.compute_sequence`; ``host_directory``, ``check``,
-            ``process_group``, ``offload_dtype`` and ``stages`` as of `Checkpointable`.
+        mem_limit, mode, options: as of `Checkpointable.compute_sequence`; those that `Checkpointable` itself takes, such as
+            ``stages`` or ``forms``, as there.
 
     Raises:
         OptionError: where the model is attached already. LimitError, MeasureError: as of `Checkpointable`.
@@ -67,19 +68,19 @@ class _Attachment:
         self.model = model
         self.original: Callable[..., Any] = model.forward
         self._planned: Checkpointable | None = planned
-        self._request = planned._request
+        self._request = planned._courses.request
         self._was_its_own = "forward" not in model.__dict__
         self._wrapper = wrapper
         self._inside = False
-        planned._plain = self.original
+        planned._courses.plain = self.original
 
     @property
     def planned(self) -> Checkpointable:
         """What plans the model; for a copy made when it is first asked for, since the copy is not whole before."""
         if self._planned is None:
             self._planned = Checkpointable(self.model, **self._wrapper)
-            self._planned._request = self._request
-            self._planned._plain = self.original
+            self._planned._courses.request = self._request
+            self._planned._courses.plain = self.original
         return self._planned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +105,7 @@ class _Attachment:
         model = memo[id(self.model)]
         twin = object.__new__(_Attachment)
         memo[id(self)] = twin
-        twin.model, twin._planned, twin._request = model, None, self.planned._request
+        twin.model, twin._planned, twin._request = model, None, self.planned._courses.request
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
         twin.original = MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
         return twin

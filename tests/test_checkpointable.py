@@ -99,7 +99,7 @@ def test_plans_are_kept_for_the_signatures_seen_last() -> None:
     wrapped.measure(torch.randn(64, 16))
     for rows in range(1, 11):
         wrapped(torch.randn(rows, 16)).sum().backward()
-    assert len(wrapped._known) == 8
+    assert len(wrapped._courses._known) == 8
     latest = wrapped.chain
     wrapped(torch.randn(10, 16)).sum().backward()
     assert wrapped.chain is latest  # known: neither measured nor planned again

@@ -52,7 +52,7 @@ def test_bytes_are_those_measured_and_times_are_between(made: type[nn.Module], c
     model = made()
     sizes = (64, 128)
     wrapped = planned(model, sizes)
-    low, high = (next(iter(courses)).profile.chain for courses in wrapped._known.values())
+    low, high = (course.profile.chain for course in wrapped._courses)
     with caplog.at_level(logging.INFO, "rotoff"):
         step(wrapped, 96)
     assert "rotoff: times interpolated between batch 64 and 128" in caplog.text
@@ -77,7 +77,7 @@ def test_bytes_are_those_measured_and_times_are_between(made: type[nn.Module], c
 def test_forms_that_both_sizes_have_are_taken_over_with_bytes_of_their_own() -> None:
     model = stacked()
     wrapped = planned(model, (64, 128, 96), forms=["addmm"])
-    sizes = {next(iter(c)).profile.chain.stages[0].output_bytes: next(iter(c)).profile for c in wrapped._known.values()}
+    sizes = {c.profile.chain.stages[0].output_bytes: c.profile for c in wrapped._courses}
     low, found, high = (sizes[b * WIDTH * 4] for b in (64, 96, 128))
     kept = [
         {r.kept: f for r, f in zip(p.behaviours[0].forms, p.chain.stages[0].forms, strict=True)} for p in (low, found, high)

@@ -12,7 +12,7 @@ from .bandwidth import measure_bandwidth
 from .link import Link
 from .link_cuda import CudaLink
 from .link_file import FileLink
-from .link_half import CudaHalfLink
+from .link_half import STAGING_BYTES, CudaHalfLink
 
 
 class LinkPool:
@@ -30,6 +30,11 @@ class LinkPool:
         self._closed = 0  # how often; a link taken before a close is closed when it comes back
         self._taken: dict[int, int] = {}
         self._lock = threading.Lock()
+
+    @property
+    def staging_bytes(self) -> int:
+        """What a link takes on the device for itself."""
+        return 0 if self._half is None else STAGING_BYTES
 
     def take(self, device: torch.device, nbytes: int) -> Link:
         """A link for `device` with at least `nbytes` of host memory, until it is given back.

@@ -1,0 +1,214 @@
+"""What is known of a model: for each course that its forward takes, what was measured and the plan made of it.
+
+A course is an input signature (shapes, dtypes, what needs gradients, autocast), the answers to what the forward asks of its
+batch, and the model's own state. A new one is measured and planned on sight; those seen last are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..cache import Cache
+from ..capture import strategy
+from ..capture.stage import flatten
+from ..errors import BranchError, MeasureError
+from ..profile.forms import Forms, read_forms
+from ..profile.interpolation import MeasuredTimes, surroundings
+from ..profile.known_times import find_times, keep_times, times_key
+from ..profile.measure import Profile, Progress, measure
+from ..profile.provenance import provenance
+from .agreement import agree_on_profile, refuse_root_shards
+from .link_pool import LinkPool
+from .plan import ExecutionPlan
+from .planning import Request, make_plan
+
+logger = logging.getLogger("rotoff")
+_OF_ONE_SIGNATURE = 8  # courses that are kept
+_SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
+
+
+@dataclass
+class Course:
+    """One course of the forward. plan: None until there is a request for one."""
+
+    profile: Profile
+    captured: strategy.Captured
+    plan: ExecutionPlan | None = None
+
+    def holds(self) -> bool:
+        """Whether the model is still as it was when its stages were found."""
+        return self.captured.state is None or self.captured.state.unchanged()
+
+    def answers(self, value: Any) -> bool:
+        """Whether the forward asks nothing of this batch that has another answer than when its stages were found."""
+        if self.captured.questions is not None:
+            try:
+                with torch.no_grad():
+                    self.captured.questions(value)
+            except BranchError:
+                return False
+        return True
+
+
+class Courses:
+    """The courses of `model`, measured and planned alike by all processes of `group`, if any.
+
+    request: what is asked of every plan; None: nothing yet. latest: the course measured, planned or taken last. plain: what
+    runs the model as it is, where that is not a call of it (`rotoff.attach`).
+
+    Args:
+        root: the module that is called; `model` where nothing is around it. wanted, forms: as `stages` and `forms` of `Checkpointable`. links: to the host, of which the bandwidth is measured.
+        interpolate: whether times of unseen sizes may come from two measured ones.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        wanted: strategy.Wanted,
+        forms: Forms,
+        links: LinkPool,
+        group: Any,
+        cache: Cache,
+        interpolate: bool,
+    ) -> None:
+        self.request: Request | None = None
+        self.latest: Course | None = None
+        self.plain: Callable[..., Any] | None = None
+        self._root = weakref.ref(root)  # which owns this
+        self._model = model
+        self._wanted = wanted
+        self._forms = forms
+        self._links = links
+        self._group = group
+        self._cache = cache
+        self._times = MeasuredTimes() if interpolate and group is None else None
+        self._known: OrderedDict[Any, deque[Course]] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Course]:
+        """Every course that is kept."""
+        return (course for courses in self._known.values() for course in courses)
+
+    def measure(self, value: Any, progress: Progress | None, repeats: int | None, timed: bool = True) -> Course:
+        """Measure on the chain's input `value`; times may be interpolated where not `timed`."""
+        found: list[strategy.Captured] = []
+
+        def measure_here() -> Profile:
+            captured, profile = self._measure_here(value, progress, repeats, timed)
+            found.append(captured)
+            return profile
+
+        profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
+        course = self.latest = Course(profile, found[0])
+        self._known.setdefault(signature(value), deque(maxlen=_OF_ONE_SIGNATURE)).appendleft(course)
+        while len(self._known) > _SIGNATURES:
+            self._known.popitem(last=False)
+        return course
+
+    def _measure_here(
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool
+    ) -> tuple[strategy.Captured, Profile]:
+        device = device_of(self._model, value)
+
+        def bandwidth(nbytes: int) -> tuple[float, float, bool]:
+            return self._links.bandwidth(device, nbytes)
+
+        was_training = self._model.training
+        if not was_training:
+            self._model.train()
+        try:
+            captured = strategy.capture(self._model, value, device, self._wanted, self.plain)
+            root = self._root()
+            refuse_root_shards(self._model if root is None else root, captured.stages)
+            # processes that measure together must all do the same
+            key = (
+                times_key(captured.stages, value, device, repeats, self._links.staging_bytes, self._forms)
+                if self._group is None
+                else None
+            )
+            known = find_times(self._cache, key)
+            if known is not None:
+                logger.info("rotoff: times of %d stages from the cache in %s", len(known.stages), self._cache.directory)
+            shapes, autocast = signature(value)
+            names = tuple(stage.name for stage in captured.stages)
+            around = surroundings(self._model, autocast)
+            near = self._times.find(shapes, around, names) if self._times and known is None and not timed else None
+            if near is not None:
+                logger.info("rotoff: times interpolated between %s", near.between)
+            profile = measure(
+                captured.stages,
+                value,
+                device,
+                bandwidth,
+                repeats,
+                progress,
+                known=near.times if near else known,
+                forms=read_forms(self._forms),
+            )
+            if known is None and near is None:
+                keep_times(self._cache, key, profile.chain, profile.behaviours)
+            if near is None and self._times is not None:
+                self._times.add(shapes, around, names, profile)
+            meta = provenance(self._model, value, device)
+            if near is not None:
+                meta["times"] = f"interpolated between those measured at {near.between}"
+            chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
+            stuck = profile.stuck_bytes + self._links.staging_bytes
+            return captured, replace(profile, chain=chain, stuck_bytes=stuck)
+        finally:
+            if not was_training:
+                self._model.eval()
+
+    def ask(self, request: Request) -> None:
+        """Plan the latest course for `request`, and the others when they are taken; nothing changes where that fails."""
+        if self.latest is not None:
+            self.latest.plan = make_plan(self.latest.profile, request, self._group)
+        self.request = request
+        for course in self:
+            if course is not self.latest:
+                course.plan = None
+
+    def take(self, value: Any) -> Course | None:
+        """The planned course for the chain's input `value`, measured where it is new; None where nothing needs a gradient."""
+        assert self.request is not None
+        key = signature(value)
+        course = next((one for one in self._known.get(key, ()) if one.holds() and one.answers(value)), None)
+        if course is None:
+            if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
+                return None
+            logger.info("rotoff: measuring a new input signature %s", key[0])
+            course = self.measure(value, None, None, timed=False)
+        self._known.move_to_end(key)
+        if course.plan is None:
+            course.plan = make_plan(course.profile, self.request, self._group)
+        self.latest = course
+        return course
+
+
+def signature(value: Any) -> Any:
+    leaves = tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    shapes = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    types = {"cpu", *(t.device.type for t in tensors)}
+    autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
+    return shapes, autocast
+
+
+def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
+
+
+def device_of(model: nn.Module, value: Any) -> torch.device:
+    found = {p.device for p in model.parameters()} or {t.device for t in flatten(value)[0]}
+    if len(found) > 1:
+        raise MeasureError(f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device")
+    return found.pop() if found else torch.device("cpu")
