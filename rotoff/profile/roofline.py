@@ -64,8 +64,13 @@ _WRITE_ONLY = frozenset(
     {_aten.zero_.default, _aten.fill_.Scalar, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
      _aten.new_zeros.default, _aten.new_full.default, _aten.bernoulli_.float, _aten.empty_like.default}
 )  # fmt: skip
-_NOTHING = frozenset({_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
-                      _aten.new_empty_strided.default})  # fmt: skip
+_NOTHING = frozenset(
+    {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+     _aten.new_empty_strided.default,
+     # views that their schemas do not call so: of a result just made, and of a storage that is there
+     _aten._unsafe_view.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor_storage_offset,
+     _aten.set_.source_Tensor, _aten.set_.source_Storage}
+)  # fmt: skip
 
 
 def _only_views(func: Any) -> bool:
