@@ -43,8 +43,6 @@ from .solver.policies import check_policy
 from .solver.search import check_alone
 
 _PREFIX = "_model."
-_COURSES = 8  # of one signature that are kept
-_PLANS_KEPT = 8  # signatures; a training loop rarely has more than a few
 
 
 class Checkpointable(RotorNames, nn.Module):
