@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import fresh, same, train
+from models import fresh, plain, same, train
 from test_composition import compare, sequential
 from test_runtime import with_sequence
 from torch import nn
 
 import rotoff
+from rotoff.runtime.plan import _closing
 from rotoff.runtime.replay import Generators
 
 
@@ -97,6 +98,58 @@ def test_a_backward_under_other_autocast_than_the_forward(forward_casts: bool) -
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_casts):
         wrapped.measure(batch(), repeats=1)
     assert same(step(with_sequence(wrapped, run_twice(6)), batch), expected)
+
+
+def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved() -> None:
+    """The last product of a block saves its argument before it runs, and nobody takes its result: it runs once a step."""
+    model, batch = fresh("residual")
+    wrapped = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch(), repeats=1), run_twice(6))
+    begun, ended = [0] * 4, [0] * 4
+
+    def count(counts: list[int], n: int) -> None:
+        counts[n] += 1
+
+    for n, block in enumerate(list(model)[1:5]):
+        block.down.register_forward_pre_hook(lambda *_, n=n: count(begun, n))
+        block.down.register_forward_hook(lambda *_, n=n: count(ended, n))
+    assert same(train(wrapped, batch, steps=3), plain("residual", steps=3))
+    assert begun == [6] * 4
+    assert ended == [6] * 4  # the mask of the dropout behind it is saved
+    for block in list(model)[1:5]:
+        block.dropout.p = 0.0
+    again = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch(), repeats=1), run_twice(6))
+    begun[:], ended[:] = [0] * 4, [0] * 4
+    model.zero_grad()
+    x = batch()
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    again(x).sum().backward()
+    assert same([p.grad for p in model.parameters()], expected)
+    assert begun == [3] * 4  # the plain step's, the first run's, the replay's
+    assert ended == [2] * 4
+
+
+def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
+    """``rrelu`` saves its noise, and only then draws it."""
+    stages = sequential(nn.Linear(16, 16), nn.RReLU(), nn.Tanh(), nn.Linear(16, 4))[0]
+    profile = rotoff.Checkpointable(stages).measure(torch.randn(8, 16), repeats=1).profile
+    assert [behaviour.enough for behaviour in profile.behaviours[1:3]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "closing"),
+    [
+        ("F_ck 1; F_ck 2; F_all 3; B 3; F_all 2; B 2; F_all 1; B 1", {4, 6}),
+        ("F_all 1; F_all 2; F_all 3; B 3; B 2; B 1", set()),  # none runs again
+        ("F_ck 1; F_none 2; F_all 3; B 3; F_all 1; F_all 2; B 2; B 1", {5}),  # stage 2 takes what stage 1 makes
+        ("F_ck 1; F_none 2; F_all 3; F_all 1; F_all 2; B 3; B 2; B 1", set()),  # and B 3 what stage 2 makes
+        ("F_ck 1; F_ck 2; F_all 3; B 3; F_all 2; offload abar 2; B 2; F_all 1; B 1", {7}),
+    ],
+)
+def test_which_replays_are_for_their_own_backward_alone(text: str, closing: set[int]) -> None:
+    sequence = rotoff.Sequence.from_text(text.split("; "))
+    assert _closing(sequence, 3) == closing
 
 
 def test_a_state_is_kept_once_until_something_is_drawn() -> None:

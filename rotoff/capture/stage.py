@@ -72,7 +72,7 @@ class Behaviour:
     saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
     each buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
-    hooks. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`.
+    hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`.
     """
 
     saved: tuple[SavedKind, ...]
@@ -80,6 +80,7 @@ class Behaviour:
     changed_buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: bool = False
     stuck_bytes: int = 0
+    enough: int = 0
     forms: tuple[Recipe, ...] = ()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.changes import ChangedBuffers
+from ..capture.operations import record_operations
 from ..capture.sharding import gathers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
 from ..chain import Stage
@@ -18,7 +19,7 @@ from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, Generators
 from .allocations import AllocationLog, mark, record
 from .form_meter import FormMeter
-from .forms import Policy
+from .forms import Policy, unfit
 from .gradients import GradientPlace
 from .known_times import KnownForms
 from .steady import Repeats, Series
@@ -167,7 +168,7 @@ class Meter:
             checkpoint_transient_bytes=max(0, dropping.peak() - output_bytes - stuck),
             backward_transient_bytes=max(0, backward_peak - fresh_bytes),
         )
-        behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck)
+        behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, self._enough(run, kinds))
         reason = "switched off" if self._forms is None else "the last stage needs none"
         if self._forms is not None and not run.last:
             known = self.known_time[2] if self.known_time else None
@@ -191,6 +192,23 @@ class Meter:
         with saved_tensors_hooks(keep, _never):
             outputs, log = self.record(lambda: flatten(run.forward(leaves))[0])
         return outputs, saved, gathered, log
+
+    def _enough(self, run: Run, kinds: Sequence[SavedKind]) -> int:
+        """`Behaviour.enough`. A stage that is compiled or gathers parameters may have something to do at its end, and so has one
+        with an operation that autograd saves an argument of before it is written (the noise of ``rrelu``)."""
+        own = [n for n, kind in enumerate(kinds) if kind is SavedKind.OWN]
+        if not own or unfit(run.stage) is not None:
+            return 0
+        leaves = run.leaves()
+        try:
+            log = record_operations(lambda: flatten(run.forward(leaves))[0], self.device)
+        except Exception:  # a forward may break in any way under a dispatch mode
+            return 0
+        if len(log.packs) != len(kinds):
+            return 0
+        storages = {log.packs[n].storage for n in own}
+        written = {storage for op in log.operations[log.packs[own[-1]].before :] for storage in op.writes}
+        return 0 if None in storages or storages & written else own[-1] + 1
 
     def _backward_peak(self, run: Run) -> tuple[int, tuple[GradientPlace | None, ...]]:
         """Bytes above what ā and δ_i hold, while ``B`` runs, and where it leaves the inputs' gradients.

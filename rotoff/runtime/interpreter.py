@@ -27,7 +27,7 @@ from .check import Checker
 from .link import Link
 from .plan import ExecutionPlan, describe
 from .replay import ReplayState, Surroundings
-from .selective import OtherOperations, Recipe, redo
+from .selective import OtherOperations, Recipe, Redone, redo
 from .stage_run import InputRef, Packed, Resident, StageRun
 from .step_times import StepTimes
 from .values import Held, Slot, View
@@ -286,7 +286,8 @@ class Step:
             refs = [ref for ref in self._runs[i].slots if ref is not None] if keep else []
             if recipe is not None:
                 refs = [weakref.ref(slot) for slot in self._runs[i].stored.values()]
-            self._held[v] = Held((v, self._stage_name(i)), outputs, self._behaviours[i - 1].own_outputs, refs)
+            own = self._behaviours[i - 1].own_outputs if outputs else ()
+            self._held[v] = Held((v, self._stage_name(i)), outputs, own, refs)
         if self._recording:
             self._touch(f"F {i}", [self._input_of(i)], [v])
 
@@ -358,8 +359,10 @@ class Step:
         return [tensor.detach() for tensor in outputs]
 
     def _replay(self, i: int, keep: bool, recipe: Recipe | None) -> list[torch.Tensor]:
-        """Run stage i again on detached inputs, filling the slots of its first run where `keep`; returns its outputs."""
+        """Run stage i again on detached inputs, filling the slots of its first run where `keep`; returns its outputs, none where
+        nobody takes them: then it ends at the last tensor that autograd saved."""
         run = self._runs[i]
+        enough = self._behaviours[i - 1].enough if self._next in self._plan.closing else 0
         held = self._held[self._input_of(i)]
         inputs = [t.detach().requires_grad_(needs) for t, needs in zip(held.tensors(), run.requires_grad, strict=True)]
         places = {storage_key(t) for t in inputs}
@@ -379,10 +382,15 @@ class Step:
                 self._stored(i, recipe, n, tensor, ref())
             elif keep and (slot := ref()) is not None:
                 slot.tensor, slot.version = tensor, tensor._version
+            if count == enough:
+                raise Redone
 
         assert run.replay is not None
-        with run.replay, saved_tensors_hooks(pack, self._never):
-            outputs, _ = flatten(self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
+        try:
+            with run.replay, saved_tensors_hooks(pack, self._never):
+                outputs, _ = flatten(self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
+        except Redone:
+            return []
         if count != len(run.slots) or [(tensor.shape, tensor.dtype) for tensor in outputs] != run.made:
             raise self._changed(i)
         return [tensor.detach() for tensor in outputs]

@@ -23,7 +23,7 @@ class ExecutionPlan:
 
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
     replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the plain model, since neither what
-    they save nor their input goes before their backward. host: op index of each ``offload`` -> its place in the slab.
+    they save nor their input goes before their backward. closing: op index of each ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab.
     host_bytes: size of the slab. trace: the machine's prediction. keeps_all: nothing is moved or run twice.
     """
 
@@ -31,6 +31,7 @@ class ExecutionPlan:
     forward_end: int
     replayed: frozenset[int]
     untouched: frozenset[int]
+    closing: frozenset[int]
     host: dict[int, HostRange]
     host_bytes: int
     trace: Trace
@@ -57,6 +58,7 @@ def compile_sequence(chain: Chain, sequence: Sequence, mem_limit: int | None = N
         forward_end=_forward_end(sequence, len(chain)),
         replayed=replayed,
         untouched=_untouched(chain, sequence),
+        closing=_closing(sequence, len(chain)),
         host=host,
         host_bytes=max((r.offset + r.room for r in host.values()), default=0),
         trace=trace,
@@ -94,6 +96,24 @@ def _untouched(chain: Chain, sequence: Sequence) -> frozenset[int]:
                 found = {k for k in found if source[k] != op.value or k > machine.next_backward}
         machine.step(op)
     return frozenset(found)
+
+
+def _closing(sequence: Sequence, L: int) -> frozenset[int]:
+    """Ops ``F_all i`` that run a stage again for its own backward alone: the one of stage i+1 is over, and ā_i stays where it is."""
+    found: dict[int, int] = {}
+    met: set[int] = set()
+    following = L + 1  # stage whose B came last
+    for n, op in enumerate(sequence):
+        if op.kind is OpKind.B:
+            following = op.stage
+        elif op.kind in FORWARDS:
+            found.pop(op.stage - 1, None)
+            if op.kind is OpKind.F_ALL and op.stage in met and following == op.stage + 1:
+                found[op.stage] = n
+            met.add(op.stage)
+        else:
+            found.pop(op.stage, None)
+    return frozenset(found.values())
 
 
 def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:
