@@ -56,6 +56,16 @@ def test_interpreter_cost(tmp_path: Path) -> None:
     assert set(found["run twice"]) == {"us_per_replay", "us_per_tensor"}
 
 
+def test_no_plan_is_below_the_floor_of_all_forms(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    out = tmp_path / "floor.json"
+    found = figures("forms_floor.py", out, "--quick", "--json", str(out))
+    assert len(found["rows"]) == 2
+    for row in found["rows"]:
+        assert 0 < row["floor"] <= row["with_forms"] < 0.5 * row["without"]
+        assert row["with_forms"] < row["floor"] + 0.01
+
+
 @pytest.mark.slow
 def test_forms(tmp_path: Path) -> None:
     out = tmp_path / "forms.json"
