@@ -33,12 +33,11 @@ from .runtime.free_memory import free_memory
 from .runtime.interpreter import Step
 from .runtime.link_half import check_offload_dtype
 from .runtime.link_pool import LinkPool
-from .runtime.plan import ExecutionPlan, compile_sequence
-from .runtime.planning import Request, own_bytes
+from .runtime.plan import ExecutionPlan
+from .runtime.planning import Request, own_bytes, plan_everything
 from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
-from .solver import keep_all
 from .solver.policies import check_policy
 from .solver.search import check_alone
 
@@ -188,8 +187,8 @@ class Checkpointable(RotorNames, nn.Module):
 
     @property
     def chain(self) -> Chain:
-        """The chain measured last."""
-        return self.profile.chain
+        """The chain measured last; once there is a plan, as that one sees it (skip connections kept in place are in no value)."""
+        return self._latest.planned.chain
 
     @property
     def strategy(self) -> str:
@@ -241,7 +240,7 @@ class Checkpointable(RotorNames, nn.Module):
     @property
     def keep_all_memory(self) -> int:
         """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
-        return own_bytes(self.profile, compile_sequence(self.chain, keep_all(self.chain)))
+        return own_bytes(self.profile, plan_everything(self.profile))
 
     # -- running
 
@@ -255,7 +254,7 @@ class Checkpointable(RotorNames, nn.Module):
         if course is None:
             return plain(*args, **kwargs)
         assert course.plan is not None
-        profile, plan = course.profile, course.plan
+        profile, plan = course.planned, course.plan
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if plan.keeps_all and not self._check and recording is None:
             return plain(*args, **kwargs)
@@ -263,7 +262,10 @@ class Checkpointable(RotorNames, nn.Module):
             value = stage.run(value)
         device = profile.device
         link = self._links.take(device, plan.host_bytes) if plan.host_bytes else None
-        checker = Checker(profile.chain, plan.sequence, CUDA_BLOCK if device.type == "cuda" else 1) if self._check else None
+        checker = None
+        if self._check:
+            block = CUDA_BLOCK if device.type == "cuda" else 1
+            checker = Checker(profile.chain, plan.sequence, block, course.profile.kept_bytes(plan.kept))
         times = None if recording is None else recording.begin(plan.trace, device, link)
         step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker, times)
         return step.forward(value)

@@ -10,16 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from .bounds import MODES, check_mode, lower_bound
+from .bounds import MODES, check_mode
 from .chain import Chain
 from .errors import InfeasibleError, LimitError, OptionError
 from .profile.devices import Device, find
 from .profile.estimate import estimate_profile
 from .profile.measure import Profile
-from .runtime.plan import compile_sequence
-from .runtime.planning import Request, least_limit, make_plan, own_bytes, solver_limit
+from .runtime.planning import Request, least_limit, least_time, make_plan, own_bytes, plan_everything
 from .sizes import format_bytes, parse_bytes
-from .solver import keep_all
 from .whole_file import write_whole
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
@@ -171,7 +169,7 @@ def plan(
             f"{target.name} has {format_bytes(target.memory_bytes)}, and what is resident takes"
             f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step"
         )
-    everything = compile_sequence(profile.chain, keep_all(profile.chain))
+    everything = plan_everything(profile)
     return PlannedModes(
         chain=profile.chain,
         device=target.name,
@@ -214,6 +212,6 @@ def _row(profile: Profile, request: Request, base: float) -> PlannedMode:
         overhead=time / base - 1 if base else 0.0,
         peak_bytes=own_bytes(profile, found),
         host_bytes=found.trace.host_peak_bytes,
-        bound_time=lower_bound(profile.chain, solver_limit(profile, request)),
+        bound_time=least_time(profile, request),
         min_mem_limit=least,
     )

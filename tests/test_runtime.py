@@ -15,7 +15,7 @@ from rotoff.runtime.plan import compile_sequence
 def with_sequence(model: rotoff.Checkpointable, sequence: rotoff.Sequence) -> rotoff.Checkpointable:
     """Have a measured model run `sequence`, as if the solver had found it."""
     model.compute_sequence(1 << 40)
-    model._latest.plan = compile_sequence(model.chain, sequence)
+    model._latest.plan = compile_sequence(model.profile.chain, sequence)
     return model
 
 

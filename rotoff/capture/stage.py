@@ -63,6 +63,7 @@ class SavedKind(Enum):
     OWN = "own"  # made by the stage: part of its ā, can be dropped, moved and made again
     INPUT = "input"  # a view of the stage's input: charged there, found there when needed
     RESIDENT = "resident"  # was there before the stage ran (parameters, masks): never counted, never moved
+    KEPT = "kept"  # lies in a skip connection that is kept in place: counted once for the step, never moved
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Behaviour:
     saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
     each buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
-    hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`.
+    hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the
+    outputs that lie in skip connections kept in place; a replay hands on those of the first run.
     """
 
     saved: tuple[SavedKind, ...]
@@ -82,6 +84,7 @@ class Behaviour:
     stuck_bytes: int = 0
     enough: int = 0
     forms: tuple[Recipe, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:

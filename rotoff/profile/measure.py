@@ -8,7 +8,7 @@ taken with ``torch.autograd.grad``, which adds to no ``.grad``.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from .forms import Policy
 from .gradients import charge
 from .known_times import KnownTimes
 from .meter import Measured, Meter
+from .skips import Skip, behave_in_place, find_skips, keep_in_place
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
 
@@ -48,7 +49,7 @@ class Profile:
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every
     step. replay_bytes: the snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds,
     its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the step: all of it,
-    or what a prefix hands on of the batch.
+    or what a prefix hands on of the batch. skips: bytes that several values carry.
     """
 
     device: torch.device
@@ -61,6 +62,24 @@ class Profile:
     prefix_peak_bytes: int = 0
     resident_input_bytes: int = 0
     no_forms: tuple[str, ...] = ()
+    skips: tuple[Skip, ...] = ()
+
+    def keeping(self, kept: Collection[int]) -> Profile:
+        """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value."""
+        if not kept:
+            return self
+        staying = [self.skips[n] for n in sorted(kept)]
+        return replace(
+            self,
+            chain=keep_in_place(self.chain, staying),
+            behaviours=behave_in_place(self.behaviours, staying),
+            stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
+            skips=(),
+        )
+
+    def kept_bytes(self, kept: Collection[int]) -> int:
+        """Bytes of the `skips` of these numbers."""
+        return sum(self.skips[n].nbytes for n in kept)
 
     @property
     def forms(self) -> tuple[StageForms, ...]:
@@ -144,6 +163,7 @@ def measure(
         resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
         no_forms=tuple(m.no_forms for m in measured),
+        skips=find_skips([(m.lies, m.behaviour) for m in measured]),
     )
 
 

@@ -22,6 +22,7 @@ from .form_meter import FormMeter
 from .forms import Policy, unfit
 from .gradients import GradientPlace
 from .known_times import KnownForms
+from .skips import Lying, lying
 from .steady import Repeats, Series
 from .trial import Run, backward, clock, get_edges, ones
 
@@ -39,7 +40,7 @@ class Measured:
     """Costs of a stage for the chain, and its behaviour for the runtime.
 
     gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes: of
-    each output tensor's gradient by itself, 0 for those without. no_forms: why the stage has no smaller forms, if so. The costs count gradients like that, one by one; those that
+    each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. no_forms: why the stage has no smaller forms, if so. The costs count gradients like that, one by one; those that
     share or outgrow their bytes are `gradients.charge`'s business.
     """
 
@@ -47,6 +48,7 @@ class Measured:
     behaviour: Behaviour
     gradients: tuple[GradientPlace | None, ...]
     own_gradient_bytes: tuple[int, ...]
+    lies: Lying
     no_forms: str = ""
 
 
@@ -110,6 +112,7 @@ class Meter:
         generators = Generators(self.device)
         drawn = generators.states()
         leaves = run.leaves()
+        versions = [t._version for t in leaves]
         outputs, saved, gathered, log = self._kept(run, leaves)
         for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
             generators.put(drawn)
@@ -135,6 +138,8 @@ class Meter:
         saved_bytes, output_bytes = saved_bytes + carried_bytes, output_bytes + carried_bytes
         del carried
         own_gradients = tuple(self.gradient_bytes([t]) for t in outputs)
+        written = [n for n, (t, version) in enumerate(zip(leaves, versions, strict=True)) if t._version != version]
+        lies = lying(leaves, outputs, [self.storage_bytes([t]) for t in outputs], saved, written)
         outputs = [t.detach() for t in outputs]
         shapes = [(t.shape, t.dtype) for t in saved]
         saved.clear()
@@ -175,7 +180,7 @@ class Meter:
             found = self._forms.find(run, costs, behaviour, carried_bytes, fresh_bytes, known)
             costs, reason = replace(costs, forms=found.forms), found.reason
             behaviour = replace(behaviour, forms=found.recipes)
-        return Measured(costs, behaviour, places, own_gradients, reason), outputs
+        return Measured(costs, behaviour, places, own_gradients, lies, reason), outputs
 
     def _kept(
         self, run: Run, leaves: list[torch.Tensor]

@@ -18,6 +18,7 @@ from ..capture.stage import StageModule
 from ..chain import Chain, Form, Stage
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
 from ..profile.measure import Profile
+from ..profile.skips import Skip
 from ..sequence import Sequence as Plan
 
 T = TypeVar("T")
@@ -41,14 +42,14 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     """
     found: list[Profile] = []
 
-    def costs() -> tuple[Chain, dict[str, int], list[list[frozenset[int]]]]:
+    def costs() -> tuple[Chain, dict[str, int], list[list[frozenset[int]]], tuple[Skip, ...]]:
         found.append(measure())
         kept = [[recipe.kept for recipe in behaviour.forms] for behaviour in found[0].behaviours]
-        return found[0].chain, {name: getattr(found[0], name) for name in _CONSTANTS}, kept
+        return found[0].chain, {name: getattr(found[0], name) for name in _CONSTANTS}, kept, found[0].skips
 
     everyone = _from_everyone(costs, "measure the model", group)
     profile = found[0]
-    chains = [chain for chain, _, _ in everyone]
+    chains = [chain for chain, *_ in everyone]
     names = [[stage.name for stage in chain.stages] for chain in chains]
     if any(other != names[0] for other in names):
         raise MeasureError(
@@ -62,8 +63,11 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
         input_bytes=max(chain.input_bytes for chain in chains),
         input_grad_bytes=max(chain.input_grad_bytes for chain in chains),
     )
-    constants: dict[str, Any] = {name: max(theirs[name] for _, theirs, _ in everyone) for name in _CONSTANTS}
-    return _with_common_forms(replace(profile, chain=chain, **constants), chains, [kept for _, _, kept in everyone])
+    constants: dict[str, Any] = {name: max(theirs[name] for _, theirs, *_ in everyone) for name in _CONSTANTS}
+    # a skip of other bytes elsewhere could be taken off the chain by too much
+    skips = profile.skips if all(theirs == profile.skips for *_, theirs in everyone) else ()
+    agreed = replace(profile, chain=chain, skips=skips, **constants)
+    return _with_common_forms(agreed, chains, [kept for *_, kept, _ in everyone])
 
 
 def _with_common_forms(profile: Profile, chains: list[Chain], kept: list[list[list[frozenset[int]]]]) -> Profile:

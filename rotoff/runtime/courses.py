@@ -43,6 +43,15 @@ class Course:
     profile: Profile
     captured: strategy.Captured
     plan: ExecutionPlan | None = None
+    _planned: tuple[tuple[int, ...], Profile] | None = None
+
+    @property
+    def planned(self) -> Profile:
+        """The profile as the plan sees it: with the skip connections in place that it keeps there."""
+        kept = self.plan.kept if self.plan is not None else ()
+        if self._planned is None or self._planned[0] != kept:
+            self._planned = kept, self.profile.keeping(kept)
+        return self._planned[1]
 
     def holds(self) -> bool:
         """Whether the model is still as it was when its stages were found."""

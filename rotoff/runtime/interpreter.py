@@ -212,7 +212,7 @@ class Step:
         if self._times is not None:
             self._times.end()
         if self._checker is not None:
-            self._checker.after(op, self._held)
+            self._checker.after(op, self._held, [t for run in self._runs.values() for t in run.kept.values()])
 
     def _f_all(self, op: Op) -> None:
         self._forward(op.stage, True, None)
@@ -276,7 +276,13 @@ class Step:
         """Run stage i; what autograd saves is kept where `keep`, in part where a `recipe` says which part."""
         if keep and i in self._runs:
             self._runs[i].stored.clear()
-        outputs = self._replay(i, keep, recipe) if i in self._runs else self._first(i, keep, recipe)
+        if i in self._runs:
+            outputs = self._replay(i, keep, recipe)
+            for n, tensor in self._runs[i].kept.items() if outputs else ():
+                outputs[n] = tensor  # a skip connection kept in place is there already
+        else:
+            outputs = self._first(i, keep, recipe)
+            self._runs[i].kept = {n: outputs[n] for n in self._behaviours[i - 1].kept}
         v = abar(i) if keep else a(i)
         if keep:
             self._runs[i].recipe = recipe
@@ -301,7 +307,8 @@ class Step:
         run = self._runs[i] = StageRun([t.requires_grad for t in inputs], replay)
         if i in self._plan.untouched and self._checker is None:
             return self._made(i, inputs, self._stages[i - 1].run(self._rebuild[i - 1](inputs)))
-        places = {storage_key(t): n for n, t in enumerate(inputs)}
+        staying = self._behaviours[i - 2].kept if i > 1 else ()
+        places = {storage_key(t): n for n, t in enumerate(inputs) if n not in staying}
         slots, shapes, kinds = run.slots, run.shapes, behaviour.saved
         whole = [View.of(t) for t in inputs]
         own, reference, whole_kept = SavedKind.OWN, weakref.ref, keep and recipe is None
@@ -325,6 +332,9 @@ class Step:
             slots.append(None)
             shapes.append(None)
             if place is None:
+                if kinds[n] is SavedKind.KEPT:
+                    tensor = tensor.detach()
+                    run.kept_saved[n] = tensor
                 return Resident(tensor, tensor._version)
             view = View.of(tensor)
             return InputRef(place, None if view == whole[place] else view)
@@ -349,7 +359,7 @@ class Step:
             raise self._changed(i)
         for n, own in enumerate(self._behaviours[i - 1].own_outputs):
             if any(outputs[n] is given for given in inputs):
-                if not own:
+                if not own and n not in self._behaviours[i - 1].kept:
                     continue  # the batch's, say: its gradient is whole much later
                 outputs[n] = outputs[n].view_as(outputs[n])  # a skip connection: its bytes may come and go on their own
             if outputs[n].grad_fn is not None:
@@ -410,7 +420,7 @@ class Step:
         self._held[abar(i)].check_unmodified()
         inputs = [t.detach().requires_grad_(needs) for t, needs in zip(held.tensors(), run.requires_grad, strict=True)]
         places = {storage_key(t) for t in inputs}
-        stored = {n: slot.tensor for n, slot in run.stored.items() if slot.tensor is not None}
+        stored = {n: slot.tensor for n, slot in run.stored.items() if slot.tensor is not None} | run.kept_saved
         count = 0
 
         def pack(tensor: torch.Tensor) -> None:

@@ -24,7 +24,8 @@ class ExecutionPlan:
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
     replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the plain model, since neither what
     they save nor their input goes before their backward. closing: op index of each ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab.
-    host_bytes: size of the slab. trace: the machine's prediction. keeps_all: nothing is moved or run twice.
+    host_bytes: size of the slab. trace: the machine's prediction. keeps_all: nothing is moved or run twice. kept: numbers of
+    the profile's skip connections that stay in place; the sequence is one of the chain without their bytes.
     """
 
     sequence: Sequence
@@ -36,10 +37,13 @@ class ExecutionPlan:
     host_bytes: int
     trace: Trace
     keeps_all: bool
+    kept: tuple[int, ...] = ()
 
 
-def compile_sequence(chain: Chain, sequence: Sequence, mem_limit: int | None = None) -> ExecutionPlan:
-    """Check `sequence` on the machine and lay out its host memory.
+def compile_sequence(
+    chain: Chain, sequence: Sequence, mem_limit: int | None = None, kept: tuple[int, ...] = ()
+) -> ExecutionPlan:
+    """Check `sequence` on the machine and lay out its host memory; `kept`: the skips that `chain` leaves out.
 
     Raises:
         InvalidSequenceError: where the machine refuses it.
@@ -63,6 +67,7 @@ def compile_sequence(chain: Chain, sequence: Sequence, mem_limit: int | None = N
         host_bytes=max((r.offset + r.room for r in host.values()), default=0),
         trace=trace,
         keeps_all=not moves and not replayed and all(op.kind in (OpKind.F_ALL, OpKind.B) for op in sequence),
+        kept=kept,
     )
 
 

@@ -7,11 +7,12 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..bounds import min_mem_limit
+from ..bounds import lower_bound, min_mem_limit
 from ..cache import Cache
 from ..chain import Chain
 from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
 from ..profile.measure import Profile
+from ..profile.skips import choices
 from ..rotor_names import NO_LIMIT
 from ..sequence import Sequence
 from ..simulator import simulate
@@ -23,6 +24,7 @@ from .agreement import agree_on_sequence
 from .plan import ExecutionPlan, compile_sequence
 
 logger = logging.getLogger("rotoff")
+KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,24 @@ def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int)
     return sequence
 
 
+@dataclass(frozen=True)
+class Way:
+    """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
+
+    kept: the profile's skip connections that stay in place, which `chain` leaves out.
+    """
+
+    kept: tuple[int, ...]
+    chain: Chain
+    request: Request
+    more: int
+
+    @property
+    def least(self) -> int:
+        """The smallest limit that works, in the user's terms."""
+        return min_mem_limit(self.chain, self.request.mode) - self.more
+
+
 def make_plan(profile: Profile, request: Request, group: Any = None) -> ExecutionPlan:
     """Plan under what is left of the user's limit once constants are taken off and the batch is added.
 
@@ -96,71 +116,98 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
     """
-    chain, asked, least = profile.chain, request.mem_limit, profile.prefix_peak_bytes
-    everything = compile_sequence(chain, keep_all(chain))
+    asked, least = request.mem_limit, profile.prefix_peak_bytes
+    everything = plan_everything(profile)
     if request.policy is None and own_bytes(profile, everything) <= asked:
         _report(profile, request, everything)
         return everything
-    attempts = _attempts(profile, request)
+    ways = _ways(profile, request)
     try:
         if asked < least:
-            raise InfeasibleError("", min(min_mem_limit(chain, one.mode) - more for one, more in attempts))
+            raise InfeasibleError("", min(way.least for way in ways))
 
         def search() -> Sequence:
-            return _best(chain, asked, attempts)
+            return _best(asked, ways)
 
         sequence = search() if group is None else agree_on_sequence(search, group)
     except InfeasibleError as error:
         raise _infeasible(request, max(least, error.min_mem_limit)) from None
-    plan = compile_sequence(chain, sequence, sequence.mem_limit)
+    kept = tuple(sequence.meta.get(KEPT, ()))
+    plan = compile_sequence(profile.keeping(kept).chain, sequence, sequence.mem_limit, kept)
     _report(profile, request, plan)
     return plan
 
 
+def plan_everything(profile: Profile) -> ExecutionPlan:
+    """The plan that keeps everything, as the plain model does, by the account that charges least for it."""
+    chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
+    plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]
+    return min(plans, key=lambda plan: own_bytes(profile, plan))
+
+
 def least_limit(profile: Profile, request: Request) -> int:
     """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
-    found = min(min_mem_limit(profile.chain, one.mode) - more for one, more in _attempts(profile, request))
-    return max(found, profile.prefix_peak_bytes, 1)
+    return max(min(way.least for way in _ways(profile, request)), profile.prefix_peak_bytes, 1)
 
 
-def solver_limit(profile: Profile, request: Request) -> int:
-    """The limit that the request means in the machine's terms, at most: no step within the user's limit can have more."""
-    return request.mem_limit + max(more for _, more in _attempts(profile, request))
+def least_time(profile: Profile, request: Request) -> float:
+    """Seconds that no step within the request's limit can beat.
+
+    Raises:
+        InfeasibleError: where nothing fits.
+    """
+    ways = _ways(profile, replace(request, mode="joint"))
+    most = {way.kept: max(other.more for other in ways if other.kept == way.kept) for way in ways}
+    chains = {way.kept: way.chain for way in ways}
+    limits = {kept: request.mem_limit + more for kept, more in most.items()}
+    fitting = [kept for kept, limit in limits.items() if limit >= min_mem_limit(chains[kept], "joint")]
+    if not fitting:
+        raise _infeasible(request, min(way.least for way in ways))
+    return min(lower_bound(chains[kept], limits[kept]) for kept in fitting)
 
 
-def _attempts(profile: Profile, request: Request) -> list[tuple[Request, int]]:
-    """What to solve, and the bytes to add to the user's limit for it.
+def _ways(profile: Profile, request: Request) -> list[Way]:
+    """What to solve. Skip connections are carried, or some of them kept in place; a policy of the papers knows carrying only.
 
     Snapshots for replays come off the limit, unless nothing is replayed: so joint is also asked for offload alone, or it
     would be behind that mode by these bytes.
     """
-    offset = profile.resident_input_bytes - profile.stuck_bytes
-    attempts = [(request, offset - profile.replay_bytes if request.replays else offset)]
-    if request.policy is None and request.mode == "joint" and profile.replay_bytes:
-        attempts.append((replace(request, mode="offload"), offset))
-    return attempts
+    ways = []
+    for kept in choices(profile.skips) if request.policy is None else [()]:
+        chosen = profile.keeping(kept)
+        offset = chosen.resident_input_bytes - chosen.stuck_bytes
+        ways.append(Way(kept, chosen.chain, request, offset - chosen.replay_bytes if request.replays else offset))
+        if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
+            ways.append(Way(kept, chosen.chain, replace(request, mode="offload"), offset))
+    return ways
 
 
-def _best(chain: Chain, asked: int, attempts: list[tuple[Request, int]]) -> Sequence:
-    """The fastest sequence of all attempts.
+def _best(asked: int, ways: list[Way]) -> Sequence:
+    """The fastest sequence of all ways; its meta says which skip connections it keeps in place.
 
     Raises:
         InfeasibleError: where none fits; `min_mem_limit` is in the user's terms.
     """
-    found: list[Sequence] = []
+    best: tuple[float, Sequence] | None = None
     least: list[int] = []
-    for request, more in attempts:
-        if found and simulate(chain, found[0]).makespan <= chain.compute_time:
+    for way in ways:
+        if best is not None and best[0] <= way.chain.compute_time:
             break  # nothing can be faster
         try:
-            if asked + more <= 0:
-                raise InfeasibleError("", min_mem_limit(chain, request.mode))
-            found.append(request.solve(chain, asked + more))
+            if asked + way.more <= 0:
+                raise InfeasibleError("", min_mem_limit(way.chain, way.request.mode))
+            if best is not None and lower_bound(way.chain, asked + way.more) >= best[0]:
+                continue
+            sequence = way.request.solve(way.chain, asked + way.more)
         except InfeasibleError as error:
-            least.append(error.min_mem_limit - more)
-    if not found:
+            least.append(error.min_mem_limit - way.more)
+            continue
+        time = simulate(way.chain, sequence).makespan
+        if best is None or time < best[0]:
+            best = time, replace(sequence, meta={**sequence.meta, KEPT: list(way.kept)}) if way.kept else sequence
+    if best is None:
         raise InfeasibleError("", min(least))
-    return min(found, key=lambda sequence: simulate(chain, sequence).makespan)
+    return best[1]
 
 
 def _infeasible(request: Request, least: int) -> InfeasibleError:
@@ -171,7 +218,7 @@ def _infeasible(request: Request, least: int) -> InfeasibleError:
 
 def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """The machine's peak in the terms of the user's limit."""
-    constant = profile.stuck_bytes + (profile.replay_bytes if plan.replayed else 0)
+    constant = profile.stuck_bytes + profile.kept_bytes(plan.kept) + (profile.replay_bytes if plan.replayed else 0)
     return max(plan.trace.peak_bytes - profile.resident_input_bytes + constant, profile.prefix_peak_bytes)
 
 
@@ -179,7 +226,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
     trace, base = plan.trace, profile.chain.compute_time
     logger.info(
         "rotoff: planned %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
-        " %.4g s recomputed; %s",
+        " %.4g s recomputed; %s%s",
         request,
         "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),
         format_bytes(own_bytes(profile, plan)),
@@ -188,4 +235,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
         format_bytes(trace.d2h_bytes),
         trace.recompute_time,
         in_words(plan.sequence),
+        f"; {len(plan.kept)} skip connections stay in place ({format_bytes(profile.kept_bytes(plan.kept))})"
+        if plan.kept
+        else "",
     )

@@ -20,7 +20,7 @@ class InputRef(NamedTuple):
 
 
 class Resident(NamedTuple):
-    """A saved tensor that was there before the stage ran."""
+    """A saved tensor that was there before the stage ran, or that stays in place."""
 
     tensor: torch.Tensor
     version: int
@@ -40,3 +40,5 @@ class StageRun:
         self.made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
         self.recipe: Recipe | None = None  # of the form in which ā exists, where it is a smaller one
         self.stored: dict[int, Slot] = {}  # what that form stores, whatever becomes of the graph that saved it
+        self.kept: dict[int, torch.Tensor] = {}  # outputs that lie in skip connections kept in place
+        self.kept_saved: dict[int, torch.Tensor] = {}  # and tensors that autograd saved there

@@ -1,0 +1,192 @@
+"""Bytes that several values carry, and the chain in which they are kept in place instead.
+
+A skip connection that crosses cuts is part of every value between its making and its use, and the machine charges it to each
+(a value may go alone to the host or be made again, and takes along what it needs). Kept in place, a skip stays on the device
+for the whole step: it is a constant, taken off the limit once, and the values pass it by. Where memory is plenty that is what the
+plain model does; where it is scarce, carrying wins, for then it can be moved and recomputed. So both are chains of the
+same stages, made from one measurement, and the planner asks for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ..capture.stage import Behaviour, SavedKind, storage_key
+from ..chain import Chain, Form, Stage
+
+
+class Lying(NamedTuple):
+    """In which storages the tensors of one run of a stage lie.
+
+    outputs: of each output tensor, (bytes of its storage, the first input in that storage or None, the first output in it).
+    saved: of each tensor that autograd saves, (the first input in its storage or None, the first output or None).
+    written: the inputs that the stage changed in place.
+    """
+
+    outputs: tuple[tuple[int, int | None, int], ...]
+    saved: tuple[tuple[int | None, int | None], ...]
+    written: frozenset[int] = frozenset()
+
+
+def lying(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    output_bytes: Sequence[int],
+    saved: Sequence[torch.Tensor],
+    written: Collection[int],
+) -> Lying:
+    """How the tensors of a run lie; output_bytes: of each output's storage, as the device's allocator counts them."""
+    given, made = _first(inputs), _first(outputs)
+    return Lying(
+        tuple(
+            (size, given.get(storage_key(t)), made[storage_key(t)]) for t, size in zip(outputs, output_bytes, strict=True)
+        ),
+        tuple((given.get(storage_key(t)), made.get(storage_key(t))) for t in saved),
+        frozenset(written),
+    )
+
+
+def _first(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for n, tensor in enumerate(tensors):
+        found.setdefault(storage_key(tensor), n)
+    return found
+
+
+@dataclass(frozen=True)
+class Skip:
+    """One storage that values carry on.
+
+    first: the stage that makes it. last: the last whose output holds it; the next one uses it, or the caller does. nbytes: of
+    it. outputs: of stages `first` to `last`, which output tensors lie in it. saved: of stages `first` to `last` + 1, which of
+    the tensors that autograd saves do.
+    """
+
+    first: int
+    last: int
+    nbytes: int
+    outputs: tuple[tuple[int, ...], ...]
+    saved: tuple[tuple[int, ...], ...]
+
+    @property
+    def carried(self) -> int:
+        """Values that hold it beyond the first."""
+        return self.last - self.first
+
+
+class _Found:
+    def __init__(self, first: int, nbytes: int) -> None:
+        self.first = self.last = first
+        self.nbytes = nbytes
+        self.outputs: dict[int, list[int]] = {}
+        self.saved: dict[int, list[int]] = {}
+        self.written = False
+
+    def skip(self) -> Skip:
+        stages = range(self.first, self.last + 1)
+        return Skip(
+            self.first,
+            self.last,
+            self.nbytes,
+            tuple(tuple(self.outputs[i]) for i in stages),
+            tuple(tuple(self.saved.get(i, ())) for i in range(self.first, self.last + 2)),
+        )
+
+
+def find_skips(runs: Sequence[tuple[Lying, Behaviour]]) -> tuple[Skip, ...]:
+    """The storages that the outputs of two stages or more hold, in the order of their making.
+
+    Those that a later stage changes in place are left out: a replay of their making would find them changed.
+    """
+    found: list[_Found] = []
+    before: list[_Found | None] = []
+    for i, (lies, behaviour) in enumerate(runs, start=1):
+        for n in lies.written:
+            if n < len(before) and (changed := before[n]) is not None:
+                changed.written = True
+        now: list[_Found | None] = []
+        for n, (nbytes, given, made) in enumerate(lies.outputs):
+            one: _Found | None = None
+            if behaviour.own_outputs[n]:
+                if given is not None:
+                    one = before[given] if given < len(before) else None
+                elif made < n:
+                    one = now[made]
+                else:
+                    one = _Found(i, nbytes)
+                    found.append(one)
+            if one is not None:
+                one.last = i
+                one.outputs.setdefault(i, []).append(n)
+            now.append(one)
+        for n, (given, output) in enumerate(lies.saved):
+            one = None
+            if given is not None:
+                one = before[given] if given < len(before) else None
+            elif output is not None:
+                one = now[output]
+            if one is not None:
+                one.saved.setdefault(i, []).append(n)
+        before = now
+    return tuple(one.skip() for one in found if one.last > one.first and not one.written)
+
+
+def keep_in_place(chain: Chain, skips: Sequence[Skip]) -> Chain:
+    """`chain` with the bytes of `skips` in no value; they are to be taken off the limit.
+
+    A replay of the stage that makes one makes it anew, beside the one that stays, and lets it go at its end.
+    """
+    stages = list(chain.stages)
+    for skip in skips:
+        for i in range(skip.first, skip.last + 1):
+            stages[i - 1] = _without(stages[i - 1], skip.nbytes, skip.nbytes if i == skip.first else 0)
+    return replace(chain, stages=tuple(stages))
+
+
+def _without(stage: Stage, nbytes: int, beside: int) -> Stage:
+    """`stage` with `nbytes` less in its values, and `beside` more while its forward runs."""
+    assert stage.checkpoint_transient_bytes is not None
+
+    def less(form: Form) -> Form:
+        assert form.forward_transient_bytes is not None
+        return replace(
+            form,
+            saved_bytes=max(0, form.saved_bytes - nbytes),
+            forward_transient_bytes=form.forward_transient_bytes + beside,
+        )
+
+    return replace(
+        stage,
+        output_bytes=max(0, stage.output_bytes - nbytes),
+        saved_bytes=max(0, stage.saved_bytes - nbytes),
+        forward_transient_bytes=stage.forward_transient_bytes + beside,
+        checkpoint_transient_bytes=stage.checkpoint_transient_bytes + beside,
+        forms=tuple(less(form) for form in stage.forms),
+    )
+
+
+def behave_in_place(behaviours: Sequence[Behaviour], skips: Sequence[Skip]) -> tuple[Behaviour, ...]:
+    """`behaviours` of stages that keep `skips` in place."""
+    found = list(behaviours)
+    for skip in skips:
+        for i, outputs in enumerate(skip.outputs, start=skip.first):
+            one = found[i - 1]
+            own = tuple(mine and n not in outputs for n, mine in enumerate(one.own_outputs))
+            found[i - 1] = replace(one, own_outputs=own, kept=tuple(sorted({*one.kept, *outputs})))
+        for i, saved in enumerate(skip.saved, start=skip.first):
+            if saved:  # the caller is no stage
+                one = found[i - 1]
+                kinds = tuple(SavedKind.KEPT if n in saved else kind for n, kind in enumerate(one.saved))
+                found[i - 1] = replace(one, saved=kinds)
+    return tuple(found)
+
+
+def choices(skips: Sequence[Skip]) -> list[tuple[int, ...]]:
+    """Which of `skips`, by number, it may pay to keep: none, all, and only those that more than two values hold."""
+    everything = tuple(range(len(skips)))
+    long = tuple(n for n in everything if skips[n].carried > 1)
+    return list(dict.fromkeys([everything, long, ()]))
