@@ -201,6 +201,12 @@ class Checkpointable(RotorNames, nn.Module):
         return self._plan.sequence
 
     @property
+    def kept_skips(self) -> tuple[int, ...] | None:
+        """Which of the ``profile.skips`` stay in place by the plan, by number, in place of being carried; None without a plan."""
+        plan = self._latest.plan
+        return None if plan is None else plan.kept
+
+    @property
     def mem_limit(self) -> int | None:
         """The limit asked for, in bytes; None where there is none."""
         request = self._courses.request
@@ -261,7 +267,7 @@ class Checkpointable(RotorNames, nn.Module):
         for stage in profile.prefix:
             value = stage.run(value)
         device = profile.device
-        link = self._links.take(device, plan.host_bytes) if plan.host_bytes else None
+        link = self._links.take(device, plan.host_bytes) if plan.host else None
         checker = None
         if self._check:
             block = CUDA_BLOCK if device.type == "cuda" else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,15 +25,26 @@ class FoundStage(NamedTuple):
     forms: tuple[int, ...] = ()
 
 
+class FoundSkip(NamedTuple):
+    """A skip connection: `nbytes` that the outputs of stages `first` (which makes them) to `last` carry. kept: whether the plan
+    keeps them in place instead; None where there is no plan."""
+
+    first: int
+    last: int
+    nbytes: int
+    kept: bool | None = None
+
+
 class FoundStages:
     """Rows of `FoundStage`, in order.
 
-    strategy: how the stages were found, in words.
+    strategy: how the stages were found, in words. skips: what several of them carry.
     """
 
-    def __init__(self, strategy: str, rows: list[FoundStage]) -> None:
+    def __init__(self, strategy: str, rows: list[FoundStage], skips: Sequence[FoundSkip] = ()) -> None:
         self.strategy = strategy
         self.rows = rows
+        self.skips = tuple(skips)
 
     def __iter__(self) -> Iterator[FoundStage]:
         return iter(self.rows)
@@ -46,7 +57,8 @@ class FoundStages:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"strategy": self.strategy, "stages": [row._asdict() for row in self.rows]}
+        rows, skips = [row._asdict() for row in self.rows], [skip._asdict() for skip in self.skips]
+        return {"strategy": self.strategy, "stages": rows, "skips": skips}
 
     def __repr__(self) -> str:
         head = ("stage", "module", "output", "saved", "forward", "backward", "or saved")
@@ -63,14 +75,17 @@ class FoundStages:
             )
             for line in cells
         ]
-        return "\n".join([f"{len(self.rows)} stages: {self.strategy}", *(line.rstrip() for line in lines)])
+        fate = {None: "may be kept in place", False: "carried", True: "kept in place"}
+        skips = [f"skip of {format_bytes(s.nbytes)}, stages {s.first} to {s.last}: {fate[s.kept]}" for s in self.skips]
+        return "\n".join([f"{len(self.rows)} stages: {self.strategy}", *(line.rstrip() for line in lines), *skips])
 
 
 def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> FoundStages:
     """The stages that `model` is cut into when it is called with `sample` and `kwargs`, each measured.
 
     Args:
-        model: as for `Checkpointable`; or a `Checkpointable` made with ``stages=``, to see what those become.
+        model: as for `Checkpointable`; or a `Checkpointable` made with ``stages=``, to see what those become. Where it has been
+            given a limit, it is planned for that too, and the skip connections say whether they are kept in place.
         repeats: timed runs of each stage.
 
     Raises:
@@ -92,4 +107,8 @@ def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> F
                 tuple(form.saved_bytes for form in stage.forms),
             )
         )
-    return FoundStages(wrapped.strategy, rows)
+    if wrapped._courses.request is not None:
+        wrapped._courses.ask(wrapped._courses.request)
+    kept = wrapped.kept_skips
+    skips = [FoundSkip(s.first, s.last, s.nbytes, None if kept is None else n in kept) for n, s in enumerate(profile.skips)]
+    return FoundStages(wrapped.strategy, rows, skips)

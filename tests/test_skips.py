@@ -1,0 +1,365 @@
+"""Skip connections kept in place: found from one measurement, planned beside carrying, and run to the plain model's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from allocated import live_bytes, peak_bytes
+from models import fresh
+from random_programs import random_sequence
+from torch import nn
+from torch.nn import functional as F
+
+import rotoff
+from rotoff.capture.stage import Behaviour, SavedKind
+from rotoff.chain import Chain, Form, Stage
+from rotoff.profile.skips import Lying, Skip, behave_in_place, choices, find_skips, keep_in_place
+from rotoff.runtime.link_recording import RecordingLink
+from rotoff.runtime.plan import compile_sequence
+from rotoff.runtime.planning import Request, least_limit
+
+KiB = 1024
+
+
+class UNet(nn.Module):
+    """Three resolutions, batch norm and dropout on the way down."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        sizes = [width, 2 * width, 4 * width]
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in sizes[1:])
+        self.up = nn.ModuleList(nn.Conv2d(a + b, a, 3, padding=1) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.head = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.stem(x))
+        skips = []
+        for conv, norm in zip(self.down, self.norms, strict=True):
+            skips.append(x)
+            x = F.dropout(F.gelu(norm(conv(F.max_pool2d(x, 2)))), 0.1)
+        for conv, skip in zip(reversed(self.up), reversed(skips), strict=True):
+            x = F.gelu(conv(torch.cat([F.interpolate(x, scale_factor=2), skip], dim=1)))
+        return self.head(x)
+
+
+class Attend(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.query(self.norm(x)), self.key(memory), self.value(memory)
+        x = x + F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Translator(nn.Module):
+    """All layers of the decoder read the encoder's output."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, width)
+        self.encoder, self.decoder = (nn.ModuleList(Attend(width) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.words(x)
+        for layer in self.encoder:
+            memory = layer(memory, memory)
+        y = self.words(x.flip(1))
+        for layer in self.decoder:
+            y = layer(y, memory)
+        return y
+
+
+class Collecting(nn.Module):
+    """Returns the hidden state of every layer, so that some of what it keeps is the caller's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * torch.sigmoid(x)
+            states.append(x)
+        return states[-1] if not self.training else sum(state.square().mean() for state in states)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]] = {
+    "unet": lambda: (UNet(), lambda: torch.randn(2, 3, 16, 16)),
+    "translator": lambda: (Translator(), lambda: torch.randint(0, 20, (4, 12))),
+    "collecting": lambda: (Collecting(), lambda: torch.randn(32, 16)),
+    "handed_on": lambda: fresh("handed_on"),
+}
+
+
+def made(name: str, **options: Any) -> tuple[rotoff.Checkpointable, Callable[[], torch.Tensor]]:
+    """The model `name`, measured, with about a stage for every few operations; and a way to draw a batch."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    count = None if isinstance(model, nn.Sequential) else 12
+    wrapped = rotoff.Checkpointable(model, stages=count, cache_directory=None, **options).measure(batch(), repeats=1)
+    return wrapped, batch
+
+
+def having(wrapped: rotoff.Checkpointable, sequence: rotoff.Sequence, kept: tuple[int, ...]) -> rotoff.Checkpointable:
+    """Have `wrapped` run `sequence` with the skips `kept` in place."""
+    wrapped.compute_sequence(1 << 40)
+    wrapped._latest.plan = compile_sequence(wrapped.profile.keeping(kept).chain, sequence, kept=kept)
+    return wrapped
+
+
+def step(model: nn.Module, batch: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """What one training step makes: the loss, gradients, buffers and the generator's state."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    loss = model(batch()).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
+
+
+def wanted(name: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    return step(model, batch)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def ways(wrapped: rotoff.Checkpointable) -> Iterator[tuple[int, ...]]:
+    """Choices of skips to keep, the first alone among them."""
+    yield from dict.fromkeys([*choices(wrapped.profile.skips), (0,)])
+
+
+# -- what is found
+
+
+def test_the_skips_of_a_model_are_found_with_their_bytes() -> None:
+    wrapped, _ = made("handed_on")
+    (skip,) = wrapped.profile.skips
+    assert (skip.first, skip.last, skip.nbytes, skip.carried) == (2, 4, 32 * 16 * 4, 2)
+    assert skip.outputs == ((1,), (1,), (1,))
+    assert wrapped.chain.stages[1].output_bytes - wrapped.profile.keeping((0,)).chain.stages[1].output_bytes == skip.nbytes
+
+
+def test_a_unets_skips_and_the_memory_of_an_encoder_are_found() -> None:
+    found = made("unet")[0].profile.skips
+    sizes = {2 * 4 * 16 * 16 * 4: 0, 2 * 8 * 8 * 8 * 4: 0}  # outputs of the first two resolutions
+    for skip in found:
+        sizes[skip.nbytes] = max(sizes.get(skip.nbytes, 0), skip.carried)
+    assert sizes[2 * 4 * 16 * 16 * 4] > sizes[2 * 8 * 8 * 8 * 4] >= 1
+    memory = max(made("translator")[0].profile.skips, key=lambda skip: skip.carried)
+    assert memory.nbytes == 4 * 12 * 16 * 4
+    assert memory.carried >= 2
+
+
+def lies(*outputs: tuple[int, int | None, int], saved: Any = (), written: Any = ()) -> Lying:
+    return Lying(outputs, tuple(saved), frozenset(written))
+
+
+def own(count: int, saved: int = 0, lasting: int = 0) -> Behaviour:
+    return Behaviour((SavedKind.INPUT,) * saved, (True,) * count + (False,) * lasting)
+
+
+def test_storages_are_followed_from_stage_to_stage() -> None:
+    """Made by stage 1 as two views, handed on by 2 in another place, used by 3, which saves it."""
+    runs = [
+        (lies((8, None, 0), (64, None, 1), (64, None, 1), saved=[(None, 1), (None, None)]), own(3, 2)),
+        (lies((64, 2, 0), (16, None, 1), saved=[(0, None)]), own(2, 1)),
+        (lies((4, None, 0), saved=[(1, None), (0, None)]), own(1, 2)),
+    ]
+    assert find_skips(runs) == (Skip(1, 2, 64, ((1, 2), (0,)), ((0,), (), (1,))),)
+
+
+def test_what_the_batch_handed_on_and_what_is_overwritten_is_no_skip() -> None:
+    table = [(lies((8, None, 0), (64, None, 1)), own(1, lasting=1)), (lies((8, None, 0), (64, 1, 1)), own(1, lasting=1))]
+    assert find_skips(table) == ()
+    runs = [(lies((8, None, 0), (64, None, 1)), own(2)), (lies((8, None, 0), (64, 1, 1)), own(2))]
+    assert len(find_skips(runs)) == 1
+    assert find_skips([*runs, (lies((8, None, 0), written=[1]), own(1))]) == ()
+
+
+def test_the_table_of_stages_lists_them_and_says_what_the_plan_does() -> None:
+    torch.manual_seed(0)
+    model, batch = MODELS["handed_on"]()
+    wrapped = rotoff.Checkpointable(model, cache_directory=None)
+    found = rotoff.stages(wrapped, batch(), repeats=1)
+    assert found.skips == ((2, 4, 2048, None),)
+    assert str(found).endswith("skip of 2.00 KiB, stages 2 to 4: may be kept in place")
+    assert wrapped.kept_skips is None
+    wrapped.compute_sequence(1 << 40)
+    assert rotoff.stages(wrapped, batch(), repeats=1).skips == ((2, 4, 2048, True),)
+    assert wrapped.kept_skips == (0,)
+    wrapped.close()
+
+
+# -- what it costs
+
+
+def test_a_kept_skip_is_in_no_value_and_beside_its_replay() -> None:
+    stage = Stage("s", 1.0, 2.0, 100, 300, 50, 7, 9, 11, (Form(250, 3.0, 5, 6),))
+    chain = Chain((stage,) * 4, 1.0, 1.0)
+    kept = keep_in_place(chain, [Skip(2, 3, 40, ((0,), (0,)), ((), (), ()))])
+    first, second, third, fourth = kept.stages
+    assert first == fourth == stage
+    assert third == Stage("s", 1.0, 2.0, 60, 260, 50, 7, 9, 11, (Form(210, 3.0, 5, 6),))
+    assert second == Stage("s", 1.0, 2.0, 60, 260, 50, 47, 49, 11, (Form(210, 3.0, 45, 6),))
+
+
+def test_what_autograd_saves_of_a_kept_skip_is_its_own_no_more() -> None:
+    kinds = (SavedKind.OWN, SavedKind.INPUT, SavedKind.RESIDENT)
+    made = behave_in_place([Behaviour(kinds, (True, True))] * 3, [Skip(1, 2, 8, ((1,), (0,)), ((0,), (), (1, 2)))])
+    assert [b.kept for b in made] == [(1,), (0,), ()]
+    assert [b.own_outputs for b in made] == [(True, False), (False, True), (True, True)]
+    assert [b.saved for b in made] == [
+        (SavedKind.KEPT, SavedKind.INPUT, SavedKind.RESIDENT),
+        kinds,
+        (SavedKind.OWN, SavedKind.KEPT, SavedKind.KEPT),
+    ]
+
+
+def test_the_choices_are_all_the_long_ones_and_none() -> None:
+    short, long = Skip(1, 2, 8, (), ()), Skip(1, 5, 8, (), ())
+    assert choices([]) == [()]
+    assert choices([short]) == [(0,), ()]
+    assert choices([long]) == [(0,), ()]
+    assert choices([short, long, short]) == [(0, 1, 2), (1,), ()]
+
+
+# -- how it runs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_legal_sequence_gives_the_plain_models_bits_and_is_what_is_charged(name: str) -> None:
+    expected = wanted(name)
+    wrapped, batch = made(name, check=True)
+    state = {k: v.clone() for k, v in wrapped.state_dict().items()}
+    for kept in ways(wrapped):
+        chain = wrapped.profile.keeping(kept).chain
+        for seed in range(3):
+            wrapped.load_state_dict(state)
+            sequence = random_sequence(chain, seed, wildness=0.7, forms=True)
+            assert same(step(having(wrapped, sequence, kept), batch), expected), f"{kept}\n{sequence}"
+    wrapped.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_sequence_holds_more_than_predicted(name: str) -> None:
+    wrapped, batch = made(name)
+    for kept in ways(wrapped):
+        chain = wrapped.profile.keeping(kept).chain
+        for seed in range(3):
+            having(wrapped, random_sequence(chain, seed, wildness=0.7, forms=True), kept)
+            measured, predicted = measured_peak(wrapped, batch()), wrapped.get_expected_memory()
+            assert measured <= predicted, f"{measured} > {predicted} keeping {kept}\n{wrapped.sequence}"
+    wrapped.close()
+
+
+def measured_peak(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that one step allocates beside parameters' gradients, the batch, and what the caller makes of the output."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    gradient = torch.ones_like(model(x))
+    return peak_bytes(lambda: model(x).backward(gradient))
+
+
+@pytest.mark.parametrize("name", ["unet", "translator"])
+def test_moves_beside_kept_skips_have_no_race(name: str) -> None:
+    expected = wanted(name)
+    for seed in range(2):
+        wrapped, batch = made(name)
+        kept = tuple(range(len(wrapped.profile.skips)))
+        link = RecordingLink(0.5, seed)
+        sequence = random_sequence(wrapped.profile.keeping(kept).chain, seed, wildness=0.75)
+
+        def take(device: torch.device, nbytes: int, link: RecordingLink = link) -> RecordingLink:
+            link.reserve(nbytes)
+            return link
+
+        wrapped._links.take = take
+        wrapped._links.give_back = lambda link: None
+        assert same(step(having(wrapped, sequence, kept), batch), expected)
+        assert link.check() == [], str(sequence)
+        link.close()
+
+
+@contextmanager
+def failing_in(stage: nn.Module) -> Iterator[None]:
+    hook = stage.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("injected")))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def test_a_forward_that_is_dropped_or_fails_leaves_no_skip_behind() -> None:
+    wrapped, batch = made("handed_on")
+    text = ["F_all 1", "F_ck 2", "F_none 3", *(f"F_all {i}" for i in (4, 5, 6, 7)), "B 7", "B 6", "B 5", "B 4"]
+    text += ["F_all 2", "F_all 3", "B 3", "B 2", "B 1"]
+    having(wrapped, rotoff.Sequence.from_text(text), (0,))
+    x = batch()
+    wrapped(x).sum().backward()
+    before = live_bytes()
+    wrapped(x)
+    assert live_bytes() == before
+    with failing_in(wrapped[4]), pytest.raises(MemoryError, match="injected"):
+        wrapped(x)
+    assert live_bytes() == before
+    wrapped(x).sum().backward()
+    assert live_bytes() == before
+    wrapped.close()
+
+
+# -- what is planned
+
+
+# Stages that end where blocks do, as in a larger model: between finer ones lie outputs that nobody saves, which is another matter.
+@pytest.mark.parametrize(("name", "count", "share"), [("unet", 40, 1.1), ("translator", 10, 1.05)])
+def test_keeping_everything_is_charged_about_what_the_plain_model_takes(name: str, count: int, share: float) -> None:
+    torch.manual_seed(0)
+    model, x = (UNet(8), torch.randn(8, 3, 64, 64)) if name == "unet" else (Translator(64), torch.randint(0, 20, (8, 64)))
+    wrapped = rotoff.Checkpointable(model, stages=count, cache_directory=None, forms=False).measure(x, repeats=1)
+    real = measured_peak(model, x)
+    carried = rotoff.simulate(wrapped.profile.chain, rotoff.solver.keep_all(wrapped.profile.chain)).peak_bytes
+    assert real <= wrapped.keep_all_memory <= share * real
+    assert wrapped.keep_all_memory < carried - wrapped.profile.chain.input_bytes
+    for mode in ("remat", "joint"):
+        limit = int(0.7 * wrapped.keep_all_memory)
+        wrapped.compute_sequence(limit, mode=mode)
+        assert measured_peak(wrapped, x) <= wrapped.get_expected_memory() <= limit
+    wrapped.close()
+
+
+def test_the_planner_takes_the_faster_way_and_the_smaller_limit() -> None:
+    wrapped, _ = made("unet")
+    profile, request = wrapped.profile, Request(1, "remat", 50, {})
+    profiles = {kept: replace(profile.keeping(kept), skips=()) for kept in choices(profile.skips)}
+    limits = {kept: least_limit(alone, request) for kept, alone in profiles.items()}
+    assert least_limit(profile, request) == min(limits.values())
+    everything = wrapped.keep_all_memory
+    for share in (0.9, 0.7, 0.5):
+        limit = max(int(share * everything), min(limits.values()))
+        wrapped.compute_sequence(limit, mode="remat")
+        sequence, trace = wrapped.sequence, rotoff.simulate(wrapped.chain, wrapped.sequence)
+        assert wrapped.get_expected_makespan() == trace.makespan
+        assert list(wrapped._plan.kept) == sequence.meta.get("kept_skips", [])
+        for kept, alone in profiles.items():
+            more = alone.resident_input_bytes - alone.stuck_bytes - alone.replay_bytes
+            if limit >= limits[kept]:
+                other = rotoff.simulate(alone.chain, rotoff.solve(alone.chain, limit + more, mode="remat"))
+                assert trace.makespan <= other.makespan
+    wrapped.compute_sequence(everything)
+    assert wrapped._plan.keeps_all
+    wrapped.close()
