@@ -19,7 +19,7 @@ from test_runtime import smallest, with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.runtime import host_file, link_pool
+from rotoff.runtime import host_file, link_pool, selective
 from rotoff.runtime.link_file import FileLink, FileTicket
 
 
@@ -130,6 +130,58 @@ def test_an_error_at_every_call_of_stages_and_links(kind: str, monkeypatch: pyte
     assert calls > 20
     with nothing_left(wrapped):
         for n in range(1, calls + 1):
+            afresh(wrapped, "residual")
+            faults.arm(n, ERRORS[kind])
+            left = left_bytes(lambda: failing_step(wrapped, batch, "injected"))
+            assert left <= 0, f"{left} bytes are left after call {n} of {calls}:\n{sequence}"
+            assert same(train(wrapped, batch, steps=1), expected), f"after call {n} of {calls}:\n{sequence}"
+    for hook in hooks:
+        hook.remove()
+
+
+def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
+    """Every stage in its middle form; of two of them, all that it stores leaves for the host and comes back."""
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    L = len(wrapped.chain)
+    text = []
+    for i, stage in enumerate(wrapped.chain.stages, start=1):
+        form = (1 + len(stage.forms)) // 2
+        text.append(f"F_sel {i} {form}" if form else f"F_all {i}")
+        if i in (3, 4):
+            text += [f"offload abar {i - 1}", f"free abar {i - 1}"]
+    for i in range(L, 0, -1):
+        if i in (5, 4):
+            text.append(f"prefetch abar {i - 2}")
+        if i in (4, 3):
+            text.append(f"wait abar {i - 1}")  # the input of stage i
+        text.append(f"B {i}")
+    sequence = rotoff.Sequence.from_text(text)
+    assert all(wrapped.chain.stages[i - 1].forms for i in (2, 3))
+    return with_sequence(wrapped, sequence), batch, sequence
+
+
+@pytest.mark.parametrize(("kind", "first"), [("memory", 1), ("interrupt", 2)])
+def test_an_error_at_every_call_with_moved_forms(kind: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules in first runs and redos, the redos' operations, copies, waits and allocations: each fails once, in one way or the other."""
+    monkeypatch.setattr(link_pool, "FileLink", FaultyLink)
+    faults = FaultyLink.faults
+    inner = selective._Redo.__torch_dispatch__
+
+    def operation(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        faults.event()
+        return inner(mode, *args, **kwargs)
+
+    expected = plain("residual", steps=1)
+    wrapped, batch, sequence = with_moved_forms()
+    monkeypatch.setattr(selective._Redo, "__torch_dispatch__", operation)
+    hooks = [module.register_forward_pre_hook(faults.event) for module in wrapped]
+    faults.arm(0, ERRORS[kind])
+    wrapped(batch()).sum().backward()
+    calls = faults.count
+    assert calls > 40
+    with nothing_left(wrapped):
+        for n in range(first, calls + 1, 2):
             afresh(wrapped, "residual")
             faults.arm(n, ERRORS[kind])
             left = left_bytes(lambda: failing_step(wrapped, batch, "injected"))
