@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from rotoff import Chain, Stage
+from rotoff import Chain, Form, Stage
 
 FLOPS = 60e12  # sustained by the device that these chains imagine
 MEMORY_RATE = 1e12  # bytes per second, for the layers that only stream
@@ -92,3 +93,16 @@ def grid() -> list[Chain]:
         densenet((6, 12, 32, 32), bandwidth=25e9),
         *(heterogeneous(seed, stages) for seed, stages in ((1, 20), (2, 30), (3, 40), (4, 50), (5, 60), (6, 80), (7, 100))),
     ]
+
+
+def with_forms(chain: Chain) -> Chain:
+    """`chain` with four forms for each stage, from the cheap and elementwise to the one that keeps its output alone."""
+
+    def form(stage: Stage, part: float, share: float) -> Form:
+        kept = int(stage.output_bytes + part * (stage.saved_bytes - stage.output_bytes))
+        gone = stage.saved_bytes - kept
+        seconds = stage.backward_time + share * stage.forward_time
+        return Form(kept, seconds, stage.forward_transient_bytes + gone, stage.backward_transient_bytes + gone)
+
+    made = ((0.7, 0.05), (0.45, 0.2), (0.2, 0.5), (0.0, 0.75))
+    return replace(chain, stages=tuple(replace(s, forms=tuple(form(s, *m) for m in made)) for s in chain.stages))

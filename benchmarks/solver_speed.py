@@ -1,4 +1,5 @@
-"""How long the tables take, and what memory: remat at 500 slots, joint at 50, each in a process of its own.
+"""How long the tables take, and what memory: remat at 500 slots, joint at 50, each in a process of its own; whole plans; and
+plans over four forms a stage beside the same without ("forms": both in one process, in turn, the least of three each).
 
 python benchmarks/solver_speed.py --out benchmarks/results/solver_speed.json
 """
@@ -14,21 +15,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-STAGES = {"remat": (30, 100, 350), "joint": (50, 100, 350), "solve": (20, 50, 100)}
+if TYPE_CHECKING:
+    from rotoff import Chain
+
+STAGES = {"remat": (30, 100, 350), "joint": (50, 100, 350), "solve": (20, 50, 100), "forms": (20, 50, 100)}
 SLOTS = {"remat": 500, "joint": 50}
 SHARE = 0.45  # limit over the keep-all peak
 
 
 def measured(what: str, stages: int) -> dict[str, object]:
     """Seconds (by the clock, and of CPU in all threads) and peak bytes of one table, or of a whole `solve`, in this process."""
-    from solver_chains import heterogeneous
+    from solver_chains import heterogeneous, with_forms
 
     from rotoff import simulate, solve
     from rotoff.solver import joint, keep_all, remat
 
     chain = heterogeneous(11, stages)
     limit = int(SHARE * simulate(chain, keep_all(chain)).peak_bytes)
+    if what == "forms":
+        costs = plan_costs((chain, with_forms(chain)), limit)
+        return {"what": what, "stages": stages, "cpu_seconds_without": costs[0], "cpu_seconds_with": costs[1]}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, cpu = time.perf_counter(), time.process_time()
     if what == "remat":
@@ -41,6 +49,19 @@ def measured(what: str, stages: int) -> dict[str, object]:
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     slots, grown = SLOTS.get(what), 1024 * (after - before)
     return {"what": what, "stages": stages, "slots": slots, "seconds": seconds, "cpu_seconds": cpu, "bytes": grown}
+
+
+def plan_costs(chains: tuple[Chain, ...], limit: int) -> list[float]:
+    """Of each chain, the processor seconds of a joint plan: the least of three, in turn."""
+    from rotoff import solve
+
+    costs = [float("inf")] * len(chains)
+    for _ in range(3):
+        for n, chain in enumerate(chains):
+            start = time.process_time()
+            solve(chain, limit)
+            costs[n] = min(costs[n], time.process_time() - start)
+    return costs
 
 
 def main() -> None:
@@ -60,6 +81,10 @@ def main() -> None:
             command = [sys.executable, __file__, "--one", what, str(stages)]
             rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
             row = rows[-1]
+            if what == "forms":
+                share = row["cpu_seconds_with"] / row["cpu_seconds_without"]
+                print(f"{what:6} {stages:4} stages {share:8.2f} x the CPU seconds of no forms", flush=True)
+                continue
             print(
                 f"{what:6} {stages:4} stages {row['seconds']:8.2f} s {row['cpu_seconds']:8.2f} s of CPU {row['bytes'] / 2**20:8.0f} MiB",
                 flush=True,

@@ -24,7 +24,7 @@ from .refine import Budget, refined
 from .slots import ROUNDINGS
 
 REMAT_SLOTS = 500
-FORMS_SHARE = 0.8  # of the effort, for the search with smaller forms after the one without
+FORMS_SHARE = 0.6  # of the effort, for the search with smaller forms after the one without
 
 
 @dataclass(frozen=True)
