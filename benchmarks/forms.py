@@ -88,9 +88,9 @@ class Comparison:
 
     def __init__(self, workload: workloads.Workload, host_directory: str | None) -> None:
         self.workload = workload
-        model, self.x, self.target = workload.make(torch.device("cpu"))
+        model, self.x = workload.make(torch.device("cpu"))
         self.fresh = copy.deepcopy(model)
-        self.plain = Runner(model, model, self.x, self.target)
+        self.plain = Runner(model, model, self.x)
         self.plain.step()
         self.gradients = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
         self.plain.step()
@@ -121,7 +121,7 @@ class Comparison:
         """Fill `row`, with pairs of steps for about `seconds`."""
         if row.forms is None:
             model = copy.deepcopy(self.fresh)
-            runner = Runner(methods.prepare(row.method, model, self.x, None, None), model, self.x, self.target)
+            runner = Runner(methods.prepare(row.method, model, self.x, None, None), model, self.x)
         else:
             ours, row.limit = self.ours[row.forms], self.limit(row, done)
             try:
@@ -131,7 +131,7 @@ class Comparison:
                 return
             self._predict(ours, row)
             ours.zero_grad(set_to_none=True)
-            runner = Runner(ours, ours, self.x, self.target)
+            runner = Runner(ours, ours, self.x)
         runner.step()
         pairs = list(zip(runner.model.parameters(), self.gradients, strict=True))
         row.equal_gradients = all(

@@ -5,11 +5,14 @@
 The last line printed is the result as JSON. The method's peak comes first, in steps of its own; then its steps alternate
 with plain PyTorch's in this very process, so that both meet the same state of the machine, and what counts is the median of
 the paired ratios. Where plain PyTorch does not fit beside it, times stand alone and the ratio is left out.
+
+glibc is told to hold on to freed memory, for every method: the page faults that plain PyTorch, which frees most, would pay in
+each step (benchmarks/prediction.py) are no merit of the others.
 """
 
 from __future__ import annotations
 
-import copy
+import gc
 import json
 import statistics
 import sys
@@ -23,7 +26,9 @@ from torch import nn
 
 import rotoff
 
+from ..prediction import keep_freed_memory
 from . import memory, methods, workloads
+from .moved import moved
 
 WARM = 2  # steps of each that are not timed: gradients are allocated, kernels chosen, pinned memory taken
 
@@ -48,6 +53,8 @@ class Result:
 
     status: ok, infeasible, out of memory, not here. ratio, low, high: median and quartiles of the paired ratios.
     gradient_difference: the largest of any gradient from plain's in the first step; equal_gradients: bit for bit.
+    predicted_peak: where plain PyTorch runs out of memory, what it would take, from a measurement stage by stage.
+    moved: of copies (`moved.Moved`). freed_memory_kept: whether malloc could be told.
     """
 
     status: str = "ok"
@@ -68,19 +75,21 @@ class Result:
     gradient_difference: float | None = None
     equal_gradients: bool | None = None
     prepare_time: float | None = None
+    moved: dict[str, Any] | None = None
+    freed_memory_kept: bool = False
 
 
 class Runner:
-    """Steps of one model on one batch; gradients are zeroed in place before each."""
+    """Steps of one model, which returns its loss, on one batch; gradients are zeroed in place before each."""
 
-    def __init__(self, run: methods.Run, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> None:
-        self.run, self.model, self.x, self.target = run, model, x, target
+    def __init__(self, run: methods.Run, model: nn.Module, x: torch.Tensor) -> None:
+        self.run, self.model, self.x = run, model, x
 
     def step(self) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        workloads.Workload.loss(self.run(self.x), self.target).backward()
+        self.run(self.x).backward()
 
     def timed(self) -> float:
         _synchronize(self.x.device)
@@ -107,31 +116,46 @@ def measure(cell: Cell) -> Result:
         result.status, result.note = "not here", str(error)
     except (torch.OutOfMemoryError, MemoryError) as error:
         result.status, result.note = "out of memory", str(error).splitlines()[0]
+    if result.status == "out of memory" and cell.method == "plain":
+        result.predicted_peak = _plain_peak(cell)  # here, where the frames that hold the step's tensors are gone
     return result
+
+
+def _plain_peak(cell: Cell) -> int:
+    """What a plain step would take, of which at most one stage is held to find out: limits are shares of it."""
+    device = torch.device(cell.device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    model, x = workloads.find(cell.suite, cell.workload).make(device)
+    return rotoff.Checkpointable(model, cache_directory=None).measure(x).keep_all_memory
 
 
 def _measure(cell: Cell, result: Result) -> None:
     device = torch.device(cell.device)
     if cell.threads:
         torch.set_num_threads(cell.threads)
+    result.freed_memory_kept = keep_freed_memory()
     workload = workloads.find(cell.suite, cell.workload)
-    model, x, target = workload.make(device)
-    other = copy.deepcopy(model) if cell.method != "plain" else None
+    model, x = workload.make(device)
     start = time.perf_counter()
-    best = _best_segments(cell.method, model, x, target)
+    best = _best_segments(cell.method, model, x)
     run = methods.prepare(best, model, x, cell.limit, cell.host_directory)
-    runner = Runner(run, model, x, target)
+    runner = Runner(run, model, x)
     torch.manual_seed(1)
     runner.step()
+    _synchronize(device)
     result.prepare_time = time.perf_counter() - start  # until the first step has ended: capture, plan, compilation
     result.note = best if best != cell.method else ""
-    first = [None if p.grad is None else p.grad.clone() for p in model.parameters()] if other is not None else []
+    first = [None if p.grad is None else p.grad.clone() for p in model.parameters()] if cell.method != "plain" else []
     runner.step()
     peak = memory.peak_of(runner.step, device)
     result.peak_allocated, result.peak_reserved = peak.allocated, peak.reserved
     if isinstance(run, rotoff.Checkpointable):
         _predictions(run, cell, result)
-    plain = _plain_beside(other, x, target, result) if other is not None else None
+        copies = moved(run, runner.step)
+        result.moved = asdict(copies) if copies else None
+    plain = _plain_beside(workload, device, result) if cell.method != "plain" else None
     if plain is not None:
         _compare(first, plain.model, result)
     del first
@@ -139,13 +163,13 @@ def _measure(cell: Cell, result: Result) -> None:
     runner.close()
 
 
-def _best_segments(method: str, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> str:
+def _best_segments(method: str, model: nn.Module, x: torch.Tensor) -> str:
     """`checkpoint_sequential` with its best count; other methods as they are."""
     if method != "checkpoint_sequential":
         return method
 
     def peak(count: int) -> int:
-        runner = Runner(methods.prepare(f"{method}:{count}", model, x, None, None), model, x, target)
+        runner = Runner(methods.prepare(f"{method}:{count}", model, x, None, None), model, x)
         runner.step()
         return memory.peak_of(runner.step, x.device).allocated
 
@@ -165,17 +189,20 @@ def _predictions(run: rotoff.Checkpointable, cell: Cell, result: Result) -> None
     result.bound_ratio = rotoff.lower_bound(run.chain, limit) / kept if limit else 1.0
 
 
-def _plain_beside(model: nn.Module, x: torch.Tensor, target: torch.Tensor, result: Result) -> Runner | None:
+def _plain_beside(workload: workloads.Workload, device: torch.device, result: Result) -> Runner | None:
     """Plain PyTorch ready to be timed, its first step done; None where it does not fit."""
-    runner = Runner(model, model, x, target)
     try:
+        model, x = workload.make(device)  # of the same seed
+        runner = Runner(model, model, x)
         torch.manual_seed(1)
         runner.step()
+        _synchronize(device)
+        return runner
     except (torch.OutOfMemoryError, MemoryError):
-        model.zero_grad(set_to_none=True)
         result.note = (result.note + "; " if result.note else "") + "plain does not fit beside it"
-        return None
-    return runner
+    model = runner = None  # type: ignore[assignment]
+    gc.collect()
+    return None
 
 
 def _compare(first: list[torch.Tensor | None], plain: nn.Module, result: Result) -> None:

@@ -38,7 +38,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 OURS = ("joint", "remat", "offload", "joint-compiled")
 PEERS = ("checkpoint", "checkpoint_sequential", "selective", "save_on_cpu", "offload_activations")
-BUDGETS = ("budget:0.8", "budget:0.5", "budget:0.2")
+BUDGETS = ("budget:0.5", "budget:0.2")
 
 _ATEN = torch.ops.aten
 DEAR = frozenset(

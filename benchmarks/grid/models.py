@@ -13,6 +13,37 @@ import torch.nn.functional as F
 from torch import nn
 
 
+class Loss(nn.Module):
+    """Mean cross entropy over whatever is classified: images, tokens (n, length) or pixels (n, h, w)."""
+
+    target: torch.Tensor
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("target", target, persistent=False)
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        if self.target.dim() == 2:
+            return F.cross_entropy(output.flatten(0, 1), self.target.flatten())
+        return F.cross_entropy(output, self.target)
+
+
+class Trained(nn.Module):
+    """A network that is no `nn.Sequential`, and its loss."""
+
+    def __init__(self, net: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.net(x))
+
+
+def trained(net: nn.Module, loss: Loss) -> nn.Module:
+    """`net` and then `loss`; of stages, one stage more."""
+    return nn.Sequential(*net, loss) if isinstance(net, nn.Sequential) else Trained(net, loss)
+
+
 class Embedding(nn.Module):
     def __init__(self, vocabulary: int, width: int, context: int) -> None:
         super().__init__()

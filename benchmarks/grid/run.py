@@ -3,9 +3,13 @@
     python -m benchmarks.grid.run --suite cpu --out benchmarks/results/grid_cpu.json
     python -m benchmarks.grid.run --suite cuda --minutes 9 --out benchmarks/results/grid_cuda.json   # again until it says "complete"
 
-Cells of one workload: plain; the peers; rotoff's modes at --limits (percent of the plain peak); then rotoff joint at each
-peer's own peak, named ``joint@PEER``. A cell that is in the file already, from the same machine, versions and commit, is not
-run again (--again CELL forces it). Cells go round by method, so that no method has the machine's best hour.
+Cells of one workload: plain; the peers; rotoff joint at --limits (percent of the plain peak) and at each peer's own peak, named
+``joint@PEER``; rotoff remat and offload; with --compiled, `torch.compile` with its memory budgets and rotoff over compiled
+blocks. A cell that is in the file already, from the same machine and versions, is not run again (--again CELL forces it; each
+keeps the commit that ran it). Cells go round by method, so that no method has the machine's best hour.
+
+Times of stages that one cell has measured serve the later ones of the same call (rotoff's own cache, in a folder that lives
+as long as the call); bytes are measured in each.
 """
 
 from __future__ import annotations
@@ -16,14 +20,14 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from . import methods, workloads
-
-MODES = ("joint", "remat", "offload")
+from .aims import EVERYTHING
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -89,24 +93,43 @@ class Grid:
 
     def todo(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, cell) of all cells that have not run, in order; later ones need the results of earlier ones."""
-        chosen = [w.name for w in workloads.SUITES[self.options.suite] if w.name in (self.options.workloads or [w.name])]
-        for method in ("plain", *methods.PEERS, *(methods.BUDGETS if self.options.compiled else ())):
+        options = self.options
+        chosen = [w.name for w in workloads.SUITES[options.suite] if w.name in (options.workloads or [w.name])]
+        compiled = chosen if options.compiled == [] else [name for name in chosen if name in (options.compiled or ())]
+        yield from self._peers(chosen, ("plain", *methods.PEERS))
+        yield from self._at_limits(chosen, "joint")
+        for workload in chosen:  # with room for everything, twice over: what rotoff costs where it has nothing to do
+            if (plain := self._peak(f"{workload}/plain")) is not None:
+                yield from self._new(f"{workload}/joint@{EVERYTHING}", workload, "joint", 2 * plain)
+        yield from self._in_their_bytes(chosen, "joint", methods.PEERS)
+        for mode in ("remat", "offload"):
+            yield from self._at_limits(chosen, mode)
+        yield from self._peers(compiled, methods.BUDGETS)
+        yield from self._in_their_bytes(compiled, "joint-compiled", methods.BUDGETS)
+
+    def _peers(self, chosen: list[str], names: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for method in names:
             for workload in chosen:
                 yield from self._new(f"{workload}/{method}", workload, method, None)
+
+    def _at_limits(self, chosen: list[str], mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for percent in self.options.limits:
-            for mode in MODES:
-                for workload in chosen:
-                    if (plain := self._peak(f"{workload}/plain")) is not None:
-                        yield from self._new(f"{workload}/{mode}@{percent:g}%", workload, mode, int(plain * percent / 100))
-        for peer in (*methods.PEERS, *(methods.BUDGETS if self.options.compiled else ())):
-            mode = "joint-compiled" if peer in methods.BUDGETS else "joint"
+            for workload in chosen:
+                if (plain := self._peak(f"{workload}/plain")) is not None:
+                    yield from self._new(f"{workload}/{mode}@{percent:g}%", workload, mode, int(plain * percent / 100))
+
+    def _in_their_bytes(self, chosen: list[str], mode: str, peers: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for peer in peers:
             for workload in chosen:
                 if (peak := self._peak(f"{workload}/{peer}")) is not None:
                     yield from self._new(f"{workload}/{mode}@{peer}", workload, mode, peak)
 
     def _peak(self, name: str) -> int | None:
+        """What a step of this cell takes; where plain PyTorch runs out of memory, what it would take."""
         found = self.result(name)
-        return found["peak_allocated"] if found else None
+        if found is None or name.endswith("/plain"):
+            return found and (found["peak_allocated"] or found.get("predicted_peak"))
+        return found["peak_allocated"]
 
     def _new(self, name: str, workload: str, method: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
         if name not in self.data["cells"]:
@@ -117,9 +140,12 @@ class Grid:
     def run(self, name: str, cell: dict[str, Any]) -> dict[str, Any]:
         """Run one cell in a process of its own and keep what came out."""
         command = [sys.executable, "-m", "benchmarks.grid.cell", json.dumps(cell)]
-        begin = time.time()
+        begin, load = time.time(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        environment = {**os.environ, "ROTOFF_CACHE": self.options.times}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=self.options.cell_minutes * 60)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=self.options.cell_minutes * 60, env=environment
+            )
             result = json.loads(done.stdout.strip().splitlines()[-1])
         except subprocess.TimeoutExpired:
             result = {"status": "too slow", "note": f"stopped after {self.options.cell_minutes:g} minutes"}
@@ -129,7 +155,8 @@ class Grid:
             result = {"status": "out of memory" if killed else "failed", "note": last[:500]}
         kept = {key: value for key, value in cell.items() if key != "host_directory"}
         empty = {"peak_allocated": None, "ratio": None}
-        record = {"cell": kept, "commit": commit(), "seconds": round(time.time() - begin, 1), "result": empty | result}
+        record = {"cell": kept, "commit": commit(), "load_before": load, "seconds": round(time.time() - begin, 1)}
+        record["result"] = empty | result
         self.data["cells"][name] = record
         self.save()
         return record["result"]
@@ -157,9 +184,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="*", metavar="NAME", help="only these")
     parser.add_argument("--limits", nargs="*", type=float, default=[80, 60, 45, 30, 20], help="%% of the plain peak")
     parser.add_argument(
-        "--compiled", action="store_true", help="also torch.compile with its memory budget, and rotoff over it"
+        "--compiled",
+        nargs="*",
+        metavar="NAME",
+        help="also torch.compile with its memory budgets and rotoff over compiled blocks, of these workloads or of all",
     )
-    parser.add_argument("--seconds", type=float, default=12, help="that a cell's timed steps may take (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=8, help="that a cell's timed steps may take (%(default)s)")
     parser.add_argument("--cell-minutes", type=float, default=5, help="after which a cell is stopped (%(default)s)")
     parser.add_argument("--minutes", type=float, help="begin no cell after this many")
     parser.add_argument("--again", nargs="*", default=[], metavar="CELL", help="run these anew")
@@ -177,13 +207,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     grid = Grid(options.out, options)
     end = time.time() + 60 * options.minutes if options.minutes else None
+    with tempfile.TemporaryDirectory(prefix="rotoff-grid-") as options.times:
+        return _until(grid, end)
+
+
+def _until(grid: Grid, end: float | None) -> int:
     while (following := next(grid.todo(), None)) is not None:
         if end is not None and time.time() > end:
-            print(f"time is up; {len(grid.data['cells'])} cells are in {options.out}; run this again to go on")
+            print(f"time is up; {len(grid.data['cells'])} cells are in {grid.path}; run this again to go on")
             return 3
         print(said(following[0], grid.run(*following)), flush=True)
     grid.save()
-    print(f"complete: {len(grid.data['cells'])} cells in {options.out}")
+    print(f"complete: {len(grid.data['cells'])} cells in {grid.path}")
     return 0
 
 

@@ -1,0 +1,267 @@
+"""What was aimed at, and whether the figures of the grid meet it; every sentence is computed from the cells."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+OURS = {
+    "joint": "rotoff joint",
+    "remat": "rotoff remat",
+    "offload": "rotoff offload",
+    "joint-compiled": "rotoff joint, compiled",
+}
+EVERYTHING = "everything"  # where a limit leaves room for all
+MIB = 2**20
+SEGMENTS = 22 * MIB  # what PyTorch's caching allocator may take beyond need: a segment of 20 MiB for blocks up to 10, and 2
+TIME_ERROR = {"cuda": 0.03, "cpu": 0.05}
+OVERHEAD = {("gpt", "60%"): 0.01, ("gpt", "30%"): 0.05, ("resnet", "60%"): 0.03, ("resnet", "30%"): 0.10}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell: workload, method, where its limit came from ("60%", a peer's name, "everything" or ""), and what came out."""
+
+    workload: str
+    method: str
+    limit: str
+    cell: dict[str, Any]
+    result: dict[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.result["status"] == "ok")
+
+    @property
+    def title(self) -> str:
+        name = OURS.get(self.method, f"`{self.method}`")
+        if not self.limit:
+            return name
+        if self.limit == EVERYTHING:
+            return f"{name}, room for everything"
+        return f"{name} at {self.limit}" if self.limit.endswith("%") else f"{name} in `{self.limit}`'s bytes"
+
+
+@dataclass(frozen=True)
+class Aim:
+    """aim: what was wanted. found: the figures. met: None where it is stated for another kind of device."""
+
+    aim: str
+    found: str
+    met: bool | None
+
+
+def read(data: dict[str, Any]) -> list[Run]:
+    """The cells of a file, in its order."""
+    runs = []
+    for name, record in data["cells"].items():
+        workload, _, rest = name.partition("/")
+        method, _, limit = rest.partition("@")
+        runs.append(Run(workload, method, limit, record["cell"], record["result"]))
+    return runs
+
+
+def judge(runs: list[Run], device: str) -> list[Aim]:
+    """Each aim that the cells can judge. device: "cpu" or "cuda"."""
+    found = [
+        _fastest(runs),
+        _same_bytes(runs),
+        _same_time(runs),
+        *(_overhead(runs, *key, device) for key in OVERHEAD),
+        _limits(runs),
+        _reserved(runs),
+        _everything(runs),
+        _times(runs, TIME_ERROR[device]),
+        _peaks(runs),
+        _bandwidth(runs),
+        _hidden(runs),
+        _gradients(runs),
+    ]
+    return [aim for aim in found if aim is not None]
+
+
+# -- against the peers
+
+
+def _fastest(runs: list[Run]) -> Aim | None:
+    duels = []
+    for run in timed(runs, lambda run: run.method == "joint" and run.limit.endswith("%")):
+        rivals = timed(runs, lambda r, run=run: r.workload == run.workload and r.method not in ("joint", "plain"))  # type: ignore[misc]
+        keeping = [r for r in rivals if r.result["peak_allocated"] <= run.cell["limit"] and not is_compiled(r)]
+        if keeping:
+            duels.append((run, min(keeping, key=lambda r: r.result["ratio"])))
+    return _duels("At every limit joint is the fastest method that keeps it", duels)
+
+
+def _same_bytes(runs: list[Run]) -> Aim | None:
+    return _duels("In each peer's own bytes joint is faster than that peer", _in_bytes(runs))
+
+
+def _in_bytes(runs: list[Run]) -> list[tuple[Run, Run]]:
+    ours = timed(runs, lambda r: r.method.startswith("joint") and bool(r.limit) and not r.limit.endswith("%"))
+    peers = {(r.workload, r.method): r for r in timed(runs, lambda r: not r.limit)}
+    return [(run, peers[run.workload, run.limit]) for run in ours if (run.workload, run.limit) in peers]
+
+
+def _duels(what: str, duels: list[tuple[Run, Run]]) -> Aim | None:
+    """Who has the smaller median; apart where the quartiles do not overlap."""
+    if not duels:
+        return None
+    behind = [(run, other) for run, other in duels if other.result["ratio"] < run.result["ratio"]]
+    apart = sum(run.result["high"] < other.result["low"] for run, other in duels)
+    text = f"faster in {len(duels) - len(behind)} of {len(duels)} cells ({apart} with all quartiles apart), behind in {len(behind)}."
+    for run, other in behind:
+        level = "" if other.result["high"] < run.result["low"] else ", quartiles overlap"
+        text += f" Behind: {run.workload}, {run.title}, {run.result['ratio']:.3f} to {other.title}'s {other.result['ratio']:.3f}{level}."
+    return Aim(what, text, not behind)
+
+
+def _same_time(runs: list[Run]) -> Aim | None:
+    """The fewest bytes in which a joint cell is no slower than the peer."""
+    shares = []
+    for _, peer in _in_bytes([r for r in runs if r.method != "joint-compiled"]):
+        ours = timed(runs, lambda r, p=peer: r.method == "joint" and r.workload == p.workload)  # type: ignore[misc]
+        least = [r.result["peak_allocated"] for r in ours if r.result["ratio"] <= peer.result["ratio"]]
+        if least:
+            shares.append((min(least) / peer.result["peak_allocated"], peer))
+    if not shares:
+        return None
+    text = ", ".join(f"{share:.2f} of {peer.title}'s ({peer.workload})" for share, peer in shares)
+    return Aim("In a peer's own time joint takes fewer bytes", text + ".", all(share < 1 for share, _ in shares))
+
+
+def _overhead(runs: list[Run], kind: str, limit: str, device: str) -> Aim | None:
+    ours = timed(runs, lambda r: r.method == "joint" and r.limit == limit and r.workload.startswith(kind))
+    if not ours:
+        return None
+    most = OVERHEAD[kind, limit]
+    text = ", ".join(
+        f"{r.workload} {r.result['ratio'] - 1:+.1%} (no plan can do better than {r.result['bound_ratio'] - 1:+.1%})"
+        for r in ours
+    )
+    met = all(r.result["ratio"] <= 1 + most for r in ours) if device == "cuda" else None
+    return Aim(f"{kind} at {limit} of the peak, on CUDA: at most {most:.0%} over plain", text + ".", met)
+
+
+# -- bytes
+
+
+def _limits(runs: list[Run]) -> Aim | None:
+    ours = _limited(runs)
+    if not ours:
+        return None
+    over = [r for r in ours if r.result["peak_allocated"] > r.cell["limit"]]
+    text = f"kept in {len(ours) - len(over)} of {len(ours)} cells." + _list("Over it", over)
+    return Aim("The limit holds for allocated bytes", text, not over)
+
+
+def _reserved(runs: list[Run]) -> Aim | None:
+    ours = [r for r in _limited(runs) if r.result["peak_reserved"] is not None]
+    if not ours:
+        return None
+    over = [r for r in ours if r.result["peak_reserved"] > r.cell["limit"] + SEGMENTS]
+    most = max(r.result["peak_reserved"] / r.result["peak_allocated"] for r in ours)
+    text = f"kept in {len(ours) - len(over)} of {len(ours)} cells; reserved over allocated at most {most:.3f}."
+    aim = f"The limit holds for reserved bytes, within the allocator's rounding ({SEGMENTS // MIB} MiB)"
+    return Aim(aim, text + _list("Over it", over), not over)
+
+
+def _peaks(runs: list[Run]) -> Aim | None:
+    ours = _limited(runs)
+    if not ours:
+        return None
+    shares = [r.result["predicted_peak"] / r.result["peak_allocated"] for r in ours]
+    under = [r for r, share in zip(ours, shares, strict=True) if share < 1]
+    within = sum(1 <= share <= 1.03 for share in shares)
+    text = (
+        f"within 3 % in {within} of {len(ours)} cells; predicted over measured: median {statistics.median(shares):.3f}, at most"
+        f" {max(shares):.3f}, at least {min(shares):.4f}." + _list("Under the measured one", under)
+    )
+    return Aim("The predicted peak is within 3 % and never under the measured one", text, within == len(ours))
+
+
+# -- time
+
+
+def _everything(runs: list[Run]) -> Aim | None:
+    over = timed(runs, lambda r: r.limit == EVERYTHING)
+    if not over:
+        return None
+    text = ", ".join(f"{r.workload} {r.result['ratio'] - 1:+.1%}" for r in over)
+    return Aim("With all in memory: at most 1 % over plain", text + ".", all(r.result["ratio"] <= 1.01 for r in over))
+
+
+def _times(runs: list[Run], most: float) -> Aim | None:
+    gaps = [(r.result["ratio"] / r.result["predicted_ratio"] - 1, r) for r in _limited(timed(runs, lambda _: True))]
+    if not gaps:
+        return None
+    within = sum(abs(gap) <= most for gap, _ in gaps)
+    worst = max(gaps, key=lambda entry: abs(entry[0]))
+    text = (
+        f"within {most:.0%} in {within} of {len(gaps)} cells; measured over predicted: median"
+        f" {statistics.median(gap for gap, _ in gaps):+.1%}, furthest {worst[0]:+.1%} ({worst[1].workload}, {worst[1].title})."
+    )
+    return Aim(f"The predicted step time, over plain's, is within {most:.0%}", text, within == len(gaps))
+
+
+def _bandwidth(runs: list[Run]) -> Aim | None:
+    ours = _moving(runs)
+    lanes = ("d2h_share", "h2d_share")
+    shares = [(r.result["moved"][lane], r) for r in ours for lane in lanes if r.result["moved"][lane] is not None]
+    if not shares:
+        return None
+    enough = sum(share >= 0.95 for share, _ in shares)
+    worst = min(shares, key=lambda entry: entry[0])
+    text = (
+        f"in {enough} of {len(shares)} directions of {len(ours)} cells; median {statistics.median(s for s, _ in shares):.2f},"
+        f" least {worst[0]:.2f} ({worst[1].workload}, {worst[1].title})."
+    )
+    return Aim("Copies run at 95 % of the measured link bandwidth or more", text, enough == len(shares))
+
+
+def _hidden(runs: list[Run]) -> Aim | None:
+    ours = [r for r in _moving(runs) if r.result["moved"]["planned_hidden"] >= 0.95]
+    if not ours:
+        return None
+    enough = sum(r.result["moved"]["hidden"] >= 0.95 for r in ours)
+    worst = min(ours, key=lambda r: r.result["moved"]["hidden"])
+    text = (
+        f"in {enough} of {len(ours)} cells; median {statistics.median(r.result['moved']['hidden'] for r in ours):.1%}, least"
+        f" {worst.result['moved']['hidden']:.1%} ({worst.workload}, {worst.title})."
+    )
+    return Aim("95 % of the copies' time is hidden where the plan says so", text, enough == len(ours))
+
+
+def _gradients(runs: list[Run]) -> Aim | None:
+    ours = [r for r in _limited(runs) if r.result["equal_gradients"] is not None and not r.method.endswith("compiled")]
+    if not ours:
+        return None
+    other = [r for r in ours if not r.result["equal_gradients"]]
+    text = f"in {len(ours) - len(other)} of {len(ours)} cells." + _list("Others", other)
+    return Aim("Gradients are plain's bit for bit", text, not other)
+
+
+# -- which cells
+
+
+def timed(runs: list[Run], wanted: Callable[[Run], bool]) -> list[Run]:
+    """Those of `wanted` that ran and have a step time over plain's."""
+    return [run for run in runs if run.ok and run.result["ratio"] is not None and wanted(run)]
+
+
+def _limited(runs: list[Run]) -> list[Run]:
+    return [run for run in runs if run.ok and run.method in OURS and run.result["predicted_peak"] is not None]
+
+
+def _moving(runs: list[Run]) -> list[Run]:
+    return [run for run in _limited(runs) if run.result.get("moved")]
+
+
+def is_compiled(run: Run) -> bool:
+    return run.method.startswith(("budget", "compiled")) or run.method.endswith("compiled")
+
+
+def _list(what: str, runs: list[Run]) -> str:
+    return "" if not runs else f" {what}: " + ", ".join(f"{r.workload}, {r.title}" for r in runs) + "."

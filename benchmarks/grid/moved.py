@@ -1,0 +1,66 @@
+"""What became of a step's copies: how near the link's speed they ran, and how much of them compute hid.
+
+From one recorded step (`Checkpointable.record_step`) beside the machine's prediction of it. A copy is hidden for as long as
+compute does not wait for it; what compute waited is the sum of its lane's events that compute nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import rotoff
+from rotoff.sequence import COMPUTES
+from rotoff.simulator import Trace
+
+
+@dataclass(frozen=True)
+class Moved:
+    """d2h_bytes, h2d_bytes: of one step. d2h_share, h2d_share: speed of the copies over the bandwidth that the plan counts on,
+    all bytes of a direction over all seconds that its copies took; None where nothing goes that way. hidden, planned_hidden: of
+    the seconds that copies take, the share that compute does not wait for, measured and predicted."""
+
+    d2h_bytes: int
+    h2d_bytes: int
+    d2h_share: float | None
+    h2d_share: float | None
+    hidden: float
+    planned_hidden: float
+
+
+def moved(model: rotoff.Checkpointable, step: Callable[[], object], repeats: int = 3) -> Moved | None:
+    """Medians over `repeats` recorded steps; None where the plan moves nothing."""
+    predicted = rotoff.simulate(model.chain, model.sequence)
+    if not predicted.d2h_bytes:
+        return None
+    traces = []
+    for _ in range(repeats):
+        with model.record_step() as recorded:
+            step()
+        traces.append(recorded.trace)
+    return Moved(
+        predicted.d2h_bytes,
+        predicted.h2d_bytes,
+        _share(traces, "d2h", predicted.d2h_bytes, model.chain.d2h_bandwidth),
+        _share(traces, "h2d", predicted.h2d_bytes, model.chain.h2d_bandwidth),
+        statistics.median(hidden_share(trace) for trace in traces),
+        hidden_share(predicted),
+    )
+
+
+def hidden_share(trace: Trace) -> float:
+    """Of the seconds of all copies, the share that compute does not wait for."""
+    copies = _seconds(trace, "d2h") + _seconds(trace, "h2d")
+    waited = sum(e.end - e.start for e in trace.events if e.lane == "compute" and e.op.kind not in COMPUTES)
+    return max(0.0, 1.0 - waited / copies) if copies else 1.0
+
+
+def _share(traces: list[Trace], lane: str, nbytes: int, bandwidth: float) -> float | None:
+    if not nbytes:
+        return None
+    return statistics.median(nbytes / max(_seconds(trace, lane), 1e-9) / bandwidth for trace in traces)
+
+
+def _seconds(trace: Trace, lane: str) -> float:
+    return sum(event.end - event.start for event in trace.events if event.lane == lane)
