@@ -8,16 +8,27 @@
 #   compare_modes.json  the example's table
 #   interpreter_cost.json, prediction.json  those benchmarks, on CUDA
 #   *.log, tests.xml    the output of each step
-# A step that fails does not stop the others. Exit code: 0 all well, 1 a step failed, 2 wrong usage, 3 no CUDA here.
-# Each step has its time limit; together they stay below 10 minutes. PYTHON names another interpreter than python3.
+# A step that fails does not stop the others. Each step has its time limit; together they stay below 10 minutes.
+#
+#   scripts/gpu_check.sh OUTDIR grid [WORKLOAD...]
+#   scripts/gpu_check.sh OUTDIR reach [NETWORK...]
+#
+# run the benchmarks' grid on CUDA into OUTDIR/grid_cuda.json, or a step of each network of benchmarks/reach.py (12 GB) into
+# OUTDIR/reach.json, in at most 9.5 minutes. The grid goes on where the last call stopped, from OUTDIR or else from the file
+# committed under benchmarks/results/, where that is of the same machine; the page of results is written to OUTDIR/results.md each time.
+#
+# Exit code: 0 all well, 1 a step failed, 2 wrong usage, 3 no CUDA here, 4 the grid is not complete: call again.
+# PYTHON names another interpreter than python3.
 set -uo pipefail
 
-if [ $# -ne 1 ]; then
-    echo "usage: $0 OUTDIR" >&2
+mode=${2:-checks}
+if [ $# -lt 1 ] || [[ ! $mode =~ ^(checks|grid|reach)$ ]] || { [ "$mode" = checks ] && [ $# -gt 2 ]; }; then
+    echo "usage: $0 OUTDIR [grid [WORKLOAD...] | reach [NETWORK...]]" >&2
     exit 2
 fi
 mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
+shift $(($# > 1 ? 2 : 1))
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
@@ -50,7 +61,29 @@ run() { # name, limit in seconds, command...
     echo "== $name: exit code $code"
 }
 
-run build 90 "$python" setup.py build_ext --inplace
+build() { run build "$1" "$python" setup.py build_ext --inplace; }
+
+if [ "$mode" != checks ]; then
+    build 60
+    name=$([ "$mode" = grid ] && echo grid_cuda || echo reach).json
+    if [ "$mode" = grid ]; then
+        run grid 490 "$python" -m benchmarks.grid.run --suite cuda --seconds 4 --minutes 7.5 --cell-minutes 7.5 \
+            --compiled --start "benchmarks/results/$name" --out "$out/$name" ${1:+--workloads "$@"}
+    else
+        run reach 490 "$python" benchmarks/reach.py --run --out "$out/$name" ${1:+--only "$@"}
+    fi
+    code=${steps[6]}
+    [ "$mode" = grid ] && [ "$code" -eq 3 ] && code=4
+    if [ -e "$out/$name" ]; then # pictures where matplotlib is
+        pictures=$("$python" -c 'import matplotlib' 2>/dev/null && echo --pictures "$out/pictures")
+        run page 15 "$python" -m benchmarks.grid.report "$out/$name" --out "$out/results.md" $pictures
+    fi
+    [ "$code" -eq 4 ] && echo "The grid is not complete yet: run this again, with the same OUTDIR."
+    [ "$code" -eq 0 ] || [ "$code" -eq 4 ] || code=1
+    exit "$code"
+fi
+
+build 90
 run tests 220 "$python" -m pytest -m cuda -p no:cacheprovider --durations=10 --junitxml "$out/tests.xml" tests
 run compare_modes 100 "$python" examples/compare_modes.py --device cuda --json "$out/compare_modes.json"
 run interpreter_cost 30 "$python" benchmarks/interpreter_cost.py --device cuda --repeats 100 --json "$out/interpreter_cost.json"

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -78,11 +79,13 @@ class Grid:
         self.path, self.options = path, options
         self.data: dict[str, Any] = {"format": "rotoff.grid", "suite": options.suite, "machine": machine(options.device)}
         self.data |= {"threads": options.threads, "limits": options.limits, "cells": {}}
-        if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            if before.get("machine") != self.data["machine"]:
+        start = path if path.exists() else options.start
+        if start is not None and start.exists():
+            before = json.loads(start.read_text(encoding="utf-8"))
+            if before.get("machine") == self.data["machine"]:
+                self.data["cells"] = before["cells"]
+            elif start == path:
                 raise SystemExit(f"{path} is of another machine or other versions; name another --out, or move it away")
-            self.data["cells"] = before["cells"]
         for name in options.again:
             self.data["cells"].pop(name, None)
 
@@ -137,17 +140,19 @@ class Grid:
             cell |= {"device": self.options.device, "seconds": self.options.seconds, "threads": self.options.threads}
             yield name, cell | {"host_directory": self.options.host_directory}
 
-    def run(self, name: str, cell: dict[str, Any]) -> dict[str, Any]:
-        """Run one cell in a process of its own and keep what came out."""
+    def run(self, name: str, cell: dict[str, Any], end: float | None = None) -> dict[str, Any] | None:
+        """Run one cell in a process of its own and keep what came out; None where `end` came first, and nothing is kept."""
         command = [sys.executable, "-m", "benchmarks.grid.cell", json.dumps(cell)]
         begin, load = time.time(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        most = self.options.cell_minutes * 60
+        allowed = most if end is None else min(most, max(1.0, end - begin))
         environment = {**os.environ, "ROTOFF_CACHE": self.options.times}
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=self.options.cell_minutes * 60, env=environment
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=allowed, env=environment)
             result = json.loads(done.stdout.strip().splitlines()[-1])
         except subprocess.TimeoutExpired:
+            if allowed < most:
+                return None
             result = {"status": "too slow", "note": f"stopped after {self.options.cell_minutes:g} minutes"}
         except (IndexError, ValueError):  # it died: killed for memory, or a fault that the note shows
             killed = done.returncode in (-9, 137)
@@ -160,6 +165,10 @@ class Grid:
         self.data["cells"][name] = record
         self.save()
         return record["result"]
+
+    def typical_seconds(self) -> float:
+        """What a cell takes, as far as is known."""
+        return statistics.median([record["seconds"] for record in self.data["cells"].values()] or [0.0])
 
     def save(self) -> None:
         """Write the file; an interruption leaves the one before."""
@@ -181,6 +190,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=list(workloads.SUITES), default="cpu")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--start", type=Path, help="where --out is not there yet: go on from this file, if of the same machine"
+    )
     parser.add_argument("--workloads", nargs="*", metavar="NAME", help="only these")
     parser.add_argument("--limits", nargs="*", type=float, default=[80, 60, 45, 30, 20], help="%% of the plain peak")
     parser.add_argument(
@@ -191,7 +203,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=8, help="that a cell's timed steps may take (%(default)s)")
     parser.add_argument("--cell-minutes", type=float, default=5, help="after which a cell is stopped (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="begin no cell after this many")
+    parser.add_argument("--minutes", type=float, help="stop after this many; a cell under way is left for the next call")
     parser.add_argument("--again", nargs="*", default=[], metavar="CELL", help="run these anew")
     parser.add_argument("--host-directory", help="where the file of offloaded values lies; a real disk")
     parser.add_argument("--threads", type=int, help="compute threads of every method (CPU: cores - 1)")
@@ -212,11 +224,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _until(grid: Grid, end: float | None) -> int:
+    """Cells until the time is up. The first one may take all the time of a cell, so that each call gets on."""
+    first = True
     while (following := next(grid.todo(), None)) is not None:
-        if end is not None and time.time() > end:
+        in_time = first or end is None or time.time() + grid.typical_seconds() < end
+        result = grid.run(*following, None if first else end) if in_time else None
+        if result is None:
             print(f"time is up; {len(grid.data['cells'])} cells are in {grid.path}; run this again to go on")
             return 3
-        print(said(following[0], grid.run(*following)), flush=True)
+        print(said(following[0], result), flush=True)
+        first = False
     grid.save()
     print(f"complete: {len(grid.data['cells'])} cells in {grid.path}")
     return 0
