@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -220,8 +220,8 @@ def rows(only: list[str]) -> list[Row]:
             made.append(_row(name, "images", batch, lambda n, name=name: at_batch(name, n), lambda n: n))  # type: ignore[misc]
             _say(made[-1])
     if "deepest" in (only or ["deepest"]):
-        third = (DEEPEST - 2) // 3 - sum(GROUPS)
-        made.append(_row("deepest", f"layers, {DEEP_BATCH} images", third, at_depth, depth))
+        third = -(-(DEEPEST - 2) // 3) - sum(GROUPS)  # the first depth that is no less
+        made.append(replace(_row("deepest", f"layers, {DEEP_BATCH} images", third, at_depth, depth), paper=DEEPEST))
         _say(made[-1])
     return made
 

@@ -166,25 +166,25 @@ def _four_times(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _reach(data: dict[str, Any]) -> Iterator[str]:
-    yield f"## Reach in {data['memory_bytes'] / 1e9:g} GB"
+    room = f"{data['memory_bytes'] / 2**30:g} GiB"
+    yield f"## Reach in {room}"
     yield (
         f"Planned on the bytes of {', '.join(data['of'])} by `benchmarks/reach.py`, with no device:"
         f" {data['counted']}. torch {data['machine']['torch']}, rotoff {data['machine']['rotoff']} ({data['commit']})."
     )
-    aims, rows = (
-        [],
-        [
-            "| network | paper | reached | in 12 GB, keep all | smallest step at the paper's size (GB) | what binds |",
-            "|" + "---|" * 6,
-        ],
-    )
+    aims = []
+    rows = [
+        f"| network | paper | largest in {room} | keeping everything | the paper's size needs (GB) | estimated overhead | what binds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in data["rows"]:
-        met = None if row["reached"] is None else row["reached"] >= row["paper"]
-        aims.append(
-            Aim(f"{row['name']}: {row['paper']} {row['unit']}", f"{row['reached']} {row['unit']}; {row['ran']}", met)
+        met = row["reached"] is not None and row["reached"] >= row["paper"]
+        found = f"planned: {row['reached']}, and {row['paper']} in {row['least_bytes'] / 1e9:.2f} GB; {row['ran']}"
+        aims.append(Aim(f"{row['name']}: {row['paper']} {row['unit']}", found, met))
+        rows.append(
+            f"| {row['name']} | {row['paper']} | {row['reached']} | {row['keep_all']} | {row['least_bytes'] / 1e9:.2f} |"
+            f" {row['overhead']:+.0%} | {row['binds']} |"
         )
-        least = "" if row["least_bytes"] is None else f"{row['least_bytes'] / 1e9:.2f}"
-        rows.append(f"| {row['name']} | {row['paper']} | {row['reached']} | {row['keep_all']} | {least} | {row['binds']} |")
     yield _aims(aims)
     yield "\n".join(rows)
 

@@ -22,7 +22,7 @@ from ..runtime.replay import preserved
 from .forms import Policy
 from .gradients import charge
 from .known_times import KnownTimes
-from .meter import Measured, Meter
+from .meter import CUDA_BLOCK, Measured, Meter
 from .skips import Skip, behave_in_place, find_skips, keep_in_place
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
@@ -158,7 +158,9 @@ def measure(
         prefix=tuple(groups[:prefix]),
         stages=tuple(groups[prefix:]),
         behaviours=tuple(m.behaviour for m in measured),
-        stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured) + _shared_gradients(groups[prefix:]),
+        stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured)
+        + _shared_gradients(groups[prefix:])
+        + _loss_bytes(measured[-1].costs.output_bytes, device),
         replay_bytes=_replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
@@ -174,6 +176,13 @@ def _shared_gradients(stages: Sequence[StageModule]) -> int:
         for parameter in stage.parameters():
             users[parameter] = users.get(parameter, 0) + 1
     return sum(parameter.nbytes for parameter, count in users.items() if count > 1)
+
+
+def _loss_bytes(output_bytes: int, device: torch.device) -> int:
+    """What a loss takes that the model returns: its caller holds it to the end, where the machine frees it with the last stage.
+    Larger outputs are dropped by whoever makes a loss of them."""
+    most = CUDA_BLOCK if device.type == "cuda" else 8
+    return output_bytes if output_bytes <= most else 0
 
 
 def _replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
