@@ -59,14 +59,25 @@ def _cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The commit that runs, marked where files differ from it."""
+    """The commit that runs, marked where files other than results and docs differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True
+        found = git("describe", "--always", "--abbrev=12")
+        changed = git(
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ":/",
+            ":(top,exclude)benchmarks/results",
+            ":(top,exclude)docs",
         )
-        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+    return found + ("-dirty" if changed else "")
 
 
 class Grid:
