@@ -49,7 +49,8 @@ class Profile:
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every
     step. replay_bytes: the snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds,
     its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the step: all of it,
-    or what a prefix hands on of the batch. skips: bytes that several values carry.
+    or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
+    stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
     """
 
     device: torch.device
@@ -63,6 +64,7 @@ class Profile:
     resident_input_bytes: int = 0
     no_forms: tuple[str, ...] = ()
     skips: tuple[Skip, ...] = ()
+    spare_bytes: tuple[tuple[int, int], ...] = ()
 
     def keeping(self, kept: Collection[int]) -> Profile:
         """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value."""
@@ -71,7 +73,7 @@ class Profile:
         staying = [self.skips[n] for n in sorted(kept)]
         return replace(
             self,
-            chain=keep_in_place(self.chain, staying),
+            chain=keep_in_place(self.chain, staying, self.spare_bytes),
             behaviours=behave_in_place(self.behaviours, staying),
             stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
             skips=(),
@@ -166,6 +168,7 @@ def measure(
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips([(m.lies, m.behaviour) for m in measured]),
+        spare_bytes=tuple(m.lies.spare for m in measured),
     )
 
 

@@ -162,6 +162,8 @@ class Meter:
                 " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
             )
         forward_time, backward_time = self.known_time[:2] if self.known_time else self._times(run)
+        above = log.peak() - saved_bytes - stuck, dropping.peak() - output_bytes - stuck
+        lies = lies._replace(spare=(max(0, -above[0]), max(0, -above[1])))
         costs = Stage(
             name=run.stage.name,
             forward_time=forward_time,
@@ -169,8 +171,8 @@ class Meter:
             output_bytes=output_bytes,
             saved_bytes=saved_bytes,
             grad_bytes=sum(own_gradients),
-            forward_transient_bytes=max(0, log.peak() - saved_bytes - stuck),
-            checkpoint_transient_bytes=max(0, dropping.peak() - output_bytes - stuck),
+            forward_transient_bytes=max(0, above[0]),
+            checkpoint_transient_bytes=max(0, above[1]),
             backward_transient_bytes=max(0, backward_peak - fresh_bytes),
         )
         behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, self._enough(run, kinds))

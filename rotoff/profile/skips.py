@@ -24,12 +24,14 @@ class Lying(NamedTuple):
 
     outputs: of each output tensor, (bytes of its storage, the first input in that storage or None, the first output in it).
     saved: of each tensor that autograd saves, (the first input in its storage or None, the first output or None).
-    written: the inputs that the stage changed in place.
+    written: the inputs that the stage changed in place. spare: bytes by which what is charged while the stage runs, as ``F_all``
+    and as ``F_ck``, is above what it takes, since bytes that it hands on are charged to its input as well.
     """
 
     outputs: tuple[tuple[int, int | None, int], ...]
     saved: tuple[tuple[int | None, int | None], ...]
     written: frozenset[int] = frozenset()
+    spare: tuple[int, int] = (0, 0)
 
 
 def lying(
@@ -135,36 +137,43 @@ def find_skips(runs: Sequence[tuple[Lying, Behaviour]]) -> tuple[Skip, ...]:
     return tuple(one.skip() for one in found if one.last > one.first and not one.written)
 
 
-def keep_in_place(chain: Chain, skips: Sequence[Skip]) -> Chain:
+def keep_in_place(chain: Chain, skips: Sequence[Skip], spare: Sequence[tuple[int, int]]) -> Chain:
     """`chain` with the bytes of `skips` in no value; they are to be taken off the limit.
 
-    A replay of the stage that makes one makes it anew, beside the one that stays, and lets it go at its end.
+    A replay of the stage that makes one makes it anew, beside the one that stays, and lets it go at its end. In the others
+    those bytes were charged twice while the stage ran, and are so no more.
+
+    Args:
+        spare: of each stage, `Lying.spare`.
     """
-    stages = list(chain.stages)
+    fewer = [0] * len(chain)
+    handed = [0] * len(chain)  # of those, what the stage did not make
     for skip in skips:
         for i in range(skip.first, skip.last + 1):
-            stages[i - 1] = _without(stages[i - 1], skip.nbytes, skip.nbytes if i == skip.first else 0)
-    return replace(chain, stages=tuple(stages))
+            fewer[i - 1] += skip.nbytes
+            handed[i - 1] += skip.nbytes if i > skip.first else 0
+    rows = zip(chain.stages, fewer, handed, spare, strict=True)
+    return replace(chain, stages=tuple(_without(*row) if row[1] else row[0] for row in rows))
 
 
-def _without(stage: Stage, nbytes: int, beside: int) -> Stage:
-    """`stage` with `nbytes` less in its values, and `beside` more while its forward runs."""
+def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int]) -> Stage:
+    """`stage` with `nbytes` less in its values, of which it only hands on `handed`."""
     assert stage.checkpoint_transient_bytes is not None
+    made = nbytes - handed
 
     def less(form: Form) -> Form:
         assert form.forward_transient_bytes is not None
+        # what is spared in a smaller form is not known
         return replace(
-            form,
-            saved_bytes=max(0, form.saved_bytes - nbytes),
-            forward_transient_bytes=form.forward_transient_bytes + beside,
+            form, saved_bytes=form.saved_bytes - nbytes, forward_transient_bytes=form.forward_transient_bytes + nbytes
         )
 
     return replace(
         stage,
-        output_bytes=max(0, stage.output_bytes - nbytes),
-        saved_bytes=max(0, stage.saved_bytes - nbytes),
-        forward_transient_bytes=stage.forward_transient_bytes + beside,
-        checkpoint_transient_bytes=stage.checkpoint_transient_bytes + beside,
+        output_bytes=stage.output_bytes - nbytes,
+        saved_bytes=stage.saved_bytes - nbytes,
+        forward_transient_bytes=stage.forward_transient_bytes + made + max(0, handed - spare[0]),
+        checkpoint_transient_bytes=stage.checkpoint_transient_bytes + made + max(0, handed - spare[1]),
         forms=tuple(less(form) for form in stage.forms),
     )
 
