@@ -260,6 +260,11 @@ def test_forms_of_another_type_are_refused(bad: object) -> None:
         rotoff.Checkpointable(block(), forms=bad)
 
 
+def test_a_name_that_is_no_operation_is_refused() -> None:
+    with pytest.raises(rotoff.OptionError, match="forms names 'adddmm', which is no operation"):
+        rotoff.Checkpointable(block(), forms=["aten.addmm", "adddmm"])
+
+
 class Invisible(nn.Module):
     """Reads a tensor past the dispatcher, as a hand-written kernel does."""
 

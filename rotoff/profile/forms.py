@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..capture.operations import Leaf, Operation, OperationLog
 from ..capture.stage import SavedKind, StageModule
 from ..errors import OptionError
@@ -45,6 +47,13 @@ def read_forms(forms: Any) -> bool | Policy:
         return forms
     if isinstance(forms, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in forms):
         names = frozenset(name.removeprefix("aten.").removeprefix("aten::") for name in forms)
+        if unknown := sorted(
+            names - {known.split("::")[-1].split(".")[0] for known in torch._C._dispatch_get_all_op_names()}
+        ):
+            raise OptionError(
+                f"forms names {unknown[0]!r}, which is no operation of PyTorch; names are those of the dispatcher, as in"
+                " ['addmm', 'bmm'] or in what profile.forms of a measured model shows"
+            )
         return lambda op: True if op.name in names else None
     raise OptionError(
         f"forms is {forms!r}; give True, False, a list of names of operations that are kept, such as ['addmm', 'bmm'], or a"
