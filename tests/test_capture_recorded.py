@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -319,7 +320,8 @@ def counted(module: Any, x: torch.Tensor) -> float:
             lambda module, x: float(x.detach().numpy().sum()),
             "hands a tensor's contents to Python .numpy. in module ''|to Python",
         ),
-        (lambda module, x: float(torch.rand(())), "is not the same in each call: .* branches on data"),
+        (lambda module, x: float(torch.rand(())), "skips or takes some of its modules by chance"),
+        (lambda module, x: float(torch.rand(()) < 0.01), "by chance .LayerDrop., .* set that probability .* to 0"),
         (counted, "is not the same in each call"),
         (lambda module, x: setattr(module, "kept", x * 2), "keeps a tensor of the graph in its attribute 'kept'"),
         (lambda module, x: torch.manual_seed(3), "sets the state of torch's random numbers"),
@@ -520,3 +522,38 @@ def test_a_view_of_a_parameter_never_crosses_a_cut() -> None:
 
     wrapped = same_as_plain(Standardised(), (torch.randn(64, 8),))
     assert len(wrapped.chain) >= 4
+
+
+def test_a_cache_that_the_configuration_asks_for_is_switched_off_while_recording() -> None:
+    class Kept:
+        pass
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.config = nn.Linear(3, 3), SimpleNamespace(use_cache=True)
+
+        def forward(self, x: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+            return self.linear(x).tanh(), Kept() if self.config.use_cache else None
+
+    model = Remembers()
+    wrapped = rotoff.Checkpointable(model).measure(torch.ones(2, 3)).compute_sequence("1 MiB")
+    assert len(wrapped.chain) > 0
+    assert model.config.use_cache is True
+    assert torch.equal(wrapped(torch.ones(2, 3))[0], model(torch.ones(2, 3))[0])
+    wrapped.close()
+
+
+def test_what_chance_never_takes_is_no_branch() -> None:
+    class Never(nn.Module):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.linear, self.rate = nn.Linear(3, 3), rate
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if torch.rand([]) < self.rate else self.linear(x).tanh()
+
+    x = torch.ones(2, 3)
+    assert len(rotoff.Checkpointable(Never(0.0)).measure(x).chain) > 0
+    with pytest.raises(rotoff.MeasureError, match=r"by chance .*LayerDrop.* to 0"):
+        rotoff.Checkpointable(Never(0.05)).measure(x)

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..runtime.replay import Generators, preserved
+from . import chance
 from .outside import other_generators, put_other_generators, seen_calls
 from .stage import flatten, storage_key
 from .tape import NOTHING, Operation, Owned, Ref, Tape, Variable, described, leaves, same, substitute
@@ -125,6 +126,7 @@ def record(
         if replaced:
             before, difference = None, f"it replaces {replaced}; change it in place"
         elif before is None:
+            chance.check(tape, type(model).__name__, device)
             before, difference = tape, ""
         elif (difference := _difference(before, tape)) is None:
             return tape

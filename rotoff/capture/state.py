@@ -6,6 +6,8 @@ what followed from them, so a change makes it another model, which is measured a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,27 @@ from torch import nn
 
 _SCALARS = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """Within, every setting ``use_cache`` that `model` and its modules hold, or their configurations, is False.
+
+    For forwards that read it there rather than take it as an argument; training has no use for keys and values kept.
+    """
+    held: list[dict[str, Any]] = []
+    for module in model.modules():
+        for value in (module, *vars(module).values()):
+            attributes = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+            if attributes.get("use_cache") is True:
+                held.append(attributes)
+    for attributes in held:
+        attributes["use_cache"] = False
+    try:
+        yield
+    finally:
+        for attributes in held:
+            attributes["use_cache"] = True
 
 
 class ModuleState:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from . import cuts, sequential
 from .recording import record
 from .segment import Segment
 from .stage import StageModule, flatten
-from .state import ModuleState
+from .state import ModuleState, caches_off
 
 CURE = (
     'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole, or make the'
@@ -49,7 +50,8 @@ def is_sequential(model: nn.Module) -> bool:
 def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted = None) -> Any:
     """What flows into the first stage when `model` is called with `args` and `kwargs`.
 
-    A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values.
+    A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values (see also
+    `state.caches_off`).
 
     Raises:
         MeasureError: where the arguments are not forward's.
@@ -91,8 +93,10 @@ def capture(
     if not flatten(value)[0]:
         raise MeasureError("the model's input holds no tensor")
     state = ModuleState(model)
+    asked_for = "use_cache" in kwargs and kwargs["use_cache"]
     try:
-        tape = record(model, forward or model, args, kwargs, device, [model.get_submodule(name) for name in names])
+        with nullcontext() if asked_for else caches_off(model):
+            tape = record(model, forward or model, args, kwargs, device, [model.get_submodule(name) for name in names])
     except Exception as error:  # the model's own forward may fail in any way
         tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
