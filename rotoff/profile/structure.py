@@ -6,6 +6,7 @@ Used to measure equal stages of a model once, and to know a model again in anoth
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import types
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from ..capture.stage import flatten, storage_key
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 _NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)  # told by their names
+_FUNCTIONS = 200  # that a digest looks into
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -57,13 +59,14 @@ class _Walk:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
+        self._digests: dict[type, str] = {}  # of classes' forwards
 
     def module(self, module: nn.Module) -> str:
         first = id(module) not in self._numbers
         head = f"{type(module).__module__}.{type(module).__qualname__}#{self._number(module)}"
         if not first:
             return head
-        parts = [head, _code(type(module).forward), f"training={module.training}"]
+        parts = [head, self._forward(type(module)), f"training={module.training}"]
         parts += [f"{name}:{self._stored(t)}" for name, t in module._parameters.items()]
         parts += [f"{name}={self._stored(t)}" for name, t in module._buffers.items()]
         if isinstance(module, Segment):
@@ -73,6 +76,11 @@ class _Walk:
             parts += [f"{k}={self._setting(v)}" for k, v in sorted(settings.items())]
             parts += [f"{name}({self.module(m)})" for name, m in module._modules.items() if m is not None]
         return " ".join(parts)
+
+    def _forward(self, kind: type) -> str:
+        if kind not in self._digests:
+            self._digests[kind] = _code(kind.forward, kind)  # type: ignore[attr-defined]
+        return self._digests[kind]
 
     def _number(self, thing: Any) -> int:
         return self._numbers.setdefault(id(thing), len(self._numbers))
@@ -114,7 +122,41 @@ class _Walk:
         return re.sub(r"\b[vc]\d+\b", told, source)
 
 
-def _code(function: Any) -> str:
-    """A digest of a function's instructions; those that it calls are not looked into."""
-    code = getattr(function, "__code__", None)
-    return "" if code is None else hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]
+def _code(forward: Any, owner: type) -> str:
+    """A digest of the instructions and constants of `forward` and of what it calls, as far as that is found by name: methods of
+    its class `owner`, and functions of the package that the calling function stands in."""
+    digest = hashlib.sha256()
+    seen: set[int] = set()
+    todo = [forward]
+    while todo:
+        function = inspect.unwrap(todo.pop()) if callable(todo[-1]) else todo.pop()
+        code = getattr(function, "__code__", None)
+        if code is None or id(code) in seen or len(seen) == _FUNCTIONS:
+            continue
+        seen.add(id(code))
+        names = _instructions(code, digest)
+        package = function.__module__.partition(".")[0] if function.__module__ else ""
+        for name in names:
+            own = inspect.getattr_static(owner, name, None)
+            if isinstance(own, (staticmethod, classmethod)):
+                own = own.__func__
+            elif isinstance(own, property):
+                own = own.fget
+            around = function.__globals__.get(name)
+            for found in (own, around):
+                module = getattr(found, "__module__", None) or ""
+                if isinstance(found, types.FunctionType) and module.partition(".")[0] == package != "torch":
+                    todo.append(found)
+    return digest.hexdigest()[:16]
+
+
+def _instructions(code: types.CodeType, digest: Any) -> list[str]:
+    """Feed `digest` those of `code` and of functions written inside of it; returns the names that they use."""
+    names = list(code.co_names)
+    digest.update(code.co_code + repr(code.co_names).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _instructions(constant, digest)
+        elif isinstance(constant, (int, float, complex, str, bytes, tuple, type(None))):
+            digest.update(repr(constant).encode())
+    return names

@@ -1,0 +1,65 @@
+"""What tells modules of equal cost: their code, as far as it is found, and all that it is called with."""
+
+from __future__ import annotations
+
+from types import FunctionType
+
+import pytest
+import torch
+from torch import nn
+
+from rotoff.profile.structure import structure
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return deeper(x) + 1
+
+
+def deeper(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Calls(nn.Module):
+    @property
+    def factor(self) -> int:
+        return 3
+
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return helper(self.method(x)).relu()
+
+
+def other(code: str) -> FunctionType:
+    """A function of this module with another body."""
+    found: dict[str, FunctionType] = {}
+    exec(f"def changed(x): return {code}", {"__name__": __name__}, found)
+    return found["changed"]
+
+
+def test_equal_modules_are_told_by_equal_texts() -> None:
+    assert structure([Calls()]) == structure([Calls()])
+
+
+@pytest.mark.parametrize("name", ["helper", "deeper"])
+def test_a_function_that_the_forward_calls_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = structure([Calls()])
+    monkeypatch.setitem(globals(), name, other("x * 3"))
+    assert structure([Calls()]) != before
+
+
+def test_a_constant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "deeper", other("x * 3"))
+    three = structure([Calls()])
+    monkeypatch.setitem(globals(), "deeper", other("x * 4"))
+    assert structure([Calls()]) != three
+
+
+def test_methods_and_properties_of_the_class_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = structure([Calls()])
+    monkeypatch.setattr(Calls, "method", lambda self, x: x.exp() * self.factor)
+    changed = structure([Calls()])
+    assert changed != before
+    monkeypatch.setattr(Calls, "factor", property(lambda self: 5))
+    assert structure([Calls()]) not in (before, changed)
