@@ -1,9 +1,12 @@
-"""What oneDNN's convolutions on the CPU take and give back inside, as the profiler's memory events show it.
+"""What kernels on the CPU take and give back inside, as the profiler's memory events show it.
 
-A convolution reorders its input, weight and output into a layout blocked by channels, padded to whole blocks (8 numbers with
+oneDNN's convolutions in float32: a convolution reorders its input, weight and output into a layout blocked by channels, padded to whole blocks (8 numbers with
 AVX2, 16 with AVX-512): the blocked copies stand beside each other while it computes, then its output is allocated and filled
 from the blocked one. Inputs of up to 3 channels stay as they are. The backward does so twice: for the input's gradient and for the weight's.
-Scratch beyond these copies (up to a few copies of the weight, for some shapes) is not known from outside.
+1×1 convolutions of stride 1 are one matrix product and need no copies. Scratch beyond these (up to a few copies of the
+weight, for some shapes) is not known from outside, nor is that of convolutions and matrix products in half precision.
+
+Batch norm's backward makes the input's gradient twice and lets the first go. Fused attention has blocks for each thread.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from typing import Any
 
 import torch
 
-_PLAIN_CHANNELS = 3  # of an input that is read as it lies
+_PLAIN = 3  # of an input that is read as it lies
+_ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512  # of a block of fused attention, by the queries' number
 _aten = torch.ops.aten
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 # A step of an operation: bytes that come and go, or the output (its number) that is made then.
 Step = tuple[str, int]
@@ -23,16 +29,66 @@ Step = tuple[str, int]
 def steps(func: Any, args: Any, result: Any) -> list[Step] | None:
     """("hidden", bytes) and ("output", number) in order; None for operations with nothing hidden."""
     if func is _aten.convolution.default:
-        x, weight = args[0], args[1]
-        if not _blocked(x, weight):
-            return None
-        return list(_forward(_padded(x, _PLAIN_CHANNELS), _padded_weight(weight), _padded(result)))
+        return _convolution(args, result)
     if func is _aten.convolution_backward.default:
-        grad, x, weight = args[:3]
-        if not _blocked(x, weight):
-            return None
-        return list(_backward(grad, x, weight, args[-1]))
+        return _convolution_backward(args)
+    if func is _aten.native_batch_norm_backward.default:
+        grad, x, *_, mask = args
+        if mask[0] and x.is_contiguous() and grad.is_contiguous():
+            return [("output", 0), *(("output", n) for n in (1, 2) if mask[n]), ("hidden", x.nbytes)]
+    if func in (_ATTENTION, _ATTENTION_BACKWARD):
+        return [*(("output", n) for n in range(2 if func is _ATTENTION else 3)), ("hidden", _attention(func, args))]
     return None
+
+
+def _convolution(args: Any, y: torch.Tensor) -> list[Step] | None:
+    x, weight = args[0], args[1]
+    if not _blocked(x, weight):
+        return None
+    copy = _copy(x)
+    if _pointwise(weight, *args[3:]):
+        return [("output", 0), ("hidden", copy)] if copy else None
+    return [
+        (kind, n + copy * (kind == "hidden")) for kind, n in _forward(_padded(x, _PLAIN), _padded_weight(weight), _padded(y))
+    ]
+
+
+def _convolution_backward(args: Any) -> list[Step] | None:
+    grad, x, weight = args[:3]
+    if not _blocked(x, weight):
+        return None
+    copy, mask = _copy(x) + _copy(grad), args[-1]
+    if _pointwise(weight, *args[4:-1]):
+        return [*(("output", n) for n in range(3) if mask[n]), ("hidden", copy)] if copy else None
+    return [(kind, n + copy * (kind == "hidden")) for kind, n in _backward(grad, x, weight, mask)]
+
+
+def _copy(tensor: torch.Tensor) -> int:
+    """Bytes of the copy that a kernel makes first of a tensor with gaps or in another order."""
+    return 0 if tensor.is_contiguous() else tensor.nbytes
+
+
+def _pointwise(
+    weight: torch.Tensor, stride: list[int], padding: list[int], dilation: list[int], transposed: bool, _: Any, groups: int
+) -> bool:
+    """Whether a convolution is one matrix product over the tensors as they lie."""
+    return max(weight.shape[2:]) == max(stride) == groups == 1 and not max(padding) and not transposed
+
+
+def _attention(func: Any, args: Any) -> int:
+    """Bytes that fused attention (ATen/native/cpu/FlashAttentionKernel.cpp) takes: blocks for each thread, beside a copy."""
+    query, key = args[:2] if func is _ATTENTION else args[1:3]
+    length, width = query.shape[2], query.shape[3]
+    rows = min(length, next(size for least, size in _ROWS if length >= least))
+    columns = min(key.shape[2], _COLUMNS)
+    half = query.element_size() if query.element_size() < 4 else 0
+    number = 8 if query.dtype == torch.float64 else 4
+    if func is _ATTENTION:
+        nbytes = number * (rows * columns + 2 * rows + rows * width) + half * rows * columns
+    else:
+        nbytes = number * (2 * rows * columns + rows) + half * 2 * rows * columns
+    copy = 0 if func is _ATTENTION else _copy(args[0].transpose(1, 2))  # it is read with a token's heads side by side
+    return nbytes * torch.get_num_threads() + copy
 
 
 def _forward(x: int, weight: int, y: int) -> Iterator[Step]:
@@ -48,7 +104,7 @@ def _backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: l
         yield "output", 0
         yield "hidden", inner
     if mask[1]:
-        yield "hidden", outer + (x.nbytes if x.shape[1] <= _PLAIN_CHANNELS else inner) + middle
+        yield "hidden", outer + (0 if x.shape[1] <= _PLAIN else inner) + middle
         yield "output", 1
         yield "hidden", middle
 
@@ -59,7 +115,7 @@ def _blocked(x: torch.Tensor, weight: torch.Tensor) -> bool:
         torch.backends.mkldnn.is_available()
         and x.dtype == torch.float32
         and x.dim() == 4
-        and x.is_contiguous()
+        and not (x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
         and (x.shape[0] > 1 or x.numel() > 20480 or weight.shape[-1] > 3 or weight.shape[1] != x.shape[1])
     )
 
@@ -76,7 +132,7 @@ def _padded(tensor: torch.Tensor, plain: int = 0) -> int:
 
 def _padded_weight(weight: torch.Tensor) -> int:
     out, into = weight.shape[:2]
-    return weight.nbytes // (out * into) * _up(out) * (into if into <= _PLAIN_CHANNELS else _up(into))
+    return weight.nbytes // (out * into) * _up(out) * (into if into <= _PLAIN else _up(into))
 
 
 def _up(channels: int) -> int:

@@ -99,7 +99,10 @@ def find(device: Device | str) -> Device:
     known = _known.get(_key(device)) if isinstance(device, str) else None
     if known is None:
         names = ", ".join(d.name for d in _known.values())
-        raise OptionError(f"device is {device!r}; known ones are {names}; describe another as a rotoff.Device")
+        raise OptionError(
+            f"device is {device!r}; known ones are {names}; give another as a rotoff.Device(...), or make"
+            " it known by its name with rotoff.register_device"
+        )
     return known
 
 

@@ -56,7 +56,7 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
 
 def estimate_profile(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
     """What `measure` would return on `device`, over a fake copy of the model."""
-    mode = fake_mode()
+    mode = fake_mode(device.capability is not None)
     copied = fake_copy(model, mode).train()
     value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
     with cuda_variants(device):

@@ -24,14 +24,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..errors import MeasureError
 from ..runtime.selective import QUERIES
 from .allocations import Allocation, AllocationLog
+from .fake_kernels import FakeKernels
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
-def fake_mode() -> FakeTensorMode:
-    """The mode that fake copies live in; real tensors that a forward makes or closes over are taken for fake ones."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+def fake_mode(cuda: bool = False) -> FakeTensorMode:
+    """The mode that fake copies live in; real tensors that a forward makes or closes over are taken for fake ones.
+
+    cuda: whether they stand for tensors of a CUDA device.
+    """
+    return FakeKernels(cuda)
 
 
 def fake_copy(thing: T, mode: FakeTensorMode) -> T:

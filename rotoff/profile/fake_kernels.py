@@ -1,0 +1,58 @@
+"""Where PyTorch's fake tensors say something else than the kernels do.
+
+A `FakeTensorMode` answers most operations as the device would. These it does not: statistics of norms over half precision (what the
+CPU keeps in float32 where the weight is, and CUDA always, is half precision on a fake CPU tensor), and grouped products of
+matrices (mixtures of experts), whose fakes are refused in other types than bfloat16 though both devices take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class FakeKernels(FakeTensorMode):
+    """The fake tensors of an estimate. cuda: whether for a CUDA device."""
+
+    def __init__(self, cuda: bool) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._cuda = cuda
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return self._grouped(func, types, args, kwargs)
+        result: Any = super().dispatch(func, types, args, kwargs)
+        needs_float = _STATISTICS.get(func)
+        if needs_float is None or args[0].dtype not in _HALVES or not needs_float(args, self._cuda):
+            return result
+        with self:
+            return (result[0], *(torch.empty_like(t, dtype=torch.float32) for t in result[1:]))
+
+    def _grouped(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        wanted = kwargs.pop("out_dtype", None) or args[0].dtype
+        with self:
+            given = [torch.empty_like(t, dtype=torch.bfloat16) for t in args[:2]]
+        result: Any = super().dispatch(func, types, (*given, *args[2:]), kwargs)
+        with self:
+            return torch.empty_strided(result.size(), result.stride(), dtype=wanted)
+
+
+def _mixed(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dtype == torch.float32
+
+
+# operation -> (its arguments, whether on CUDA) -> whether its statistics are float32 though its input is not
+_STATISTICS: dict[Any, Callable[[Any, bool], bool]] = {
+    _aten.native_layer_norm.default: lambda args, cuda: cuda or _mixed(args[2]),
+    _aten.native_group_norm.default: lambda args, cuda: _mixed(args[1]),
+    _aten.native_batch_norm.default: lambda args, cuda: cuda or _mixed(args[1]) or _mixed(args[3]),
+    _aten._native_batch_norm_legit.default: lambda args, cuda: cuda or _mixed(args[1]) or _mixed(args[3]),
+    _aten._native_batch_norm_legit.no_stats: lambda args, cuda: cuda or _mixed(args[1]),
+}

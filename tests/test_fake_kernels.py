@@ -1,0 +1,131 @@
+"""Fake tensors as the kernels answer: types of statistics, grouped products; temporaries of the CPU's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+import rotoff
+from rotoff.profile import cpu_temporaries
+from rotoff.profile.allocations import Allocation, AllocationLog, record
+from rotoff.profile.fake import fake_mode
+
+HALF, FULL = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+
+
+def saved(run: Callable[[], torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    with saved_tensors_hooks(lambda t: found.append((t.dtype, tuple(t.shape))), lambda _: None):
+        run()
+    return sorted(found, key=str)
+
+
+def norms(x: torch.dtype, w: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
+    images, rows = torch.randn(2, 8, 4, 4, dtype=x, requires_grad=True), torch.randn(2, 4, 8, dtype=x, requires_grad=True)
+    weight, bias = torch.ones(8, dtype=w, requires_grad=True), torch.zeros(8, dtype=w)
+    mean, variance = torch.zeros(8, dtype=w), torch.ones(8, dtype=w)
+    return {
+        "layer": lambda: F.layer_norm(rows, (8,), weight, bias),
+        "group": lambda: F.group_norm(images, 4, weight, bias),
+        "batch": lambda: F.batch_norm(images, mean, variance, weight, bias, True),
+        "instance": lambda: F.instance_norm(images, None, None, weight, bias),
+    }
+
+
+@pytest.mark.parametrize(("x", "w"), [(FULL, FULL), (HALF, HALF), (HALF, FULL)])
+@pytest.mark.parametrize("name", ["layer", "group", "batch", "instance"])
+def test_norms_keep_the_types_that_the_cpu_keeps(name: str, x: torch.dtype, w: torch.dtype) -> None:
+    real = norms(x, w)
+    with fake_mode():
+        fake = norms(x, w)
+        answer = saved(fake[name])
+    assert answer == saved(real[name])
+
+
+def test_cuda_keeps_statistics_of_layer_and_batch_norm_in_float32() -> None:
+    with fake_mode(cuda=True):
+        for name, shape in (("layer", (2, 4, 1)), ("batch", (8,))):
+            kept = saved(norms(HALF, HALF)[name])
+            assert kept.count((FULL, shape)) == 2, name
+
+
+def test_grouped_products_of_experts_can_be_estimated_in_float32() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 16, 24))
+            self.register_buffer("ends", torch.tensor([4, 8, 12], dtype=torch.int32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.grouped_mm(x, self.weight, offs=self.ends).tanh()
+
+    model, x = nn.Sequential(nn.Linear(16, 16), Experts()), torch.randn(12, 16)
+    chain = rotoff.estimate(model, x, device="CPU")
+    wrapped = rotoff.Checkpointable(model).measure(x)
+    measured = wrapped.chain
+    wrapped.close()
+    assert chain.stages[1].output_bytes == 12 * 24 * 4
+    assert [s.saved_bytes for s in chain.stages] == [s.saved_bytes for s in measured.stages]
+
+
+def kernels() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    aten = torch.ops.aten
+    x, pointwise, three = torch.randn(4, 32, 16, 16), torch.randn(48, 32, 1, 1), torch.randn(32, 32, 3, 3)
+    plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    around = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    wide, image, first = torch.randn(4, 48, 16, 16), torch.randn(4, 3, 32, 32), torch.randn(16, 3, 3, 3)
+    per = torch.ones(32)
+    q = torch.randn(2, 2, 40, 16)
+    halves = [q.bfloat16() for _ in range(3)]
+    rows = torch.randn(2, 2, 40)
+    return {
+        "pointwise": (aten.convolution.default, (x, pointwise, None, *plain)),
+        "pointwise, other order": (aten.convolution.default, (x[:, :, ::2], pointwise, None, *plain)),
+        "pointwise, backward": (aten.convolution_backward.default, (wide, x, pointwise, None, *plain, [True, True, False])),
+        "three": (aten.convolution.default, (x, three, None, *around)),
+        "three, backward": (aten.convolution_backward.default, (x, x, three, None, *around, [True, True, False])),
+        "first, backward": (
+            aten.convolution_backward.default,
+            (torch.randn(4, 16, 32, 32), image, first, None, *around, [False, True, False]),
+        ),
+        "batch norm, backward": (
+            aten.native_batch_norm_backward.default, (x, x, per, per, per, per, per, True, 1e-5, [True, True, True])
+        ),
+        "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q)),
+        "attention, backward": (
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (q, q, q, q, q, rows, 0.0, False)
+        ),
+        "attention, bfloat16": (aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(halves)),
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="blocks of 16 channels")
+@pytest.mark.parametrize("name", sorted(kernels()))
+def test_temporaries_of_a_kernel_are_those_measured(name: str) -> None:
+    func, args = kernels()[name]
+    func(*args)
+    result, log = record(lambda: func(*args), CPU)
+    events: list[Allocation] = []
+    known: set[int] = set()
+
+    def note(tensor: torch.Tensor | None) -> None:
+        if tensor is not None and tensor.data_ptr() not in known and tensor.nbytes:
+            known.add(tensor.data_ptr())
+            events.append(Allocation(tensor.data_ptr(), tensor.nbytes))
+
+    outputs = result if isinstance(result, tuple) else (result,)
+    for kind, number in cpu_temporaries.steps(func, args, result) or ():
+        if kind == "hidden":
+            events += [Allocation(-1, number), Allocation(-1, -number)]
+        else:
+            note(outputs[number])
+    for output in outputs:
+        note(output)
+    assert AllocationLog(tuple(events)).peak() == log.peak()
