@@ -1,7 +1,7 @@
 """Trains models of torchvision, timm and transformers two steps at half of what keeping everything needs, in mode joint, and
 compares outputs, gradients, buffers and random states with the plain model's, bit for bit; prints one line each.
 
-    python benchmarks/gallery.py [--library timm] [--only name,name] [--json FILE] [--jobs 2]
+    python benchmarks/gallery.py [--held-out] [--quick] [--library timm] [--only name,name] [--json FILE] [--jobs 2]
 
 Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A model
 passes where all bits are equal and the measured peak is at most the predicted one. Needs the extra ``gallery``.
@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
+import gallery_held_out  # noqa: E402
 from allocated import peak_bytes  # noqa: E402
 from gallery_models import LIBRARIES, Case  # noqa: E402
 
@@ -118,13 +119,16 @@ def attempt(build: Callable[[], Case], repeats: int = 1, **options: Any) -> dict
     return result
 
 
-def report(case: tuple[str, str]) -> tuple[str, str, dict[str, Any]]:
-    library, name = case
+SETS: dict[bool, dict[str, dict[str, Callable[[], Case]]]] = {False: LIBRARIES, True: gallery_held_out.LIBRARIES}
+
+
+def report(case: tuple[bool, str, str, bool]) -> tuple[str, str, dict[str, Any]]:
+    held_out, library, name, refine = case
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's start and stop are no news
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        result = attempt(LIBRARIES[library][name])
+        result = attempt(SETS[held_out][library][name], refine=refine)
     except Exception as error:
         result = {"passed": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     return library, name, result
@@ -146,23 +150,26 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=sorted(LIBRARIES), help="one library only")
+    parser.add_argument("--held-out", action="store_true", help="the architectures that were not looked at meanwhile")
+    parser.add_argument("--quick", action="store_true", help="do not refine plans: the same checks, sooner, on slower plans")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, each on one thread")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
     only = [name for name in options.only.split(",") if name]
     cases = [
-        (library, name)
-        for library, found in LIBRARIES.items()
+        (options.held_out, library, name, not options.quick)
+        for library, found in SETS[options.held_out].items()
+        if options.library in (None, library)
         for name in found
-        if (options.library in (None, library)) and (not only or name in only)
+        if not only or name in only
     ]
     results = []
     with get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
         for library, name, result in pool.imap(report, cases):
             print(line(library, name, result), flush=True)
             results.append({"library": library, "name": name, **result})
-    for library in dict.fromkeys(library for library, _ in cases):
+    for library in dict.fromkeys(library for _, library, _, _ in cases):
         mine = [r for r in results if r["library"] == library]
         print(f"{library}: {sum(r['passed'] for r in mine)} of {len(mine)} pass")
     passed = sum(r["passed"] for r in results)

@@ -1,0 +1,141 @@
+"""Bytes that `rotoff.estimate` gives with no device beside those measured on the CPU, for models of the gallery; one line each.
+
+    python benchmarks/estimate_bytes.py [--only name,name] [--json FILE]
+
+For each model: the largest difference of a stage's values (output, saved, gradient), as a share of the larger of the stage's
+own bytes and a hundredth of the peak; forms that only one side has; differences of the peak of keeping everything and of the smallest limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+
+from gallery_models import LIBRARIES, Case  # noqa: E402
+
+import rotoff  # noqa: E402
+
+VALUES = ("output_bytes", "saved_bytes", "grad_bytes")
+TRANSIENTS = ("forward_transient_bytes", "checkpoint_transient_bytes", "backward_transient_bytes")
+MODES = ("joint", "remat", "offload")
+
+
+def in_bfloat16(build: Callable[[], Case]) -> Callable[[], Case]:
+    def call() -> Case:
+        model, args, kwargs = build()
+        cast = [a.bfloat16() if a.is_floating_point() else a for a in args]
+        return (
+            model.bfloat16(),
+            tuple(cast),
+            {k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()},
+        )
+
+    return call
+
+
+# (library, name, how it is run)
+CASES = [
+    ("torchvision", "resnet18", "float32"),
+    ("torchvision", "shufflenet_v2_x1_0", "float32"),
+    ("torchvision", "swin_t", "float32"),
+    ("timm", "vit_tiny_patch16_224", "float32"),
+    ("timm", "vit_tiny_patch16_224", "bfloat16"),
+    ("timm", "convnext_atto", "autocast"),
+    ("timm", "levit_128s", "float32"),
+    ("transformers", "llama", "float32"),
+    ("transformers", "llama", "bfloat16"),
+    ("transformers", "qwen3", "autocast"),
+    ("transformers", "gpt2", "autocast"),
+    ("transformers", "bert", "float32"),
+    ("transformers", "t5", "autocast"),
+    ("transformers", "mixtral", "float32"),
+    ("transformers", "wav2vec2", "float32"),
+    ("own", "unet", "float32"),
+    ("own", "unet", "autocast"),
+]  # fmt: skip
+
+
+def chains(build: Callable[[], Case], how: str) -> tuple[rotoff.Chain, rotoff.Chain]:
+    """(measured on the CPU, estimated) of a model run in "float32", "bfloat16" or under "autocast" of it."""
+    torch.manual_seed(0)
+    model, args, kwargs = (in_bfloat16(build) if how == "bfloat16" else build)()
+    model.train()
+    autocast: Any = torch.autocast("cpu", dtype=torch.bfloat16) if how == "autocast" else nullcontext()
+    with autocast:
+        wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(*args, repeats=1, **kwargs)
+        wrapped.close()
+        return wrapped.chain, rotoff.estimate(model, *args, device="CPU", **kwargs)
+
+
+def compare(measured: rotoff.Chain, estimated: rotoff.Chain) -> dict[str, Any]:
+    """Shares by which estimated bytes differ from measured ones; the stages of both must be the same."""
+    names = [s.name for s in measured.stages], [s.name for s in estimated.stages]
+    if names[0] != names[1]:
+        return {"stages": names}
+    peaks = [rotoff.simulate(c, rotoff.keep_all(c)).peak_bytes for c in (measured, estimated)]
+    result: dict[str, Any] = {"stages": len(measured), "keep_all": peaks[1] / peaks[0] - 1, "keep_all_bytes": peaks[0]}
+    floor = peaks[0] / 100
+    for fields in (VALUES, TRANSIENTS):
+        worst = (0.0, "")
+        for one, other in zip(measured.stages, estimated.stages, strict=True):
+            for field in fields:
+                a, b = getattr(one, field), getattr(other, field)
+                worst = max(worst, (abs(b - a) / max(a, floor), f"{one.name}.{field}: {a} measured, {b} estimated"))
+        result["values" if fields is VALUES else "transients"] = worst
+    differing = [
+        (one.name, sorted({f.saved_bytes for f in one.forms} ^ {f.saved_bytes for f in other.forms}))
+        for one, other in zip(measured.stages, estimated.stages, strict=True)
+        if [f.saved_bytes for f in one.forms] != [f.saved_bytes for f in other.forms]
+    ]
+    result["forms"] = [sum(len(s.forms) for s in c.stages) for c in (measured, estimated)]
+    result["forms_differ"] = differing
+    for mode in MODES:
+        a, b = (rotoff.min_mem_limit(c, mode) for c in (measured, estimated))
+        result[f"min_{mode}"] = b / a - 1
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--verbose", action="store_true", help="what differs most")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    only = [name for name in options.only.split(",") if name]
+    results = []
+    for library, name, how in CASES:
+        if only and name not in only:
+            continue
+        r = compare(*chains(LIBRARIES[library][name], how))
+        results.append({"library": library, "name": name, "how": how, **r})
+        if "keep_all" not in r:
+            print(f"{name:24s} {how:9s} other stages: {r['stages']}", flush=True)
+            continue
+        print(
+            f"{name:24s} {how:9s} {r['stages']:3d} stages  values {r['values'][0]:7.2%}  transients {r['transients'][0]:7.2%}"
+            f"  keep all {r['keep_all']:+7.2%}  smallest "
+            + " ".join(f"{mode} {r[f'min_{mode}']:+.2%}" for mode in MODES)
+            + f"  forms {r['forms'][0]} {r['forms'][1]} ({len(r['forms_differ'])} stages differ)",
+            flush=True,
+        )
+        if options.verbose:
+            print("   ", r["values"][1], "|", r["transients"][1], "|", r["forms_differ"][:3])
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
