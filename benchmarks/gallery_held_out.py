@@ -328,8 +328,6 @@ TRANSFORMERS: dict[str, Callable[[], Case]] = {
     "reformer": text("ReformerConfig", "ReformerModelWithLMHead", vocab_size=100, hidden_size=64, num_attention_heads=4,
                      attention_head_size=16, feed_forward_size=128, attn_layers=["local", "lsh"], axial_pos_shape=[4, 8],
                      axial_pos_embds_dim=[32, 32], local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=4, is_decoder=True),
-    "xlstm": text("xLSTMConfig", "xLSTMForCausalLM", vocab_size=100, hidden_size=64, num_hidden_layers=2, num_blocks=2, num_heads=4,
-                  chunkwise_kernel="chunkwise--native_autograd", sequence_kernel="native_sequence__native", step_kernel="native", chunk_size=32, return_last_states=False),
     # text, encoder and decoder
     "longt5": text("LongT5Config", "LongT5ForConditionalGeneration", local_radius=7, global_block_size=4, **T5),
     "umt5": text("UMT5Config", "UMT5ForConditionalGeneration", **T5),
