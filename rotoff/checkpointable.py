@@ -34,7 +34,7 @@ from .runtime.interpreter import Step
 from .runtime.link_half import check_offload_dtype
 from .runtime.link_pool import LinkPool
 from .runtime.plan import ExecutionPlan
-from .runtime.planning import Request, own_bytes, plan_everything
+from .runtime.planning import Request, expected_bytes, own_bytes, plan_everything
 from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
@@ -236,8 +236,9 @@ class Checkpointable(RotorNames, nn.Module):
         return self._plan.trace.makespan
 
     def get_expected_memory(self) -> int:
-        """Bytes that the machine predicts for the planned step, in the terms of `mem_limit`."""
-        return own_bytes(self.profile, self._plan)
+        """Bytes that the planned step is expected to hold at most, in the terms of `mem_limit`: what the machine charges, less what
+        is known to be gone by then."""
+        return expected_bytes(self.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:
         """Bytes that the planned step keeps on the host at most."""

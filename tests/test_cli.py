@@ -165,7 +165,7 @@ import torch
 from torch import nn
 
 def build():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)]), torch.randn(64, 32)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)]), torch.randn(64, 32)
 
 def broken():
     raise RuntimeError("no such weights")

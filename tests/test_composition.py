@@ -171,7 +171,7 @@ def test_a_cache_that_grows_is_refused_in_a_sentence() -> None:
             x, history = given
             history.seen.append(x.detach().tanh())
             seen = torch.cat(history.seen)
-            return (x @ seen.T).softmax(1) @ seen, history
+            return x * ((x @ seen.T).softmax(1) @ seen), history
 
     class First(nn.Module):
         def forward(self, given: tuple[torch.Tensor, History]) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_a_cache_that_grows_is_refused_in_a_sentence() -> None:
             return self.linear(x), History()
 
     with pytest.raises(rotoff.MeasureError, match=sentence):
-        rotoff.Checkpointable(nn.Sequential(Start(), Appending(), First(), nn.Tanh())).measure(torch.randn(4, 8))
+        rotoff.Checkpointable(nn.Sequential(Start(), Appending(), First(), nn.Linear(8, 8))).measure(torch.randn(4, 8))
 
 
 def test_a_layer_that_is_skipped_at_random_is_right_or_named() -> None:
@@ -216,7 +216,7 @@ def test_a_layer_that_is_skipped_at_random_is_right_or_named() -> None:
             try:
                 model(x).square().mean().backward()
             except rotoff.ExecutionError as error:
-                assert re.search("stage '[13]' saved other tensors", str(error)), error
+                assert re.search(r"stage '(1\.\.2|3)' saved other tensors", str(error)), error
                 outcomes.add("named")
                 break
         else:
@@ -231,7 +231,7 @@ def test_checkpoint_within_a_stage() -> None:
 
 def test_a_reentrant_checkpoint_within_a_stage_is_refused_with_the_cure() -> None:
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(16, 16), Inner(True), nn.Linear(16, 4)))
-    with pytest.raises(rotoff.MeasureError, match="stage '1'.*use_reentrant=False"):
+    with pytest.raises(rotoff.MeasureError, match=r"stage '0\.\.1'.*use_reentrant=False"):
         model.measure(torch.randn(64, 16))
 
 

@@ -59,23 +59,30 @@ def test_what_lies_at_an_odd_address_or_in_two_pieces_crosses_unconverted():
     link.close()
 
 
+def over(link: HalfLink, wrapped: rotoff.Checkpointable) -> rotoff.Checkpointable:
+    """Have `wrapped` move its values over `link`."""
+
+    def take(device: torch.device, nbytes: int) -> HalfLink:
+        link.reserve(nbytes)
+        return link
+
+    wrapped._links.take = take
+    wrapped._links.give_back = lambda link: None
+    return wrapped
+
+
+# Of the convolutional model, sequences that replay no ReLU or pooling on rounded values: which element is the largest of a
+# window may change then, and with it where a gradient goes (`test_a_replay_on_rounded_values_...`).
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["residual", "convolutional", "language"])
-def test_a_step_has_no_race_and_nearly_the_plain_gradients(name, eagerness):
+@pytest.mark.parametrize(("name", "seeds"), [("residual", (0, 1, 2)), ("convolutional", (1, 2, 3)), ("language", (0, 1, 2))])
+def test_a_step_has_no_race_and_nearly_the_plain_gradients(name, seeds, eagerness):
     expected = plain(name, steps=1)
     lossy = False
-    for seed in range(3):
+    for seed in seeds:
         link = RecordingHalfLink(eagerness, seed)
         model, batch = fresh(name)
-        wrapped = rotoff.Checkpointable(model).measure(batch())
+        wrapped = over(link, rotoff.Checkpointable(model).measure(batch()))
         with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
-
-        def take(device: torch.device, nbytes: int, link=link) -> HalfLink:
-            link.reserve(nbytes)
-            return link
-
-        wrapped._links.take = take
-        wrapped._links.give_back = lambda link: None
         got = train(wrapped, batch, steps=1)
         assert link.check() == []
         lossy = lossy or not same(got, expected)
@@ -83,6 +90,42 @@ def test_a_step_has_no_race_and_nearly_the_plain_gradients(name, eagerness):
             torch.testing.assert_close(mine, its, rtol=2e-2, atol=2e-2)
         link.close()
     assert lossy
+
+
+class Rounded(torch.autograd.Function):
+    """What comes back from the host, for a backward that knows nothing of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.half().float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_replay_on_rounded_values_gives_the_gradients_of_the_plain_model_on_those():
+    """However far off: here one ReLU and one window of the pooling turn."""
+    model, batch = fresh("convolutional")
+    model[0][0].register_forward_hook(lambda module, args, out: Rounded.apply(out))
+    rounded = train(model, batch, steps=1)
+    link = RecordingHalfLink(0.0, 0)
+    model, batch = fresh("convolutional")
+    wrapped = over(link, rotoff.Checkpointable(model).measure(batch()))
+    L = len(wrapped.chain)
+    assert [stage.name for stage in wrapped.chain.stages][4] == "1.3..2.0"  # with the pooling
+    text = ["F_all 1", "offload abar 1", "F_ck 2", "free abar 1", "F_ck 3", "F_ck 4", "F_ck 5"]
+    text += [f"F_all {i}" for i in range(6, L + 1)] + [f"B {i}" for i in range(L, 5, -1)]
+    text += ["drop a 2", "drop a 3", "drop a 4", "prefetch abar 1", "wait abar 1"]
+    text += [f"F_all {i}" for i in range(2, 6)] + [f"B {i}" for i in range(5, 0, -1)]
+    with_sequence(wrapped, rotoff.Sequence.from_text(text))
+    got = train(wrapped, batch, steps=1)
+    assert link.check() == []
+    off = [float((mine - its).abs().max()) for mine, its in zip(got, plain("convolutional", steps=1), strict=True)]
+    assert max(off) > 1e-3
+    for mine, its in zip(got[1:], rounded[1:], strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+    link.close()
 
 
 def test_bandwidth_counts_the_value_and_not_what_crosses():

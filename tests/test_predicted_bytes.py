@@ -10,6 +10,7 @@ from allocated import left_bytes
 from models import ALL, fresh
 from random_programs import random_sequence
 from test_runtime import smallest, step_peak, with_sequence
+from torch import nn
 
 import rotoff
 from rotoff.runtime.link_file import FileLink, FileTicket
@@ -45,19 +46,26 @@ def test_no_sequence_holds_more_than_predicted(name: str) -> None:
 
 
 def test_predicted_bytes_are_measured_ones_on_average() -> None:
-    """In each mode. Not the models whose stages are single element-wise calls: plain PyTorch, which is what keeping
-    everything runs, drops outputs that nobody saves, and the machine charges every stage's output."""
+    """Of every model: keeping everything, and each mode half-way between the smallest limit and that."""
     ratios = {}
-    for name in ("mlp", "residual", "convolutional", "language", "recurrent", "double"):
+    for name in ALL:
         model, draw = many(name)
         wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
-        for mode in ("joint", "remat", "offload"):
-            least = smallest(wrapped, mode)
-            wrapped.compute_sequence((least + wrapped.keep_all_memory) // 2, mode=mode)
-            ratios[name, mode] = wrapped.get_expected_memory() / step_peak(wrapped, draw)
+        everything = wrapped.keep_all_memory
+        for mode in ("joint", "remat", "offload", "everything"):
+            limit = everything
+            if mode == "everything":
+                wrapped.compute_sequence(limit)
+            else:  # these plans are as good as any in bytes, and found sooner
+                limit = (smallest(wrapped, mode) + everything) // 2
+                wrapped.compute_sequence(limit, mode=mode, mem_slots=20, refine=False)
+            predicted, measured = wrapped.get_expected_memory(), step_peak(wrapped, draw)
+            assert measured <= predicted <= limit, (name, mode)
+            ratios[name, mode] = predicted / measured
         wrapped.close()
-    assert min(ratios.values()) >= 1, ratios
     assert sum(ratios.values()) / len(ratios) <= 1.05, ratios
+    # most: an input of the chain that no backward needs, and the copy that keeping everything need not make of the batch
+    assert max(ratios.values()) <= 1.3, ratios
 
 
 def test_predicted_host_bytes_are_those_that_the_link_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +98,14 @@ def test_predicted_host_bytes_are_those_that_the_link_takes(monkeypatch: pytest.
 
 
 def test_a_replays_graph_keeps_neither_itself_nor_its_input() -> None:
-    """ReLU saves its result; what a hook is given for that has a graph, which holds the input that is dropped here."""
-    model, draw = many("mlp")
+    """Tanh saves its result; what a hook is given for that has a graph, which holds the input that is dropped here."""
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.GELU(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+    )
+
+    def draw() -> torch.Tensor:
+        return torch.randn(512, 16)
+
     wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
     text = ["F_ck 1", "F_none 2", "F_none 3", "F_all 4", "drop a 3", "F_all 5", "F_all 6", "B 6", "B 5", "F_all 1"]
     text += ["F_all 2", "drop abar 1", "F_ck 3", "B 4", "F_all 3", "B 3", "F_all 1", "B 2", "B 1"]
@@ -105,7 +119,8 @@ def test_a_forward_that_is_dropped_needs_no_collector(monkeypatch: pytest.Monkey
 
     model, draw = many("mlp")
     wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
-    text = [f"F_all {i}" for i in range(1, 6)] + ["offload abar 2", "F_all 6"] + [f"B {i}" for i in range(6, 0, -1)]
+    L = len(wrapped.chain)
+    text = [f"F_all {i}" for i in range(1, L)] + ["offload abar 2", f"F_all {L}"] + [f"B {i}" for i in range(L, 0, -1)]
     with_sequence(wrapped, rotoff.Sequence.from_text(text))
     x = draw()
     wrapped(x).sum().backward()  # the link's thread and file are there

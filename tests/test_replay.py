@@ -62,7 +62,8 @@ def test_a_stage_that_begins_to_draw_after_it_was_measured() -> None:
     model.load_state_dict(state)
     for module in model:
         module.rate = 0.0
-    wrapped = with_sequence(rotoff.Checkpointable(model).measure(batch(), repeats=1), run_twice(5))
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    with_sequence(wrapped, run_twice(len(wrapped.chain)))
     assert same(steps(model, wrapped), expected)
 
 
@@ -133,7 +134,8 @@ def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved() -> None:
 def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
     """``rrelu`` saves its noise, and only then draws it."""
     stages = sequential(nn.Linear(16, 16), nn.RReLU(), nn.Tanh(), nn.Linear(16, 4))[0]
-    profile = rotoff.Checkpointable(stages).measure(torch.randn(8, 16), repeats=1).profile
+    apart = rotoff.Checkpointable(stages, stages=["0", "1", "2", "3"])
+    profile = apart.measure(torch.randn(8, 16), repeats=1).profile
     assert [behaviour.enough for behaviour in profile.behaviours[1:3]] == [0, 1]
 
 

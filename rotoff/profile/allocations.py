@@ -46,6 +46,10 @@ class AllocationLog:
                 alive.pop(event.ptr, None)
         return alive
 
+    def level(self) -> int:
+        """Bytes held at the end above the start."""
+        return sum(event.size for event in self.events)
+
     def after(self, name: str) -> AllocationLog:
         """The events after the mark named `name`."""
         at = next(n for n, event in enumerate(self.events) if event.mark == name)

@@ -28,7 +28,7 @@ from .allocations import AllocationLog, mark, record
 from .forms import Choice, Policy, StageGraph, structure, unfit
 from .known_times import KnownForms
 from .steady import Repeats, Series
-from .trial import Run, backward, clock, get_edges, ones
+from .trial import Run, backward, clock, get_edges, handed_over, ones
 
 T = TypeVar("T")
 WORTH = 0.05  # of a stage's saved bytes: a form that frees less is not worth a choice
@@ -64,13 +64,11 @@ class FormMeter:
         costs: Stage,
         behaviour: Behaviour,
         carried: int,
-        fresh: int,
         times: KnownForms | None = None,
     ) -> FoundForms:
         """Forms of the stage `run` whose whole costs are `costs`.
 
-        carried: bytes of the input that its output carries on. fresh: bytes of the gradients that its backward makes. times: of
-        its forms, where they are known.
+        carried: bytes of the input that its output carries on. times: of its forms, where they are known.
         """
         if times == ():
             return FoundForms(reason="none was found when its times were measured")
@@ -97,7 +95,7 @@ class FormMeter:
             choices = [graph.choice(kept) for kept, _ in times]
         else:
             choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= WORTH * costs.saved_bytes]
-        found = self._measured(run, costs, behaviour, choices, carried, fresh, dict(times or ()))
+        found = self._measured(run, costs, behaviour, choices, carried, dict(times or ()))
         self._known[key] = costs, found
         return found
 
@@ -112,7 +110,6 @@ class FormMeter:
         behaviour: Behaviour,
         choices: Sequence[Choice],
         carried: int,
-        fresh: int,
         times: dict[tuple[int, ...], float],
     ) -> FoundForms:
         reason = "" if choices else "nothing that could be redone takes enough bytes"
@@ -128,7 +125,7 @@ class FormMeter:
         for trial, seconds in zip(trials, known, strict=True):
             saved_bytes, forward_transient = self._forward_bytes(trial, carried)
             seconds = costs.backward_time + next(redos) if seconds is None else seconds
-            form = Form(saved_bytes, seconds, forward_transient, max(0, self._backward_peak(trial) - fresh))
+            form = Form(saved_bytes, seconds, forward_transient, self._backward_peak(trial))
             pairs.append((form, trial.recipe))
         whole = Form(costs.saved_bytes, costs.backward_time, costs.forward_transient_bytes, costs.backward_transient_bytes)
         pairs = [pair for pair in pairs if not _beaten(pair[0], [whole, *(f for f, _ in pairs if f is not pair[0])])]
@@ -168,10 +165,10 @@ class FormMeter:
 
         def step() -> tuple[torch.Tensor | None, ...]:
             outputs, _ = trial.forward()
-            edges, gradients = get_edges(outputs), ones(outputs)
+            start = handed_over(outputs, ones(outputs))
             self.mark("backward")
             del outputs
-            return backward(edges, gradients, trial.targets())
+            return backward(*start, trial.targets())
 
         hooks = [p.register_hook(lambda _, n=n: self.mark(str(n))) for n, p in enumerate(trial.parameters)]
         try:

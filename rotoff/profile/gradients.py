@@ -6,6 +6,7 @@ on passes its gradient on as it lies. So what δ_i holds follows from the stages
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,8 +19,16 @@ class GradientPlace(NamedTuple):
     incoming: int | None
 
 
-def charge(stages: Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]) -> list[int]:
-    """Bytes that δ_0 to δ_L keep alive.
+class Charge(NamedTuple):
+    """Bytes that one δ keeps alive. shared: of those, what lies in one storage with another tensor's gradient, and so may stay
+    when the first of them has been used."""
+
+    nbytes: int
+    shared: int = 0
+
+
+def charge(stages: Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]) -> list[Charge]:
+    """What δ_0 to δ_L keep alive.
 
     Args:
         stages: of stages 1 to L, where the backward leaves each input's gradient, and the bytes of each output's gradient
@@ -28,7 +37,7 @@ def charge(stages: Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]
     L = len(stages)
     lying = {(L, n): size for n, size in enumerate(stages[-1][1])}  # storage -> bytes, of the present boundary
     held: list[tuple[int, int] | None] = list(lying)  # storage of each tensor's gradient
-    charges = [sum(lying.values())]
+    charges = [Charge(sum(lying.values()))]
     for i in range(L, 0, -1):
         places = stages[i - 1][0]
         before, held_before = lying, held
@@ -42,5 +51,7 @@ def charge(stages: Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]
             lying[storage] = before[storage] if came is not None else place.nbytes
             held.append(storage)
         alone = sum(stages[i - 2][1]) if i > 1 else 0
-        charges.append(max(sum(lying.values()), alone))
+        places_of = Counter(storage for storage in held if storage is not None)
+        shared = sum(lying[storage] for storage, tensors in places_of.items() if tensors > 1)
+        charges.append(Charge(max(sum(lying.values()), alone), shared))
     return charges[::-1]

@@ -10,17 +10,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from ..capture.aliasing import merge_aliases
 from ..capture.stage import Behaviour, StageModule, flatten, storage_key
-from ..chain import Chain, Form
+from ..capture.unsaved import merge_unsaved
+from ..chain import Chain, Form, Stage
 from ..errors import MeasureError
 from ..runtime.replay import preserved
 from .forms import Policy
-from .gradients import charge
+from .gradients import Charge, charge
 from .known_times import KnownTimes
 from .meter import CUDA_BLOCK, Measured, Meter
 from .skips import Skip, behave_in_place, find_skips, keep_in_place
@@ -47,10 +49,12 @@ class Profile:
 
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every
-    step. replay_bytes: the snapshots of a step that runs a stage twice. prefix_peak_bytes: the most that the prefix holds,
+    step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the prefix holds,
     its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the step: all of it,
     or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
+    gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the next stage's
+    backward needed. rng_bytes: of one state of the generators, on the device.
     """
 
     device: torch.device
@@ -63,6 +67,8 @@ class Profile:
     prefix_peak_bytes: int = 0
     resident_input_bytes: int = 0
     no_forms: tuple[str, ...] = ()
+    rng_bytes: int = 0
+    gone_bytes: tuple[int, ...] = ()
     skips: tuple[Skip, ...] = ()
     spare_bytes: tuple[tuple[int, int], ...] = ()
 
@@ -90,6 +96,14 @@ class Profile:
         rows = zip(self.chain.stages, self.behaviours, reasons, strict=True)
         return tuple(StageForms(s.name, s.forms, tuple(r.keeps for r in b.forms), why) for s, b, why in rows)
 
+    def replay_extra(self, replayed: Collection[int]) -> tuple[int, dict[int, int]]:
+        """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held throughout, and while each does."""
+        behaviours = {i: self.behaviours[i - 1] for i in replayed}
+        states = min(len(behaviours), 1 + sum(b.draws for b in self.behaviours))
+        held = states * self.rng_bytes + sum(sum(_buffer_bytes(b)) for b in behaviours.values())
+        beside = {i: 2 * self.rng_bytes + sum(_buffer_bytes(b)) + b.stuck_bytes for i, b in behaviours.items()}
+        return held, beside
+
 
 def measure(
     stages: Sequence[StageModule],
@@ -101,16 +115,19 @@ def measure(
     meter: Meter | None = None,
     known: KnownTimes | None = None,
     forms: bool | Policy = True,
+    named: bool = False,
 ) -> Profile:
     """Measure `stages` on the sample input `value`.
 
     Args:
-        stages: in order; those that alias or overwrite their input are merged with their predecessor.
+        stages: in order; those that alias or overwrite their input are merged with their predecessor, and so are most whose
+            input no backward needs (`capture.unsaved`).
         value: a tensor, or a tuple of them, on `device`.
         bandwidth: given the bytes that typically move, the link's (d2h B/s, h2d B/s, duplex).
         repeats: timed runs of each stage, of which the median counts; None: until it is steady (`steady.Repeats`). meter: what measures one stage; default: on `device`.
         known: times that need not be measured, where they are of the same stages.
         forms: whether to find and measure smaller forms (`profile.forms`); a policy says what they keep.
+        named: whether the user named the stages, so that they stay apart unless they alias.
 
     Raises:
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
@@ -122,6 +139,8 @@ def measure(
         if not meter.plain(tensor):
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
     groups = merge_aliases(stages, value, device)
+    if not named:
+        groups = merge_unsaved(groups, value, device)
     meter.begin(value)
     waiting = {(row[0], n): row[1:] for n, row in enumerate(known.stages if known else ())}
     measured: list[Measured] = []
@@ -147,15 +166,17 @@ def measure(
     starts = flatten(start)[0]
     given = {storage_key(t) for t in flatten(batch)[0]}
     gradients = charge([(m.gradients, m.own_gradient_bytes) for m in measured])
+    gradients[0] = gradients[0]._replace(nbytes=max(gradients[0].nbytes, meter.gradient_bytes(starts)))
+    costs = [_charged(m.costs, *pair) for m, pair in zip(measured, pairwise(gradients), strict=True)]
     return Profile(
         device=device,
         chain=Chain(
-            stages=tuple(replace(m.costs, grad_bytes=n) for m, n in zip(measured, gradients[1:], strict=True)),
+            stages=tuple(costs),
             d2h_bandwidth=d2h,
             h2d_bandwidth=h2d,
             duplex=duplex,
             input_bytes=meter.storage_bytes(starts),
-            input_grad_bytes=max(gradients[0], meter.gradient_bytes(starts)),
+            input_grad_bytes=gradients[0].nbytes,
         ),
         prefix=tuple(groups[:prefix]),
         stages=tuple(groups[prefix:]),
@@ -164,12 +185,32 @@ def measure(
         + _shared_gradients(groups[prefix:])
         + _loss_bytes(measured[-1].costs.output_bytes, device),
         replay_bytes=_replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
+        rng_bytes=meter.rng_bytes,
+        gone_bytes=tuple(_gone(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
         resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips([(m.lies, m.behaviour) for m in measured]),
         spare_bytes=tuple(m.lies.spare for m in measured),
     )
+
+
+def _charged(costs: Stage, made: Charge, own: Charge) -> Stage:
+    """`costs`, as `Measured` has them, with the gradients charged that the backward makes and that it is given (δ_i)."""
+
+    def transient(peak: int | None) -> int:
+        assert peak is not None
+        return max(0, peak + own.shared - made.nbytes)
+
+    forms = tuple(replace(f, backward_transient_bytes=transient(f.backward_transient_bytes)) for f in costs.forms)
+    peak = transient(costs.backward_transient_bytes)
+    return replace(costs, grad_bytes=own.nbytes, backward_transient_bytes=peak, forms=forms)
+
+
+def _gone(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
+    """Bytes by which ``B`` stays below what the machine charges for it."""
+    assert costs.backward_transient_bytes is not None
+    return max(0, made.nbytes + costs.backward_transient_bytes - measured.begun_bytes - own.shared)
 
 
 def _shared_gradients(stages: Sequence[StageModule]) -> int:

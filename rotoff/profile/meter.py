@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.changes import ChangedBuffers
 from ..capture.operations import record_operations
@@ -24,7 +25,7 @@ from .gradients import GradientPlace
 from .known_times import KnownForms
 from .skips import Lying, lying
 from .steady import Repeats, Series
-from .trial import Run, backward, clock, get_edges, ones
+from .trial import Run, backward, clock, get_edges, handed_over, ones
 
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
 # run a few times more, always as often, since all processes must take part, and the run that seems to leave least counts.
@@ -40,8 +41,10 @@ class Measured:
     """Costs of a stage for the chain, and its behaviour for the runtime.
 
     gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes: of
-    each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. no_forms: why the stage has no smaller forms, if so. The costs count gradients like that, one by one; those that
-    share or outgrow their bytes are `gradients.charge`'s business.
+    each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. no_forms: why the
+    stage has no smaller forms, if so. The costs count gradients like that, one by one; those that share or outgrow their bytes are `gradients.charge`'s business. So
+    `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is δ_{i-1}
+    follows from that charge. begun_bytes: the same once ``B`` has let go of the outputs, so that it may be below 0.
     """
 
     costs: Stage
@@ -49,6 +52,7 @@ class Measured:
     gradients: tuple[GradientPlace | None, ...]
     own_gradient_bytes: tuple[int, ...]
     lies: Lying
+    begun_bytes: int
     no_forms: str = ""
 
 
@@ -140,13 +144,13 @@ class Meter:
         own_gradients = tuple(self.gradient_bytes([t]) for t in outputs)
         written = [n for n, (t, version) in enumerate(zip(leaves, versions, strict=True)) if t._version != version]
         lies = lying(leaves, outputs, [self.storage_bytes([t]) for t in outputs], saved, written)
-        outputs = [t.detach() for t in outputs]
+        # nobody runs on the last stage's output
+        outputs = [t.new_empty(0) if run.last else t.detach() for t in outputs]
         shapes = [(t.shape, t.dtype) for t in saved]
         saved.clear()
         del leaves
 
-        backward_peak, places = self._backward_peak(run)
-        fresh_bytes = sum({place.storage: place.nbytes for place in places if place and place.incoming is None}.values())
+        backward_peak, begun_peak, places = self._backward_peak(run)
         leaves = run.leaves()
         shapes_again: list[tuple[torch.Size, torch.dtype]] = []
 
@@ -155,7 +159,7 @@ class Meter:
 
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
         with saved_tensors_hooks(forget, _never):
-            _, dropping = self.record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])
+            dropping = self.record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])[1]
         if shapes_again != shapes:
             raise MeasureError(
                 f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
@@ -173,16 +177,16 @@ class Meter:
             grad_bytes=sum(own_gradients),
             forward_transient_bytes=max(0, above[0]),
             checkpoint_transient_bytes=max(0, above[1]),
-            backward_transient_bytes=max(0, backward_peak - fresh_bytes),
+            backward_transient_bytes=backward_peak,
         )
         behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, self._enough(run, kinds))
         reason = "switched off" if self._forms is None else "the last stage needs none"
         if self._forms is not None and not run.last:
             known = self.known_time[2] if self.known_time else None
-            found = self._forms.find(run, costs, behaviour, carried_bytes, fresh_bytes, known)
+            found = self._forms.find(run, costs, behaviour, carried_bytes, known)
             costs, reason = replace(costs, forms=found.forms), found.reason
             behaviour = replace(behaviour, forms=found.recipes)
-        return Measured(costs, behaviour, places, own_gradients, lies, reason), outputs
+        return Measured(costs, behaviour, places, own_gradients, lies, begun_peak, reason), outputs
 
     def _kept(
         self, run: Run, leaves: list[torch.Tensor]
@@ -217,8 +221,9 @@ class Meter:
         written = {storage for op in log.operations[log.packs[own[-1]].before :] for storage in op.writes}
         return 0 if None in storages or storages & written else own[-1] + 1
 
-    def _backward_peak(self, run: Run) -> tuple[int, tuple[GradientPlace | None, ...]]:
-        """Bytes above what ā and δ_i hold, while ``B`` runs, and where it leaves the inputs' gradients.
+    def _backward_peak(self, run: Run) -> tuple[int, int, tuple[GradientPlace | None, ...]]:
+        """Bytes above what ā and δ_i hold, from the start of ``B`` and once it has let go of the outputs, which may be below
+        0; and where it leaves the inputs' gradients.
 
         Parameter gradients are resident, but each one's fresh value is there until it has been added to them: it counts
         from its making to the mark that its hook leaves.
@@ -227,16 +232,21 @@ class Meter:
         targets = run.targets(leaves)
         held: list[torch.Tensor] = []
         incoming: list[tuple[int, int]] = []  # (storage, output) of the gradients given
+        watches: list[StorageWeakRef] = []  # of those, so that no other storage gets the key of one that is gone
 
         def step() -> tuple[torch.Tensor | None, ...]:
             outputs = flatten(run.forward(leaves))[0]
-            edges, gradients = get_edges(outputs), ones(outputs)
+            gradients = ones(outputs)
             held.extend(t.detach() for t in outputs if run.last)
+            held.extend(g for g in gradients if run.last)  # the caller may hold δ_L; autograd lets other δ_i go on its way
             needing = [n for n, t in enumerate(outputs) if t.requires_grad]
             incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
+            watches.extend(StorageWeakRef(g.untyped_storage()) for g in gradients)
+            start = handed_over(outputs, gradients)
             self.mark("backward")
             del outputs  # as the interpreter does when B begins
-            return backward(edges, gradients, targets)
+            self.mark("begun")
+            return backward(*start, targets)
 
         hooks = [p.register_hook(lambda _, n=n: self.mark(str(n))) for n, p in enumerate(run.parameters)]
         try:
@@ -245,8 +255,11 @@ class Meter:
             for hook in hooks:
                 hook.remove()
         fresh = grads[len(grads) - len(run.parameters) :]
-        peak = log.after("backward").peak({self.address(g): str(n) for n, g in enumerate(fresh) if g is not None})
-        return peak, tuple(self._places(leaves, grads, dict(incoming)))
+        ends = {self.address(g): str(n) for n, g in enumerate(fresh) if g is not None}
+        rest = log.after("backward")
+        begun = rest.after("begun")
+        given_back = rest.level() - begun.level()
+        return rest.peak(ends), given_back + begun.peak(ends), tuple(self._places(leaves, grads, dict(incoming)))
 
     def _places(
         self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], incoming: dict[int, int]

@@ -84,3 +84,29 @@ def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
 def ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
+
+
+class _Give(torch.autograd.Function):
+    """Its backward gives away what is in a list, and keeps none of it, as a next stage's does."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *given
+
+
+def handed_over(
+    outputs: Sequence[torch.Tensor], gradients: list[torch.Tensor]
+) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    """Where to start a `backward` that takes `gradients` out of their list: autograd lets go of each as soon as it can.
+
+    Who passes them to ``torch.autograd.grad`` holds them to its end.
+    """
+    start = [_Give.apply(gradients, *(t for t in outputs if t.requires_grad))]
+    return get_edges(start), ones(start)

@@ -162,6 +162,7 @@ class Courses:
                 progress,
                 known=near.times if near else known,
                 forms=read_forms(self._forms),
+                named=bool(strategy.named(self._model, self._wanted)),
             )
             if known is None and near is None:
                 keep_times(self._cache, key, profile.chain, profile.behaviours)

@@ -14,7 +14,7 @@ from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
 from ..profile.measure import Profile
 from ..profile.skips import choices
 from ..rotor_names import NO_LIMIT
-from ..sequence import Sequence
+from ..sequence import FORWARDS, OpKind, Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
@@ -218,8 +218,40 @@ def _infeasible(request: Request, least: int) -> InfeasibleError:
 
 def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """The machine's peak in the terms of the user's limit."""
-    constant = profile.stuck_bytes + profile.kept_bytes(plan.kept) + (profile.replay_bytes if plan.replayed else 0)
-    return max(plan.trace.peak_bytes - profile.resident_input_bytes + constant, profile.prefix_peak_bytes)
+    return _told(profile, plan, [event.memory for event in plan.trace.events])
+
+
+def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+    """What a step is expected to hold: `own_bytes`, less what the machine charges and is sure not to be there.
+
+    That is in a ``B`` of everything saved what the stage has let go of when it begins, and in the user's forward δ_L, which the
+    loss has yet to make.
+    """
+    gone = [0] * len(profile.gone_bytes) if plan.kept else profile.gone_bytes
+    L = len(profile.chain)
+    made, whole = False, set()
+    levels = []
+    for n, event in enumerate(plan.trace.events):
+        op, less = event.op, 0
+        if op.kind is OpKind.B:
+            less = gone[op.stage - 1] if op.stage in whole else 0
+        elif made and n < plan.forward_end:
+            less = profile.chain.grad_bytes(L)
+        if op.kind is OpKind.F_ALL:
+            whole.add(op.stage)
+        elif op.kind is OpKind.F_SEL:
+            whole.discard(op.stage)
+        made = made or (op.kind in FORWARDS and op.stage == L)
+        levels.append(event.memory - less)
+    return _told(profile, plan, levels)
+
+
+def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> int:
+    """The peak where the machine's values, gradients and transients are at `levels` during the plan's events."""
+    constant = profile.stuck_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
+    held, beside = profile.replay_extra(plan.replayed)
+    again = [beside[event.op.stage] if event.recompute else 0 for event in plan.trace.events]
+    return max(max(map(sum, zip(levels, again, strict=True))) + held + constant, profile.prefix_peak_bytes)
 
 
 def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
@@ -229,7 +261,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
         " %.4g s recomputed; %s%s",
         request,
         "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),
-        format_bytes(own_bytes(profile, plan)),
+        format_bytes(expected_bytes(profile, plan)),
         trace.makespan,
         100 * (trace.makespan / base - 1) if base else 0.0,
         format_bytes(trace.d2h_bytes),

@@ -1,0 +1,143 @@
+"""Stages merged where nobody keeps what lies between them: the machine charges every stage's output to its ā.
+
+Plain autograd lets an output go that neither the backward of the stage which made it nor that of the next one needs, such as
+a linear layer's before a ReLU. One stage of the two has it only while it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..runtime.replay import preserved
+from .stage import StageModule, flatten, storage_key
+
+
+@dataclass(frozen=True)
+class Group:
+    """Stages that may become one, and their bytes.
+
+    input_bytes, output_bytes: of the values around them. kept_bytes: ā. unsaved_bytes: of the output, what neither the last of
+    them nor the stage after it saves, and nobody else holds. differentiable: whether an output needs a gradient. inner_bytes: of the
+    largest value between two of them. part_bytes: the largest `need_bytes` of one of them by itself.
+    """
+
+    stage: StageModule
+    input_bytes: int
+    output_bytes: int
+    kept_bytes: int
+    unsaved_bytes: int = 0
+    differentiable: bool = True
+    inner_bytes: int = 0
+    part_bytes: int = 0
+
+    @property
+    def need_bytes(self) -> int:
+        """What its ``B`` needs: the input, ā, and two gradients, of which one may be of a value within."""
+        return self.input_bytes + self.kept_bytes + self.output_bytes + max(self.input_bytes, self.inner_bytes)
+
+    def merged(self, following: Group) -> Group:
+        return Group(
+            stage=self.stage.merged(following.stage),
+            input_bytes=self.input_bytes,
+            output_bytes=following.output_bytes,
+            kept_bytes=self.kept_bytes + following.kept_bytes - self.unsaved_bytes,
+            unsaved_bytes=following.unsaved_bytes,
+            differentiable=following.differentiable,
+            inner_bytes=max(self.inner_bytes, self.output_bytes, following.inner_bytes),
+            part_bytes=max(part.part_bytes or part.need_bytes for part in (self, following)),
+        )
+
+
+class _Storage(NamedTuple):
+    watch: StorageWeakRef  # while it is there, no other storage gets the same key
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        return cls(StorageWeakRef(storage), storage.nbytes())
+
+
+def merge_unsaved(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[StageModule]:
+    """Merge each stage with the one before it where the output between them is charged for nothing.
+
+    Args:
+        stages: in order, each of which makes something (`aliasing.merge_aliases`). value: the sample input, which stays as it
+            is; each stage is run on it once, and its graph let go before the next.
+    """
+    return [group.stage for group in merge_groups(_look_at(stages, value, device))]
+
+
+def merge_groups(stages: Sequence[Group]) -> list[Group]:
+    """`stages`, the neighbours merged of which the first one's output is saved by nobody.
+
+    Larger stages leave a plan less to choose from, and could raise the smallest limit: so what is merged must need no more bytes
+    in its ``B`` than one of its parts does. That keeps apart what saves much, and what lies around a value smaller
+    than its neighbours, which is a good one to recompute from.
+    """
+    groups: list[Group] = []
+    for stage in stages:
+        before = groups[-1] if groups else None
+        if before is not None and before.unsaved_bytes and before.differentiable and stage.differentiable:
+            both = before.merged(stage)
+            if both.need_bytes <= both.part_bytes:
+                groups[-1] = both
+                continue
+        groups.append(stage)
+    return groups
+
+
+def _look_at(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[Group]:
+    """Run `stages` one by one: what each keeps, and leaves to nobody."""
+    found: list[Group] = []
+    made: dict[int, _Storage] = {}  # by the stage before
+    saved: set[int] = set()
+    for stage in stages:
+        saved_before, made_before = saved, made
+        value, group, made, saved = _look(stage, value, device)
+        if found:
+            free = [s for key, s in made_before.items() if key not in saved_before | saved | made.keys()]
+            if not all(s.watch.expired() for s in free):
+                gc.collect()  # else it would depend on when that happens, and processes that plan together could differ
+            found[-1] = replace(found[-1], unsaved_bytes=_gone(free))
+        found.append(group)
+    return found
+
+
+def _look(stage: StageModule, value: Any, device: torch.device) -> tuple[Any, Group, dict[int, _Storage], set[int]]:
+    """Run `stage`: its output, without a graph; what it keeps; the storages of the output; and the keys of those saved."""
+    saved: dict[int, _Storage] = {}
+
+    def note(tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in saved:
+            saved[key] = _Storage.of(tensor)
+
+    given, rebuild = flatten(value)
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
+    with preserved(list(stage.buffers()), device), torch.enable_grad(), saved_tensors_hooks(note, _never):
+        outputs, rebuild_output = flatten(stage.run(rebuild(leaves)))
+    made = {storage_key(t): _Storage.of(t) for t in outputs}
+    result = [t.detach().requires_grad_(t.requires_grad) for t in outputs]
+    del outputs  # and with them the graph
+    entering = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
+    leaving = sum(s.nbytes for s in made.values())
+    kept = leaving + _gone(s for key, s in saved.items() if key not in made)
+    group = Group(stage, entering, leaving, kept, differentiable=any(t.requires_grad for t in result))
+    return rebuild_output(result), group, made, set(saved)
+
+
+def _gone(storages: Iterable[_Storage]) -> int:
+    """Bytes of those that nobody holds now: the rest were there before, such as parameters and the stage's input."""
+    return sum(s.nbytes for s in storages if s.watch.expired())
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise AssertionError("the graph of a run that only looks is never run")
