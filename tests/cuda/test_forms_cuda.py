@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from rotoff.runtime.plan import compile_sequence
 from rotoff.sequence import Op, OpKind
 
 pytestmark = pytest.mark.cuda
+
+SIZE = 64 if "STANDIN" in os.environ else 512  # the stand-in of tests/cuda_standin computes on the CPU
 
 
 class Block(nn.Module):
@@ -37,8 +40,8 @@ class Block(nn.Module):
 
 def model_and_batch(dropout: float) -> tuple[nn.Sequential, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 512), *[Block(512, dropout=dropout) for _ in range(4)], nn.Linear(512, 64)).cuda()
-    return model, torch.randn(8, 512, 64, device="cuda")
+    model = nn.Sequential(nn.Linear(64, SIZE), *[Block(SIZE, dropout=dropout) for _ in range(4)], nn.Linear(SIZE, 64)).cuda()
+    return model, torch.randn(8, SIZE, 64, device="cuda")
 
 
 def gradients(model: nn.Module, x: torch.Tensor, autocast: bool) -> list[torch.Tensor]:

@@ -1,0 +1,275 @@
+// A stand-in for a CUDA device: the CPU's memory and kernels behind PyTorch's CUDA dispatch key, on a build without CUDA.
+//
+// Tensors say `cuda:0`, their storages come from an allocator that counts in blocks of 512 bytes, autograd runs their
+// backward on a device thread, and memory events carry the device: all that Python code for CUDA can get wrong without a
+// GPU. What it has not: time. Everything is done when the call returns, so nothing overlaps and nothing can come too late.
+//
+// Built and loaded by standin.py, before torch is imported, since torch asks for its CUDA hooks once.
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/TensorShape.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+using namespace at;
+const Device kDevice(DeviceType::CUDA, 0);
+
+struct Guard final : public c10::impl::DeviceGuardImplInterface {
+  static constexpr DeviceType static_type = DeviceType::CUDA;
+  Guard(DeviceType) {}
+  Guard() = default;
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return kDevice; }
+  Device getDevice() const override { return kDevice; }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device) const noexcept override { return Stream(Stream::UNSAFE, kDevice, 0); }
+  Stream getDefaultStream(Device) const override { return Stream(Stream::UNSAFE, kDevice, 0); }
+  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::UNSAFE, kDevice, 0); }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+};
+
+// -- memory
+
+constexpr size_t kBlock = 512; // as the caching allocator rounds
+
+struct Counts {
+  int64_t allocated = 0, allocated_peak = 0, requested = 0, requested_peak = 0;
+};
+std::mutex lock; // over the two below
+std::unordered_map<void*, std::array<int64_t, 2>> blocks; // address -> bytes of the block, bytes asked for
+Counts counts;
+int64_t capacity = int64_t(1) << 37;
+
+int64_t add(int64_t block, int64_t asked) { // with `lock` held; returns what is allocated now
+  counts.allocated += block;
+  counts.requested += asked;
+  counts.allocated_peak = std::max(counts.allocated_peak, counts.allocated);
+  counts.requested_peak = std::max(counts.requested_peak, counts.requested);
+  return counts.allocated;
+}
+
+void give_back(void* address) {
+  if (!address) return;
+  int64_t now, block;
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    const auto found = blocks.find(address);
+    block = found->second[0];
+    now = add(-block, -found->second[1]);
+    blocks.erase(found);
+  }
+  c10::reportMemoryUsageToProfiler(address, -block, now, now, kDevice);
+  c10::free_cpu(address);
+}
+
+struct BlockAllocator final : public c10::Allocator {
+  DataPtr allocate(size_t asked) override {
+    if (asked == 0) return {nullptr, nullptr, &give_back, kDevice};
+    const int64_t block = (asked + kBlock - 1) / kBlock * kBlock;
+    int64_t now;
+    void* address;
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      TORCH_CHECK_WITH(OutOfMemoryError, counts.allocated + block <= capacity, "CUDA out of memory. Tried to allocate ", asked, " bytes.");
+      address = c10::alloc_cpu(block);
+      blocks[address] = {block, int64_t(asked)};
+      now = add(block, asked);
+    }
+    c10::reportMemoryUsageToProfiler(address, block, now, now, kDevice);
+    return {address, address, &give_back, kDevice};
+  }
+  DeleterFnPtr raw_deleter() const override { return &give_back; }
+  void copy_data(void* target, const void* source, std::size_t nbytes) const override { memcpy(target, source, nbytes); }
+};
+BlockAllocator allocator;
+
+// -- operations
+
+bool strict = false; // whether an operation that would make the host wait for the device is an error
+thread_local bool inside = false; // what the stand-in does for itself is not such a one
+
+struct Inside {
+  const bool before = inside;
+  Inside() { inside = true; }
+  ~Inside() { inside = before; }
+};
+
+void waits(const char* what) { TORCH_CHECK(!strict || inside, "called a synchronizing CUDA operation: ", what); }
+
+// The same bytes as a tensor of the CPU.
+Tensor as_cpu(const Tensor& t) {
+  if (!t.defined() || t.device().is_cpu()) return t;
+  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().device(kCPU));
+}
+
+Tensor empty_mf(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>,
+                std::optional<bool>, std::optional<MemoryFormat> mf) {
+  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(DispatchKey::CUDA), dtype_or_default(dtype), mf);
+}
+Tensor empty_s(IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>,
+               std::optional<Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(DispatchKey::CUDA), dtype_or_default(dtype));
+}
+Tensor& copy_into(Tensor& self, const Tensor& src, bool non_blocking) {
+  if (self.device() != src.device() && !non_blocking) waits("copy_");
+  if (self.numel()) {
+    Tensor target = as_cpu(self);
+    target.copy_(as_cpu(src).expand_as(target));
+  }
+  return self;
+}
+Tensor copy_from(const Tensor& self, const Tensor& dst, bool) {
+  Tensor d = dst;
+  copy_into(d, self, false);
+  return dst;
+}
+Tensor copy_from_resize(const Tensor& self, const Tensor& dst) {
+  dst.resize_(self.sizes());
+  return copy_from(self, dst, false);
+}
+const Tensor& resize_to(const Tensor& self, SymIntArrayRef size, std::optional<MemoryFormat> mf) {
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto* impl = self.unsafeGetTensorImpl();
+  int64_t n = c10::multiply_integers(sizes) * self.element_size() + self.storage_offset() * self.element_size();
+  if (n > (int64_t)impl->storage().nbytes()) {
+    auto data = allocator.allocate(n);
+    if (impl->storage().nbytes()) memcpy(data.get(), impl->storage().data(), impl->storage().nbytes());
+    impl->unsafe_storage().set_data_ptr_noswap(std::move(data));
+    impl->unsafe_storage().set_nbytes(n);
+  }
+  impl->set_sizes_contiguous(sizes);
+  if (mf) impl->empty_tensor_restride(*mf);
+  return self;
+}
+Tensor& set_storage(Tensor& r, Storage s, SymInt offset, SymIntArrayRef size, SymIntArrayRef stride) {
+  auto* impl = r.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(s));
+  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset.guard_int(__FILE__, __LINE__));
+  return r;
+}
+Tensor& set_tensor(Tensor& r, const Tensor& s) {
+  auto* impl = r.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(s.storage());
+  impl->set_sizes_and_strides(s.sizes(), s.strides(), s.storage_offset());
+  return r;
+}
+Tensor& set_source(Tensor& r, Storage s) {
+  int64_t n = s.nbytes() / r.element_size();
+  auto* impl = r.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(s));
+  impl->set_sizes_contiguous({n}); impl->set_storage_offset(0);
+  return r;
+}
+Tensor& set_none(Tensor& r) {
+  Storage s(Storage::use_byte_size_t(), 0, allocator.allocate(0), &allocator, true);
+  return set_source(r, s);
+}
+Scalar local_scalar(const Tensor& t) {
+  waits("item");
+  return as_cpu(t).item();
+}
+Tensor strided_(const Tensor& self, SymIntArrayRef size, SymIntArrayRef stride, std::optional<SymInt> off) {
+  std::optional<int64_t> o;
+  if (off) o = off->guard_int(__FILE__, __LINE__);
+  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), o);
+}
+Tensor view_(const Tensor& self, SymIntArrayRef size) { return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size)); }
+Tensor reshape_alias(const Tensor& self, SymIntArrayRef size, SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+// Every other operation: arguments to the CPU, the CPU's kernel, results back.
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string& name = op.schema().name();
+  for (const char* waiting : {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2"})
+    if (name == waiting) waits(waiting);
+  const Inside guard;
+  at::native::cpu_fallback(op, stack);
+}
+}  // namespace
+
+namespace at { namespace {
+struct CUDAHooks final : public at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  void deviceSynchronize(DeviceIndex) const override {}
+};
+REGISTER_CUDA_HOOKS(CUDAHooks)
+}
+}
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+static int registered = (c10::SetAllocator(DeviceType::CUDA, &allocator, 10), 0);
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", empty_mf);
+  m.impl("empty_strided", empty_s);
+  m.impl("copy_", copy_into);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_resize);
+  m.impl("resize_", resize_to);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", set_source);
+  m.impl("set_", set_none);
+  m.impl("_local_scalar_dense", local_scalar);
+  m.impl("as_strided", strided_);
+  m.impl("view", view_);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("unfold", at::native::unfold);
+}
+
+// -- for standin.py
+
+extern "C" {
+int64_t standin_allocated() { return counts.allocated; }
+int64_t standin_allocated_peak() { return counts.allocated_peak; }
+int64_t standin_requested() { return counts.requested; }
+int64_t standin_requested_peak() { return counts.requested_peak; }
+int64_t standin_capacity() { return capacity; }
+void standin_reset_peak() {
+  std::lock_guard<std::mutex> guard(lock);
+  counts.allocated_peak = counts.allocated;
+  counts.requested_peak = counts.requested;
+}
+void standin_strict(int on) { strict = on; }
+}
