@@ -459,7 +459,10 @@ def test_what_was_found_is_a_table() -> None:
     assert found[0].number == 0
     assert [row.number for row in found][1:] == list(range(1, len(found)))
     lines = repr(found).splitlines()
-    assert len(lines) == len(found) + 2
+    assert [line.split()[0] for line in lines[2:]] == [
+        *(str(row.number or "-") for row in found),
+        *["skip"] * len(found.skips),
+    ]
     assert lines[1].split()[:6] == ["stage", "module", "output", "saved", "forward", "backward"]
     assert "or" in lines[1].split()  # the forms, each with its bytes
     assert found.to_dict()["stages"][1]["saved_bytes"] == found[1].saved_bytes > 0

@@ -35,4 +35,7 @@ def test_bytes_estimated_are_those_measured(library: str, name: str, how: str) -
     assert result["stages"] >= 10
     assert result["values"][0] == 0.0, result["values"][1]
     assert abs(result["keep_all"]) <= 0.02
-    assert abs(result["min_remat"]) <= 0.02
+    if how == "float32":
+        assert abs(result["min_remat"]) <= 0.02
+    else:  # what the CPU's kernels for bfloat16 take while they run is not estimated (docs/profiles.md)
+        assert -0.05 <= result["min_remat"] <= 0.02
