@@ -116,20 +116,19 @@ def afresh(wrapped: rotoff.Checkpointable, name: str) -> None:
         p.grad = torch.zeros_like(p)
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_at_every_call_of_stages_and_links(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards, replays, copies out and in, waits, allocations: each fails once."""
-    monkeypatch.setattr(link_pool, "FileLink", FaultyLink)
+def fail_at_every_call(
+    wrapped: rotoff.Checkpointable, batch: Batch, sequence: rotoff.Sequence, kind: str, first: int = 1, every: int = 1
+) -> int:
+    """Let call `first` of stages and links fail in a step, then the one `every` later, to the last; after each one nothing is
+    left and the next step is right. Returns how many calls a step makes."""
     faults = FaultyLink.faults
     expected = plain("residual", steps=1)
-    wrapped, batch, sequence = moving()
     hooks = [module.register_forward_pre_hook(faults.event) for module in wrapped]
     faults.arm(0, ERRORS[kind])
     wrapped(batch()).sum().backward()
     calls = faults.count
-    assert calls > 20
     with nothing_left(wrapped):
-        for n in range(1, calls + 1):
+        for n in range(first, calls + 1, every):
             afresh(wrapped, "residual")
             faults.arm(n, ERRORS[kind])
             left = left_bytes(lambda: failing_step(wrapped, batch, "injected"))
@@ -137,6 +136,15 @@ def test_an_error_at_every_call_of_stages_and_links(kind: str, monkeypatch: pyte
             assert same(train(wrapped, batch, steps=1), expected), f"after call {n} of {calls}:\n{sequence}"
     for hook in hooks:
         hook.remove()
+    return calls
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_at_every_call_of_stages_and_links(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards, replays, copies out and in, waits, allocations: each fails once."""
+    monkeypatch.setattr(link_pool, "FileLink", FaultyLink)
+    wrapped, batch, sequence = moving()
+    assert fail_at_every_call(wrapped, batch, sequence, kind) > 20
 
 
 def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
@@ -172,23 +180,9 @@ def test_an_error_at_every_call_with_moved_forms(kind: str, first: int, monkeypa
         faults.event()
         return inner(mode, *args, **kwargs)
 
-    expected = plain("residual", steps=1)
     wrapped, batch, sequence = with_moved_forms()
     monkeypatch.setattr(selective._Redo, "__torch_dispatch__", operation)
-    hooks = [module.register_forward_pre_hook(faults.event) for module in wrapped]
-    faults.arm(0, ERRORS[kind])
-    wrapped(batch()).sum().backward()
-    calls = faults.count
-    assert calls > 40
-    with nothing_left(wrapped):
-        for n in range(first, calls + 1, 2):
-            afresh(wrapped, "residual")
-            faults.arm(n, ERRORS[kind])
-            left = left_bytes(lambda: failing_step(wrapped, batch, "injected"))
-            assert left <= 0, f"{left} bytes are left after call {n} of {calls}:\n{sequence}"
-            assert same(train(wrapped, batch, steps=1), expected), f"after call {n} of {calls}:\n{sequence}"
-    for hook in hooks:
-        hook.remove()
+    assert fail_at_every_call(wrapped, batch, sequence, kind, first, every=2) > 40
 
 
 def test_an_interrupt_in_a_users_hook_during_backward() -> None:
