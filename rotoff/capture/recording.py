@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -34,6 +35,7 @@ from torch.utils import _pytree as pytree
 from ..errors import MeasureError
 from ..runtime.replay import Generators, preserved
 from . import chance
+from .dataclass_trees import look_into
 from .outside import other_generators, put_other_generators, seen_calls
 from .stage import flatten, storage_key
 from .tape import NOTHING, Operation, Owned, Ref, Tape, Variable, described, leaves, same, substitute
@@ -99,6 +101,8 @@ _ESCAPES = frozenset(
 _EFFECTS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__set__"])
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 
+
+_TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a module that hold what is its own
 
 TRIES = 4  # recordings, two of which in a row must be equal
 
@@ -211,22 +215,21 @@ class _Recorder(TorchFunctionMode):
 
     def end(self, result: Any) -> None:
         """Take what the model returned."""
+        look_into(result)
         found, self.tape.result_spec = pytree.tree_flatten(result)
         for leaf in found:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 raise MeasureError(
                     f"{type(self._model).__name__} returns a {type(leaf).__name__}, which rotoff cannot look into;"
-                    " have it return tensors, tuples, dicts (use_cache=False for a cache)"
+                    " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         for module in self._model.modules():
             for name, value in vars(module).items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and self._number(value) is not None
-                    and value.requires_grad
-                    and not _torch_hooks(module)
-                ):
+                if name in _TABLES or _torch_hooks(module):
+                    continue
+                kept = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+                if any(leaf.requires_grad and self._number(leaf) is not None for leaf in kept):
                     raise MeasureError(
                         f"module {self._names[module]!r} ({type(module).__name__}) keeps a tensor of the graph in its attribute"
                         f" {name!r}, which only its own forward can renew; have the model return it"
@@ -256,6 +259,8 @@ class _Recorder(TorchFunctionMode):
         if generated is not self._drawn:
             self._refuse("sets the state of torch's random numbers (manual_seed, fork_rng), which a replay could not follow")
         tensors = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
+        if any(is_functorch_wrapped_tensor(t) for t in tensors):
+            self._refuse(f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through")
         versions = [t._version for t in tensors]
         references = substitute((args, kwargs), self._reference)
         grad, autocast = torch.is_grad_enabled(), _autocast()
@@ -321,7 +326,9 @@ class _Recorder(TorchFunctionMode):
             return apply(*args, **kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Module):
-                self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__})")
+                cure = "; give torch.utils.checkpoint use_reentrant=False, or none: rotoff recomputes"
+                checkpoint = function.__name__ == "CheckpointFunction"
+                self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__}){cure * checkpoint}")
         return self.call(apply, args, kwargs)
 
     # -- whose tensors these are

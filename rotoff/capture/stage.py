@@ -113,3 +113,9 @@ def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
 def storage_key(tensor: torch.Tensor) -> int:
     """What two tensors that share bytes have in common."""
     return tensor.untyped_storage()._cdata
+
+
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with storages of their own that a tensor is made of: two where it is sparse, as the gradient of
+    ``nn.Embedding(sparse=True)`` is."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)

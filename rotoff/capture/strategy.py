@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import MeasureError, OptionError
 from . import cuts, sequential
+from .dataclass_trees import look_into
 from .recording import record
 from .segment import Segment
 from .stage import StageModule, flatten
@@ -44,7 +45,9 @@ class Captured:
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether the model's forward is that of ``nn.Sequential``."""
-    return type(model).forward is nn.Sequential.forward
+    return (
+        inspect.getattr_static(type(model), "forward", None) is nn.Sequential.forward
+    )  # a scripted one has no forward to get
 
 
 def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted = None) -> Any:
@@ -54,8 +57,14 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     `state.caches_off`).
 
     Raises:
-        MeasureError: where the arguments are not forward's.
+        MeasureError: where the arguments are not forward's, or the model has no forward in Python.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise MeasureError(
+            f"the model is a scripted or traced one ({model.original_name}), whose forward runs as one piece; give the module that"
+            " it was made from, in which parts may be scripted"
+        )
+    look_into((args, kwargs))
     if is_sequential(model) and wanted is None:
         if kwargs or len(args) != 1:
             raise MeasureError("an nn.Sequential takes one positional argument: a tensor, or a tuple of tensors")

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..capture.stage import pieces
 from ..errors import MeasureError
 from ..runtime.selective import QUERIES
 from .allocations import Allocation, AllocationLog
@@ -166,7 +167,8 @@ class FakeAllocator(TorchDispatchMode):
             else:
                 self._note(result[number] if isinstance(result, (tuple, list)) else result)
         for tensor in _made(func, result):
-            self._note(tensor)
+            for piece in pieces(tensor):
+                self._note(piece)
         self._tell(func, args, kwargs, result)
         return result
 

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.operations import OperationLog, record_operations
-from ..capture.stage import Behaviour, SavedKind, flatten
+from ..capture.stage import Behaviour, SavedKind, flatten, pieces
 from ..chain import Chain, Form, Stage
 from ..runtime.interpreter import Step
 from ..runtime.plan import ExecutionPlan, compile_sequence
@@ -177,7 +177,9 @@ class FormMeter:
             for hook in hooks:
                 hook.remove()
         fresh = grads[len(grads) - len(trial.parameters) :]
-        return log.after("backward").peak({self._address(g): str(n) for n, g in enumerate(fresh) if g is not None})
+        return log.after("backward").peak(
+            {self._address(piece): str(n) for n, g in enumerate(fresh) if g is not None for piece in pieces(g)}
+        )
 
     def _redo_seconds(self, run: Run, trials: Sequence[Trial]) -> list[float]:
         """Of each trial, the median seconds that its ``B`` takes more than the one of everything kept.

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..capture.changes import ChangedBuffers
 from ..capture.operations import record_operations
 from ..capture.sharding import gathers
-from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
+from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, pieces, storage_key
 from ..chain import Stage
 from ..errors import MeasureError
 from ..runtime.replay import RNG_BYTES, Generators
@@ -255,7 +255,7 @@ class Meter:
             for hook in hooks:
                 hook.remove()
         fresh = grads[len(grads) - len(run.parameters) :]
-        ends = {self.address(g): str(n) for n, g in enumerate(fresh) if g is not None}
+        ends = {self.address(piece): str(n) for n, g in enumerate(fresh) if g is not None for piece in pieces(g)}
         rest = log.after("backward")
         begun = rest.after("begun")
         given_back = rest.level() - begun.level()

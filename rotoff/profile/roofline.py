@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ..capture.stage import pieces
 from .devices import Device
 
 _TYPES = {
@@ -82,4 +83,4 @@ def _only_views(func: Any) -> bool:
 
 def _touched(tensors: list[torch.Tensor]) -> int:
     """Bytes of `tensors`, those of expanded ones once."""
-    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for whole in tensors for t in pieces(whole))
