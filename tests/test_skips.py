@@ -212,11 +212,47 @@ def test_a_kept_skip_is_in_no_value_and_beside_its_replay() -> None:
     """Where it is handed on it was charged twice while the stage ran, which may have hidden what the stage takes then."""
     stage = Stage("s", 1.0, 2.0, 100, 300, 50, 7, 9, 11, (Form(250, 3.0, 5, 6),))
     chain = Chain((stage,) * 4, 1.0, 1.0)
-    kept = keep_in_place(chain, [Skip(2, 3, 40, ((0,), (0,)), ((), (), ()))], [(0, 0), (0, 0), (30, 50), (0, 0)])
+    kept = keep_in_place(
+        chain, [Skip(2, 3, 40, ((0,), (0,)), ((), (), ()))], [(0, 0), (0, 0), (30, 50), (0, 0)], [90, 25, 90, 0]
+    )
     first, second, third, fourth = kept.stages
     assert first == fourth == stage
     assert third == Stage("s", 1.0, 2.0, 60, 260, 50, 17, 9, 11, (Form(210, 3.0, 45, 6),))
-    assert second == Stage("s", 1.0, 2.0, 60, 260, 50, 47, 49, 11, (Form(210, 3.0, 45, 6),))
+    # its B has no room that its output would leave: 25 bytes of those 40 were used
+    assert second == Stage("s", 1.0, 2.0, 60, 260, 50, 47, 49, 36, (Form(210, 3.0, 45, 31),))
+
+
+class Words(nn.Module):
+    """Returns its loss and, like most language models, what that was made of."""
+
+    def __init__(self, width: int = 16, words: int = 80) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Attend(width) for _ in range(4))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.embed(x)
+        for block in self.blocks:
+            y = block(y, y)
+        logits = self.head(y)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), x.flatten()), "logits": logits}
+
+
+def test_an_output_that_the_caller_holds_leaves_no_room_for_the_backward() -> None:
+    """Nobody's backward needs the logits, so that of the head could use their room; kept in place, they stay."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 80, (2, 24))
+    wrapped = rotoff.Checkpointable(Words(), cache_directory=None, forms=False).measure(tokens, repeats=1)
+    assert wrapped._courses.latest is not None
+    profile = wrapped._courses.latest.profile
+    head, loss = len(profile.chain) - 1, len(profile.chain)
+    skip_bytes = 2 * 24 * 80 * 4
+    skip = next(n for n, s in enumerate(profile.skips) if (s.first, s.last, s.nbytes) == (head, loss, skip_bytes))
+    carried, kept = profile.chain.stages[head - 1], profile.keeping([skip]).chain.stages[head - 1]
+    # as output and by way of the loss two gradients reach them, whose sum the head's B makes; δ of its input is charged anyway
+    assert (carried.backward_transient_bytes, kept.backward_transient_bytes) == (0, skip_bytes - 2 * 24 * 16 * 4)
+    wrapped.close()
 
 
 def test_what_autograd_saves_of_a_kept_skip_is_its_own_no_more() -> None:

@@ -7,7 +7,7 @@ them, without touching the user's memory statistics. A dispatch mode would miss 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -55,6 +55,17 @@ class AllocationLog:
         """The events after the mark named `name`."""
         at = next(n for n, event in enumerate(self.events) if event.mark == name)
         return AllocationLog(self.events[at + 1 :])
+
+    def without_release(self, addresses: Collection[int]) -> AllocationLog:
+        """The events as they would be if the blocks at `addresses`, there before, were not given back."""
+        staying = set(addresses)
+        kept = []
+        for event in self.events:
+            if event.size < 0 and event.ptr in staying:
+                staying.remove(event.ptr)  # whoever takes that address next gives it back
+            else:
+                kept.append(event)
+        return AllocationLog(tuple(kept), self.drew)
 
     def peak(self, shortened: dict[int, str] | None = None) -> int:
         """The most bytes held above the start.

@@ -54,7 +54,8 @@ class Profile:
     or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
     gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the next stage's
-    backward needed. rng_bytes: of one state of the generators, on the device.
+    backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs back. rng_bytes: of one
+    state of the generators, on the device.
     """
 
     device: torch.device
@@ -71,6 +72,7 @@ class Profile:
     gone_bytes: tuple[int, ...] = ()
     skips: tuple[Skip, ...] = ()
     spare_bytes: tuple[tuple[int, int], ...] = ()
+    staying_bytes: tuple[int, ...] = ()
 
     def keeping(self, kept: Collection[int]) -> Profile:
         """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value."""
@@ -79,7 +81,7 @@ class Profile:
         staying = [self.skips[n] for n in sorted(kept)]
         return replace(
             self,
-            chain=keep_in_place(self.chain, staying, self.spare_bytes),
+            chain=keep_in_place(self.chain, staying, self.spare_bytes, self.staying_bytes),
             behaviours=behave_in_place(self.behaviours, staying),
             stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
             skips=(),
@@ -183,7 +185,7 @@ def measure(
         behaviours=tuple(m.behaviour for m in measured),
         stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured)
         + _shared_gradients(groups[prefix:])
-        + _loss_bytes(measured[-1].costs.output_bytes, device),
+        + sum(_loss_bytes(nbytes, device) for nbytes in measured[-1].own_gradient_bytes),
         replay_bytes=_replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         rng_bytes=meter.rng_bytes,
         gone_bytes=tuple(_gone(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
@@ -192,6 +194,7 @@ def measure(
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips([(m.lies, m.behaviour) for m in measured]),
         spare_bytes=tuple(m.lies.spare for m in measured),
+        staying_bytes=tuple(_staying(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
     )
 
 
@@ -211,6 +214,12 @@ def _gone(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
     """Bytes by which ``B`` stays below what the machine charges for it."""
     assert costs.backward_transient_bytes is not None
     return max(0, made.nbytes + costs.backward_transient_bytes - measured.begun_bytes - own.shared)
+
+
+def _staying(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
+    """Bytes that ``B`` needs more where nothing gives the outputs back."""
+    assert costs.backward_transient_bytes is not None
+    return max(0, measured.staying_bytes + own.shared - made.nbytes - costs.backward_transient_bytes)
 
 
 def _shared_gradients(stages: Sequence[StageModule]) -> int:

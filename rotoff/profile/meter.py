@@ -44,7 +44,8 @@ class Measured:
     each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. no_forms: why the
     stage has no smaller forms, if so. The costs count gradients like that, one by one; those that share or outgrow their bytes are `gradients.charge`'s business. So
     `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is δ_{i-1}
-    follows from that charge. begun_bytes: the same once ``B`` has let go of the outputs, so that it may be below 0.
+    follows from that charge. begun_bytes: the same once ``B`` has let go of the outputs, so that it may be below 0. staying_bytes: the
+    most where the outputs stay after all.
     """
 
     costs: Stage
@@ -53,6 +54,7 @@ class Measured:
     own_gradient_bytes: tuple[int, ...]
     lies: Lying
     begun_bytes: int
+    staying_bytes: int
     no_forms: str = ""
 
 
@@ -150,7 +152,7 @@ class Meter:
         saved.clear()
         del leaves
 
-        backward_peak, begun_peak, places = self._backward_peak(run)
+        (backward_peak, begun_peak, staying_peak), places = self._backward_peak(run)
         leaves = run.leaves()
         shapes_again: list[tuple[torch.Size, torch.dtype]] = []
 
@@ -186,7 +188,7 @@ class Meter:
             found = self._forms.find(run, costs, behaviour, carried_bytes, known)
             costs, reason = replace(costs, forms=found.forms), found.reason
             behaviour = replace(behaviour, forms=found.recipes)
-        return Measured(costs, behaviour, places, own_gradients, lies, begun_peak, reason), outputs
+        return Measured(costs, behaviour, places, own_gradients, lies, begun_peak, staying_peak, reason), outputs
 
     def _kept(
         self, run: Run, leaves: list[torch.Tensor]
@@ -221,9 +223,9 @@ class Meter:
         written = {storage for op in log.operations[log.packs[own[-1]].before :] for storage in op.writes}
         return 0 if None in storages or storages & written else own[-1] + 1
 
-    def _backward_peak(self, run: Run) -> tuple[int, int, tuple[GradientPlace | None, ...]]:
-        """Bytes above what ā and δ_i hold, from the start of ``B`` and once it has let go of the outputs, which may be below
-        0; and where it leaves the inputs' gradients.
+    def _backward_peak(self, run: Run) -> tuple[tuple[int, int, int], tuple[GradientPlace | None, ...]]:
+        """Bytes above what ā and δ_i hold, from the start of ``B``, once it has let go of the outputs, which may be below
+        0, and where those stay; and where it leaves the inputs' gradients.
 
         Parameter gradients are resident, but each one's fresh value is there until it has been added to them: it counts
         from its making to the mark that its hook leaves.
@@ -233,6 +235,7 @@ class Meter:
         held: list[torch.Tensor] = []
         incoming: list[tuple[int, int]] = []  # (storage, output) of the gradients given
         watches: list[StorageWeakRef] = []  # of those, so that no other storage gets the key of one that is gone
+        made: set[int] = set()
 
         def step() -> tuple[torch.Tensor | None, ...]:
             outputs = flatten(run.forward(leaves))[0]
@@ -242,6 +245,7 @@ class Meter:
             needing = [n for n, t in enumerate(outputs) if t.requires_grad]
             incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
             watches.extend(StorageWeakRef(g.untyped_storage()) for g in gradients)
+            made.update(self.address(t) for t in outputs)
             start = handed_over(outputs, gradients)
             self.mark("backward")
             del outputs  # as the interpreter does when B begins
@@ -259,7 +263,8 @@ class Meter:
         rest = log.after("backward")
         begun = rest.after("begun")
         given_back = rest.level() - begun.level()
-        return rest.peak(ends), given_back + begun.peak(ends), tuple(self._places(leaves, grads, dict(incoming)))
+        peaks = rest.peak(ends), given_back + begun.peak(ends), rest.without_release(made).peak(ends)
+        return peaks, tuple(self._places(leaves, grads, dict(incoming)))
 
     def _places(
         self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], incoming: dict[int, int]

@@ -137,14 +137,15 @@ def find_skips(runs: Sequence[tuple[Lying, Behaviour]]) -> tuple[Skip, ...]:
     return tuple(one.skip() for one in found if one.last > one.first and not one.written)
 
 
-def keep_in_place(chain: Chain, skips: Sequence[Skip], spare: Sequence[tuple[int, int]]) -> Chain:
+def keep_in_place(chain: Chain, skips: Sequence[Skip], spare: Sequence[tuple[int, int]], staying: Sequence[int]) -> Chain:
     """`chain` with the bytes of `skips` in no value; they are to be taken off the limit.
 
     A replay of the stage that makes one makes it anew, beside the one that stays, and lets it go at its end. In the others
-    those bytes were charged twice while the stage ran, and are so no more.
+    those bytes were charged twice while the stage ran, and are so no more. Its ``B`` cannot use their room once they have no
+    reader left.
 
     Args:
-        spare: of each stage, `Lying.spare`.
+        spare: of each stage, `Lying.spare`. staying: of each, the bytes that its ``B`` needs more where all outputs stay.
     """
     fewer = [0] * len(chain)
     handed = [0] * len(chain)  # of those, what the stage did not make
@@ -152,20 +153,23 @@ def keep_in_place(chain: Chain, skips: Sequence[Skip], spare: Sequence[tuple[int
         for i in range(skip.first, skip.last + 1):
             fewer[i - 1] += skip.nbytes
             handed[i - 1] += skip.nbytes if i > skip.first else 0
-    rows = zip(chain.stages, fewer, handed, spare, strict=True)
+    rows = zip(chain.stages, fewer, handed, spare, staying, strict=True)
     return replace(chain, stages=tuple(_without(*row) if row[1] else row[0] for row in rows))
 
 
-def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int]) -> Stage:
+def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int], staying: int) -> Stage:
     """`stage` with `nbytes` less in its values, of which it only hands on `handed`."""
-    assert stage.checkpoint_transient_bytes is not None
+    assert stage.checkpoint_transient_bytes is not None and stage.backward_transient_bytes is not None
     made = nbytes - handed
 
     def less(form: Form) -> Form:
-        assert form.forward_transient_bytes is not None
+        assert form.forward_transient_bytes is not None and form.backward_transient_bytes is not None
         # what is spared in a smaller form is not known
         return replace(
-            form, saved_bytes=form.saved_bytes - nbytes, forward_transient_bytes=form.forward_transient_bytes + nbytes
+            form,
+            saved_bytes=form.saved_bytes - nbytes,
+            forward_transient_bytes=form.forward_transient_bytes + nbytes,
+            backward_transient_bytes=form.backward_transient_bytes + min(made, staying),
         )
 
     return replace(
@@ -174,6 +178,7 @@ def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int]) -> 
         saved_bytes=stage.saved_bytes - nbytes,
         forward_transient_bytes=stage.forward_transient_bytes + made + max(0, handed - spare[0]),
         checkpoint_transient_bytes=stage.checkpoint_transient_bytes + made + max(0, handed - spare[1]),
+        backward_transient_bytes=stage.backward_transient_bytes + min(made, staying),
         forms=tuple(less(form) for form in stage.forms),
     )
 
