@@ -275,7 +275,7 @@ class Checkpointable(RotorNames, nn.Module):
             checker = Checker(profile.chain, plan.sequence, block, course.profile.kept_bytes(plan.kept))
         times = None if recording is None else recording.begin(plan.trace, device, link)
         step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker, times)
-        return step.forward(value)
+        return course.captured.returned(step.forward(value))
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:

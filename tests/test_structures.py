@@ -128,13 +128,49 @@ def test_reentrant_checkpoints_are_named_with_their_cure() -> None:
         rotoff.Checkpointable(Reentrant()).measure(Batch(torch.randn(4, 32, requires_grad=True)))
 
 
-class Losses(Net):
+class Experts(Net):
+    """Leaves its losses in attributes, as mixtures of experts do; `total` is there before, `losses` is not."""
+
+    def __init__(self, anew: bool = True) -> None:
+        super().__init__()
+        self.total: torch.Tensor | float = 0.0
+        self.anew, self.every = anew, [0]
+
     def forward(self, batch: Batch) -> torch.Tensor:  # type: ignore[override]
-        x, self.losses = batch.x, []
-        for layer in self.layers:
+        x, self.losses, self.total = batch.x, {}, 0.0
+        for n, layer in enumerate(self.layers):
             x = x + layer(x)
-            self.losses.append(x.square().mean())
+            self.losses[f"layer {n}"] = x.square().mean()
+            self.total = self.total + x.abs().mean()
+        if not self.anew:
+            self.every.append(self.total)
         return x
+
+
+def test_losses_left_in_attributes_are_those_of_each_step() -> None:
+    torch.manual_seed(0)
+    plain = Experts()
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).measure(Batch(torch.randn(64, 32)))
+    assert wrapped.total == 0.0 and not hasattr(wrapped, "losses")
+    wrapped.compute_sequence(int(0.5 * wrapped.keep_all_memory))
+    sequence = list(wrapped.sequence)
+    assert not wrapped._latest.plan.keeps_all
+    for _ in range(3):
+        batch = Batch(torch.randn(64, 32))
+        seen = []
+        for model in (plain, wrapped):
+            model.zero_grad()
+            output = model(batch)
+            (output.mean() + model.total + sum(model.losses.values())).backward()
+            seen.append([output, model.total, *model.losses.values(), *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+        assert list(wrapped.losses) == list(plain.losses)
+    assert list(wrapped.sequence) == sequence  # what the steps set is no change of the model
+
+
+def test_tensors_added_to_an_attribute_are_refused() -> None:
+    with pytest.raises(rotoff.MeasureError, match="adds tensors of the graph to its attribute 'every'"):
+        rotoff.Checkpointable(Experts(anew=False)).measure(Batch(torch.randn(4, 32)))
 
 
 def test_a_traced_model_is_refused() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from typing import Any
 
@@ -169,6 +169,7 @@ def _once(
                 raise recorder.trouble from error
             raise
         recorder.end(result)
+        recorder.put_back()
         now_there = [(m, name, m._buffers.get(name)) for m, name, buffer in buffers]
         replaced = [(m, name, new) for (m, name, new), (_, _, old) in zip(now_there, buffers, strict=True) if new is not old]
     for module, name, new in replaced:
@@ -192,6 +193,7 @@ class _Recorder(TorchFunctionMode):
         self.tape = Tape()
         self.trouble: MeasureError | None = None
         self._model = model
+        self._before = {module: dict(vars(module)) for module in model.modules()}
         self._names = {module: name for name, module in model.named_modules()}
         self._owned: dict[int, Owned] = {}
         for module in model.modules():
@@ -215,7 +217,10 @@ class _Recorder(TorchFunctionMode):
 
     def end(self, result: Any) -> None:
         """Take what the model returned."""
+        self.tape.attributes = [(module, name) for module in self._model.modules() for name in self._kept(module)]
         look_into(result)
+        if self.tape.attributes:
+            result = result, [vars(module)[name] for module, name in self.tape.attributes]
         found, self.tape.result_spec = pytree.tree_flatten(result)
         for leaf in found:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
@@ -224,16 +229,30 @@ class _Recorder(TorchFunctionMode):
                     " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
-        for module in self._model.modules():
-            for name, value in vars(module).items():
-                if name in _TABLES or _torch_hooks(module):
-                    continue
-                kept = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-                if any(leaf.requires_grad and self._number(leaf) is not None for leaf in kept):
-                    raise MeasureError(
-                        f"module {self._names[module]!r} ({type(module).__name__}) keeps a tensor of the graph in its attribute"
-                        f" {name!r}, which only its own forward can renew; have the model return it"
-                    )
+
+    def put_back(self) -> None:
+        """Give the attributes that every step sets what they held before."""
+        for module, name in self.tape.attributes:
+            before = self._before[module]
+            if name in before:
+                vars(module)[name] = before[name]
+            else:
+                del vars(module)[name]
+
+    def _kept(self, module: nn.Module) -> Iterator[str]:
+        """The attributes of `module` in which the forward left tensors of its graph (the losses of experts, often)."""
+        for name, value in vars(module).items():
+            if name in _TABLES or _torch_hooks(module):
+                continue
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if not any(t.requires_grad and self._number(t) is not None for t in tensors):
+                continue
+            if value is self._before[module].get(name, NOTHING):
+                raise MeasureError(
+                    f"module {self._names[module]!r} ({type(module).__name__}) adds tensors of the graph to its attribute {name!r};"
+                    " have its forward set the attribute anew, or the model return them"
+                )
+            yield name
 
     # -- what is called
 

@@ -6,7 +6,7 @@ what followed from them, so a change makes it another model, which is measured a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,9 +68,14 @@ class ModuleState:
     def _watch(self, attributes: dict[str, Any]) -> None:
         self._values += [(attributes, k, v) for k, v in attributes.items() if isinstance(v, _SCALARS)]
 
-    def settle(self) -> None:
-        """Stop watching what has changed since."""
-        self._values = [entry for entry in self._values if entry[0].get(entry[1], self) == entry[2]]
+    def settle(self, attributes: Sequence[tuple[nn.Module, str]] = ()) -> None:
+        """Stop watching what has changed since, and `attributes`, which every step sets."""
+        own = {(id(vars(module)), name) for module, name in attributes}
+        self._values = [
+            (held, name, value)
+            for held, name, value in self._values
+            if held.get(name, self) == value and (id(held), name) not in own
+        ]
 
     def unchanged(self) -> bool:
         """Whether everything watched is as it was."""

@@ -41,6 +41,16 @@ class Captured:
     strategy: str
     state: ModuleState | None = None
     questions: Segment | None = None
+    attributes: tuple[tuple[nn.Module, str], ...] = ()
+
+    def returned(self, output: Any) -> Any:
+        """What the model returns, given the last stage's `output`; the modules' attributes are set as its forward sets them."""
+        if not self.attributes:
+            return output
+        result, values = output
+        for (module, name), value in zip(self.attributes, values, strict=True):
+            setattr(module, name, value)
+        return result
 
 
 def is_sequential(model: nn.Module) -> bool:
@@ -112,13 +122,13 @@ def capture(
         kind = "" if isinstance(error, MeasureError) else f"{type(error).__name__}: "
         said = kind + (reason[0] if reason else type(error).__name__)
         raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {CURE}") from error
-    state.settle()
+    state.settle(tape.attributes)
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found, questions = cuts.stages(tape, count, names)
     how = "recorded operations, cut " + (
         "where the named modules end, which run as they are" if names else "where few bytes cross"
     )
-    return Captured(found, how, state, questions)
+    return Captured(found, how, state, questions, tuple(tape.attributes))
 
 
 def stages(model: nn.Module, value: Any, device: torch.device, wanted: Wanted = None) -> list[StageModule]:

@@ -88,13 +88,15 @@ class Operation:
 @dataclass
 class Tape:
     """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and their
-    structure. state: what the forward could read of the modules' own Python values."""
+    structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it returns and a list
+    of what they hold."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     result: list[Any] = field(default_factory=list)
     result_spec: pytree.TreeSpec | None = None
+    attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]
