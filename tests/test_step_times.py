@@ -17,7 +17,7 @@ from rotoff.sequence import COMPUTES, OpKind
 def planned(fraction: float = 0.5, **options: object) -> tuple[rotoff.Checkpointable, torch.Tensor]:
     model, batch = fresh("residual")
     x = batch()
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, forms=False).measure(x, repeats=1)  # recompute means whole forwards here
     everything = wrapped.keep_all_memory
     return wrapped.compute_sequence(int(everything * fraction), refine=False, **options), x
 
