@@ -1,4 +1,4 @@
-"""Bytes of a value while a step runs: the tensors that stand for it, and how they leave the device and come back.
+"""Bytes of values while a step runs: the tensors that stand for each, and how they leave the device and come back.
 
 Bytes are storages: a value's tensors are views into storages, each storage moved once however many views it has.
 Nothing here decides when; the interpreter does.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from ..capture.stage import storage_key
 from ..errors import ExecutionError
+from ..sequence import Op, Value, a, abar
 from .link import Link, Ticket
 
 
@@ -193,6 +195,72 @@ class Held:
                 f"one of the tensors of {self.name} has been modified by an inplace operation after it was saved for backward;"
                 " clone it before changing it"
             )
+
+
+class HeldValues(dict[Value, Held]):
+    """Every value that a step holds. A link that records is told which bytes are read, written and given back.
+
+    Args:
+        link: to the host, None where nothing moves.
+    """
+
+    def __init__(self, link: Link | None) -> None:
+        super().__init__()
+        self._recorder = link if link is not None and link.recording else None
+        self._consumed: list[torch.UntypedStorage] = []  # what autograd lets go of one by one, where that is recorded
+
+    def input_of(self, i: int) -> Value:
+        """The value that stage i takes: a_{i-1} where it can be used, else ā_{i-1}."""
+        plain = self.get(a(i - 1))
+        return a(i - 1) if plain is not None and plain.usable else abar(i - 1)
+
+    def drop(self, v: Value) -> None:
+        """Give v's device bytes back; it is gone where the host has no copy."""
+        self.release(self[v])
+        if self[v].offloaded is None:
+            del self[v]
+
+    def release(self, held: Held) -> None:
+        """Give the device bytes of a value back that stands, or stood, in here."""
+        if self._recorder is None:
+            held.release()
+            return
+        leaving = held.storages()
+        held.settle()
+        others = [s for other in self.values() if other is not held for s in other.storages()]
+        staying = {s._cdata for s in (*self._consumed, *others)}  # a skip connection's bytes stand in several values
+        self._recorder.release(held.name, [s for s in leaving if s._cdata not in staying])
+        held.release()
+
+    def give_back(self) -> None:
+        """Empty this; copies that failed are no errors any more."""
+        self.pop(a(0), None)  # the caller's
+        try:
+            while self:
+                with suppress(Exception):
+                    self.release(self.popitem()[1])
+        finally:
+            for held in self.values():  # an interrupt came: what is let go unawaited is safe, only later
+                held.forget()
+            self.clear()
+
+    def touch(self, op: Op, reads: Sequence[Value], writes: Sequence[Value]) -> None:
+        """`op` reads and writes the bytes of these values."""
+        if self._recorder is not None:
+            storages = [[s for v in values for s in self[v].storages()] for values in (reads, writes)]
+            self._recorder.access(str(op), *storages)
+
+    def consume(self, v: Value) -> None:
+        """A backward begins that reads v and lets go of it piece by piece."""
+        if self._recorder is not None:
+            self._consumed = self[v].storages()
+
+    def consumed(self, i: int) -> None:
+        """The backward of stage i is over."""
+        if self._recorder is not None and self._consumed:
+            staying = {s._cdata for held in self.values() for s in held.storages()}
+            self._recorder.release(f"B {i}", [s for s in self._consumed if s._cdata not in staying])
+            self._consumed = []
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
