@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from rotoff.capture import strategy
+from rotoff.profile.known_times import times_key
 from rotoff.profile.structure import structure
 
 
@@ -63,3 +65,48 @@ def test_methods_and_properties_of_the_class_count(monkeypatch: pytest.MonkeyPat
     assert changed != before
     monkeypatch.setattr(Calls, "factor", property(lambda self: 5))
     assert structure([Calls()]) not in (before, changed)
+
+
+def closing_over(factor: object) -> FunctionType:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    return scaled
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: object) -> None:
+        super().__init__()
+        self.scale = closing_over(factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(x)
+
+
+def test_a_closure_is_told_by_its_code_and_what_it_closes_over() -> None:
+    assert "@" not in structure([Scaled(2)])
+    assert structure([Scaled(2)]) == structure([Scaled(2)])
+    assert structure([Scaled(2)]) != structure([Scaled(3)])
+    assert "@" in structure([Scaled(object())])
+
+
+class Pooled(nn.Module):
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.conv, self.size = nn.Conv2d(3, 3, 1), size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.max_pool2d(self.conv(x), self.size)
+
+
+def test_times_of_a_recorded_model_that_pools_are_known_again() -> None:
+    """`max_pool2d` is a closure, and what the model returns is put together by a specification."""
+
+    def key(size: int) -> object:
+        x = torch.zeros(1, 3, 8, 8)
+        found = strategy.capture(Pooled(size), ((x,), {}), torch.device("cpu"))
+        return times_key(found.stages, ((x,), {}), torch.device("cpu"))
+
+    assert key(2) is not None
+    assert key(2) == key(2)
+    assert key(2) != key(4)

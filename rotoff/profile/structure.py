@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..capture.segment import Segment
 from ..capture.stage import flatten, storage_key
@@ -27,7 +28,7 @@ _SKIPPED = frozenset({"_parameters", "_buffers", "_modules"})
 def structure(modules: Iterable[nn.Module]) -> str:
     """A text that is equal for modules which run the same operations on tensors of the same shapes.
 
-    What cannot be compared (an attribute of an unknown class, a closure) is told by its identity, so that no two differ
+    What cannot be compared (an attribute of an unknown class) is told by its identity, so that no two differ
     unseen; the text then holds within this process only.
     """
     walk = _Walk()
@@ -60,6 +61,7 @@ class _Walk:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._digests: dict[type, str] = {}  # of classes' forwards
+        self._told: set[int] = set()  # closures
 
     def module(self, module: nn.Module) -> str:
         first = id(module) not in self._numbers
@@ -101,9 +103,25 @@ class _Walk:
             return f"{type(value).__name__}[{','.join(map(self._setting, value))}]"
         if isinstance(value, (type, *_NAMED)) or (isinstance(value, types.FunctionType) and value.__closure__ is None):
             return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+        if isinstance(value, types.FunctionType):
+            return self._closure(value)
+        if isinstance(value, pytree.TreeSpec) and " at 0x" not in repr(value):
+            return repr(value)
         if isinstance(value, types.MethodWrapperType):  # x.T is the __get__ of a descriptor
             return f"{value.__qualname__} of {value.__self__!r}"
         return f"{type(value).__qualname__}@{id(value)}"
+
+    def _closure(self, function: types.FunctionType) -> str:
+        """A function that was made by another, as ``torch.nn.functional.max_pool2d`` is: its code, and what it closes over."""
+        head = f"{function.__module__}.{function.__qualname__}#{self._number(function)}"
+        if id(function) in self._told:
+            return head
+        self._told.add(id(function))
+        try:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError:  # a cell that is still empty
+            return f"{head}@{id(function)}"
+        return f"{head} {_code(function, type(function))} [{','.join(map(self._setting, cells))}]"
 
     def _segment(self, module: Segment) -> str:
         """Its source with variables numbered as they come, and its constants spelt out."""
