@@ -141,7 +141,7 @@ def paired(options: argparse.Namespace) -> dict[str, Any]:
             times[n].append(both[n].timed())
     ratios = [a / b for a, b in zip(*times, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    kept = wrapped.chain.compute_time
+    kept = wrapped.profile.chain.compute_time  # without the copies of gradients that a plan may add
     limit = wrapped.sequence.mem_limit or options.limit
     found = {
         "ratio": middle,

@@ -214,6 +214,30 @@ def _joint_minimum(chain: Chain) -> int:
     return high
 
 
+def largest_operation(chain: Chain) -> tuple[str, int, int]:
+    """("forward" or "backward", stage, bytes) of the operation that needs most by itself: its operands in the smallest forms,
+    gradients, transients, and what the caller holds. No sequence of any mode fits less; where `min_mem_limit` is that, it binds."""
+    forward, backward = _needs_alone(chain)
+    F, B = int(forward.argmax()), int(backward.argmax())
+    if forward[F] > backward[B]:
+        return "forward", F + 1, int(forward[F])
+    return "backward", B + 1, int(backward[B])
+
+
+def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
+    """Of stages 1 to L, what the forward and the backward need at least while they run."""
+    c, L = arrays(chain), len(chain)
+    real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
+    most = np.iinfo(np.int64).max
+    entry = np.minimum(c.out, np.where(real, c.saved, most).min(axis=1)) * (np.arange(L + 1) < L)
+    entry[0] = 0
+    ck = np.where(np.arange(L + 1) < L, c.out + c.ck_transient, most)
+    forward = c.out[0] + np.minimum(np.where(real, c.saved + c.f_transient, most).min(axis=1)[1:], ck[1:]) + entry[:-1]
+    gradients = c.grad[1:] + c.grad[:-1] + c.out[L] * (np.arange(1, L + 1) < L)
+    backward = c.out[0] + np.where(real, c.saved + c.b_transient, most).min(axis=1)[1:] + gradients + entry[:-1]
+    return forward, backward
+
+
 # -- the bound on time
 
 # The ascent's patience and shrinking were tuned against the linear program's own optimum: 0.2 points below it on average.
@@ -259,10 +283,7 @@ def _certified(chain: Chain, limit: int) -> float:
     saved = np.where(real, c.saved, np.inf).min(axis=1)
     entry = np.minimum(c.out, saved) * (np.arange(L + 1) < L)
     entry[0] = 0
-    ck = np.where(np.arange(L + 1) < L, c.out + c.ck_transient, np.iinfo(np.int64).max)
-    needs_F = c.out[0] + np.minimum(np.where(real, c.saved + c.f_transient, np.inf).min(axis=1)[1:], ck[1:]) + entry[:-1]
-    gradients = c.grad[1:] + c.grad[:-1] + c.out[L] * (np.arange(1, L + 1) < L)
-    needs_B = c.out[0] + np.where(real, c.saved + c.b_transient, np.inf).min(axis=1)[1:] + gradients + entry[:-1]
+    needs_F, needs_B = _needs_alone(chain)
     lam, p, r = (np.zeros(2 * L) for _ in range(3))
     room = np.ascontiguousarray(1 - np.concatenate([needs_F, needs_B[::-1]]) / size)
     work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from oracles.chains import chains
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
+from rotoff.bounds import largest_operation
 from rotoff.solver import keep_all
 
 
@@ -24,12 +25,23 @@ def test_the_joint_minimum_is_the_smallest(chain: Chain) -> None:
     assert min_mem_limit(chain, "joint") <= min(min_mem_limit(chain, "remat"), min_mem_limit(chain, "offload"))
 
 
+@given(chains())
+def test_no_limit_is_below_what_the_largest_operation_needs(chain: Chain) -> None:
+    phase, stage, nbytes = largest_operation(chain)
+    assert phase in ("forward", "backward")
+    assert 1 <= stage <= len(chain)
+    assert nbytes <= min_mem_limit(chain, "joint")
+
+
 def test_minima_by_hand() -> None:
     # B 2 needs abar 2, abar 1 (its input), δ_2, δ_1 and a_0; recompute or a copy may replace abar 1 by a 1.
     chain = Chain((Stage("", 1.0, 1.0, 10, 100), Stage("", 1.0, 1.0, 1, 50)), 1.0, 1.0, input_bytes=5)
     assert min_mem_limit(chain, "offload") == 5 + 100 + 50 + 1 + 10
     assert min_mem_limit(chain, "remat") == 5 + 100 + 10 + 1  # B 1, with a_2 still held
     assert min_mem_limit(chain, "joint") == 5 + 100 + 10 + 1
+    assert largest_operation(chain) == ("backward", 1, 5 + 100 + 10 + 1)
+    large_forward = Chain((Stage("", 1.0, 1.0, 10, 20, forward_transient_bytes=500),), 1.0, 1.0, input_bytes=5)
+    assert largest_operation(large_forward) == ("forward", 1, 5 + 20 + 500)
 
 
 def test_the_bound_is_tight_where_all_fits_and_sees_the_link() -> None:

@@ -422,8 +422,9 @@ def test_keeping_everything_is_charged_about_what_the_plain_model_takes(name: st
 def test_the_planner_takes_the_faster_way_and_the_smaller_limit() -> None:
     wrapped, _ = made("unet")
     profile, request = wrapped.profile, Request(1, "remat", 50, {})
-    profiles = {kept: replace(profile.keeping(kept), skips=()) for kept in choices(profile.skips)}
-    limits = {kept: least_limit(alone, request) for kept, alone in profiles.items()}
+    ways = [(kept, compact) for kept in choices(profile.skips) for compact in (False, True)]
+    profiles = {way: replace(profile.keeping(*way), skips=(), compact=None) for way in ways}
+    limits = {way: least_limit(alone, request) for way, alone in profiles.items()}
     assert least_limit(profile, request) == min(limits.values())
     everything = wrapped.keep_all_memory
     for share in (0.9, 0.7, 0.5):
@@ -432,9 +433,10 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit() -> None:
         sequence, trace = wrapped.sequence, rotoff.simulate(wrapped.chain, wrapped.sequence)
         assert wrapped.get_expected_makespan() == trace.makespan
         assert list(wrapped._plan.kept) == sequence.meta.get("kept_skips", [])
-        for kept, alone in profiles.items():
+        assert wrapped._plan.compact == sequence.meta.get("compact_gradients", False)
+        for way, alone in profiles.items():
             more = alone.resident_input_bytes - alone.stuck_bytes - alone.replay_bytes
-            if limit >= limits[kept]:
+            if limit >= limits[way]:
                 other = rotoff.simulate(alone.chain, rotoff.solve(alone.chain, limit + more, mode="remat"))
                 assert trace.makespan <= other.makespan
     wrapped.compute_sequence(everything)

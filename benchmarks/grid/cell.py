@@ -179,7 +179,7 @@ def _best_segments(method: str, model: nn.Module, x: torch.Tensor) -> str:
 
 def _predictions(run: rotoff.Checkpointable, cell: Cell, result: Result) -> None:
     assert cell.limit is not None
-    kept = run.chain.compute_time
+    kept = run.profile.chain.compute_time  # without the copies of gradients that a plan may add
     result.predicted_time = run.get_expected_makespan()
     result.predicted_ratio = result.predicted_time / kept
     result.predicted_peak = run.get_expected_memory()

@@ -74,7 +74,8 @@ class Behaviour:
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
     each buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
     hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the
-    outputs that lie in skip connections kept in place; a replay hands on those of the first run.
+    outputs that lie in skip connections kept in place; a replay hands on those of the first run. copied: the inputs whose
+    gradients are copied where they lie in a part of a larger storage.
     """
 
     saved: tuple[SavedKind, ...]
@@ -85,6 +86,7 @@ class Behaviour:
     enough: int = 0
     forms: tuple[Recipe, ...] = ()
     kept: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:

@@ -79,6 +79,7 @@ class FakeMeter(Meter):
     def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy = True) -> None:
         self._mode = mode
         self._roofline = Roofline(device)
+        self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # read and written
         super().__init__(_CPU, 1, forms)
         self._allocator = FakeAllocator(1, cpu_temporaries.steps) if device.capability is None else FakeAllocator(CUDA_BLOCK)
         self._allocator.on_operation = self._operation
@@ -133,6 +134,9 @@ class FakeMeter(Meter):
         """Of the runs recorded before: the first is a forward, one ends with the backward."""
         backward = next(spans["backward"] for spans in self._spans if "backward" in spans)
         return self._spans[0].get("", 0.0), backward
+
+    def copy_bandwidth(self, nbytes: float) -> float:
+        return self._copy_bandwidth
 
     def _enough(self, run: Run, kinds: Sequence[SavedKind]) -> int:
         return 0  # nothing is replayed

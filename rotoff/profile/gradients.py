@@ -2,12 +2,15 @@
 
 The backward of a concatenation hands out views of one gradient, and each keeps all of it alive; a stage that passes a value
 on passes its gradient on as it lies. So what δ_i holds follows from the stages after i.
+
+Where a part waits for long, as the gradient of a U-Net's skip connection does, a copy of it lets the rest go: a little time
+for many bytes, in every ``B`` until then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -21,18 +24,25 @@ class GradientPlace(NamedTuple):
 
 class Charge(NamedTuple):
     """Bytes that one δ keeps alive. shared: of those, what lies in one storage with another tensor's gradient, and so may stay
-    when the first of them has been used."""
+    when the first of them has been used. copied: the tensors whose gradients are copies; copied_bytes: of those. fresh_bytes:
+    what the backward had made before it copied."""
 
     nbytes: int
     shared: int = 0
+    copied: tuple[int, ...] = ()
+    copied_bytes: int = 0
+    fresh_bytes: int = 0
 
 
-def charge(stages: Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]) -> list[Charge]:
+Stages = Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]
+
+
+def charge(stages: Stages, compact: bool = False) -> list[Charge]:
     """What δ_0 to δ_L keep alive.
 
     Args:
         stages: of stages 1 to L, where the backward leaves each input's gradient, and the bytes of each output's gradient
-            by itself.
+            by itself. compact: whether parts of storages that are handed on further are copied.
     """
     L = len(stages)
     lying = {(L, n): size for n, size in enumerate(stages[-1][1])}  # storage -> bytes, of the present boundary
@@ -50,8 +60,34 @@ def charge(stages: Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]
             storage = came if came is not None else (i, place.storage)
             lying[storage] = before[storage] if came is not None else place.nbytes
             held.append(storage)
+        fresh = sum(size for storage, size in lying.items() if storage not in before)
+        copied = _waiting(held, lying, *stages[i - 2]) if compact and i > 1 else ()
+        for n in copied:
+            held[n] = i, ~n
+            lying[i, ~n] = stages[i - 2][1][n]
+        lying = {storage: lying[storage] for storage in held if storage is not None}
         alone = sum(stages[i - 2][1]) if i > 1 else 0
         places_of = Counter(storage for storage in held if storage is not None)
         shared = sum(lying[storage] for storage, tensors in places_of.items() if tensors > 1)
-        charges.append(Charge(max(sum(lying.values()), alone), shared))
+        size = sum(stages[i - 2][1][n] for n in copied)
+        charges.append(Charge(max(sum(lying.values()), alone), shared, copied, size, fresh))
     return charges[::-1]
+
+
+def _waiting(
+    held: Sequence[tuple[int, int] | None],
+    lying: Mapping[tuple[int, int], int],
+    places: Sequence[GradientPlace | None],
+    sizes: Sequence[int],
+) -> tuple[int, ...]:
+    """Tensors whose gradients fill a part of their storage only, one of which the next backward hands on.
+
+    places, sizes: as in `charge`, of the stage that has these tensors as its outputs.
+    """
+    further = {place.incoming for place in places if place is not None}
+    found: list[int] = []
+    for storage, nbytes in lying.items():
+        inside = [n for n, one in enumerate(held) if one == storage]
+        if nbytes > sum(sizes[n] for n in inside) and further.intersection(inside):
+            found += inside
+    return tuple(sorted(found))

@@ -34,10 +34,12 @@ class StageTimes(NamedTuple):
 
 
 class KnownTimes(NamedTuple):
-    """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured."""
+    """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured. copy_bandwidth: of copies on the
+    device, B/s, likewise."""
 
     stages: tuple[StageTimes, ...]
     link: tuple[float, float, bool] | None
+    copy_bandwidth: float | None = None
 
 
 def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
@@ -74,16 +76,24 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
             for name, forward, backward, forms in found["stages"]
         )
         d2h, h2d, duplex = found["link"]
-        return KnownTimes(stages, (float(d2h), float(h2d), bool(duplex)))
+        copy = found["copy_bandwidth"]
+        return KnownTimes(stages, (float(d2h), float(h2d), bool(duplex)), None if copy is None else float(copy))
     except (TypeError, KeyError, ValueError):  # not what was kept
         return None
 
 
-def keep_times(cache: Cache, key: dict[str, Any] | None, chain: Chain, behaviours: Sequence[Behaviour]) -> None:
+def keep_times(
+    cache: Cache,
+    key: dict[str, Any] | None,
+    chain: Chain,
+    behaviours: Sequence[Behaviour],
+    copy_bandwidth: float | None = None,
+) -> None:
     """Keep the times of a measured chain, and which forms its stages have."""
     if key is not None:
         stages: list[Any] = []
         for s, behaviour in zip(chain.stages, behaviours, strict=True):
             forms = [[sorted(r.kept), f.backward_time] for f, r in zip(s.forms, behaviour.forms, strict=True)]
             stages.append([s.name, s.forward_time, s.backward_time, forms])
-        cache.keep(KIND, key, {"stages": stages, "link": [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]})
+        link = [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]
+        cache.keep(KIND, key, {"stages": stages, "link": link, "copy_bandwidth": copy_bandwidth})

@@ -43,6 +43,17 @@ class StageForms(NamedTuple):
     reason: str
 
 
+class Compact(NamedTuple):
+    """What becomes of the chain where gradients that wait in a part of a larger storage are copied, so that the rest can go.
+
+    stages: its costs. copied: of each stage, the inputs whose gradients are. staying_bytes: as of `Profile`.
+    """
+
+    stages: tuple[Stage, ...]
+    copied: tuple[tuple[int, ...], ...]
+    staying_bytes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Profile:
     """A measured model.
@@ -55,7 +66,8 @@ class Profile:
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
     gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the next stage's
     backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs back. rng_bytes: of one
-    state of the generators, on the device.
+    state of the generators, on the device. compact: the same with gradients that wait copied, where there are any.
+    copy_bandwidth: of those copies, B/s.
     """
 
     device: torch.device
@@ -73,9 +85,23 @@ class Profile:
     skips: tuple[Skip, ...] = ()
     spare_bytes: tuple[tuple[int, int], ...] = ()
     staying_bytes: tuple[int, ...] = ()
+    compact: Compact | None = None
+    copy_bandwidth: float | None = None
 
-    def keeping(self, kept: Collection[int]) -> Profile:
-        """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value."""
+    def keeping(self, kept: Collection[int], compact: bool = False) -> Profile:
+        """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value.
+
+        compact: whether gradients that wait are copied.
+        """
+        if compact and self.compact is not None:
+            copying = zip(self.behaviours, self.compact.copied, strict=True)
+            return replace(
+                self,
+                chain=replace(self.chain, stages=self.compact.stages),
+                behaviours=tuple(replace(one, copied=copied) for one, copied in copying),
+                staying_bytes=self.compact.staying_bytes,
+                compact=None,
+            ).keeping(kept)
         if not kept:
             return self
         staying = [self.skips[n] for n in sorted(kept)]
@@ -85,6 +111,7 @@ class Profile:
             behaviours=behave_in_place(self.behaviours, staying),
             stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
             skips=(),
+            compact=None,
         )
 
     def kept_bytes(self, kept: Collection[int]) -> int:
@@ -167,9 +194,13 @@ def measure(
     d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)))
     starts = flatten(start)[0]
     given = {storage_key(t) for t in flatten(batch)[0]}
-    gradients = charge([(m.gradients, m.own_gradient_bytes) for m in measured])
-    gradients[0] = gradients[0]._replace(nbytes=max(gradients[0].nbytes, meter.gradient_bytes(starts)))
+    lying = [(m.gradients, m.own_gradient_bytes) for m in measured]
+    gradients, compact = charge(lying), charge(lying, compact=True)
+    for charges in gradients, compact:
+        charges[0] = charges[0]._replace(nbytes=max(charges[0].nbytes, meter.gradient_bytes(starts)))
     costs = [_charged(m.costs, *pair) for m, pair in zip(measured, pairwise(gradients), strict=True)]
+    copies = any(one.copied for one in compact)
+    copy_bandwidth = (known and known.copy_bandwidth) or meter.copy_bandwidth(typical) if copies else None
     return Profile(
         device=device,
         chain=Chain(
@@ -195,19 +226,37 @@ def measure(
         skips=find_skips([(m.lies, m.behaviour) for m in measured]),
         spare_bytes=tuple(m.lies.spare for m in measured),
         staying_bytes=tuple(_staying(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
+        compact=_compact(measured, compact, copy_bandwidth) if copy_bandwidth else None,
+        copy_bandwidth=copy_bandwidth,
     )
 
 
-def _charged(costs: Stage, made: Charge, own: Charge) -> Stage:
-    """`costs`, as `Measured` has them, with the gradients charged that the backward makes and that it is given (δ_i)."""
+def _compact(measured: Sequence[Measured], charges: Sequence[Charge], bandwidth: float) -> Compact:
+    """bandwidth: at which the device copies its own memory, B/s."""
+    stages = [
+        _charged(m.costs, *pair, pair[0].copied_bytes / bandwidth)
+        for m, pair in zip(measured, pairwise(charges), strict=True)
+    ]
+    staying = [_staying(m, c, *pair) for m, c, pair in zip(measured, stages, pairwise(charges), strict=True)]
+    return Compact(tuple(stages), tuple(one.copied for one in charges[:-1]), tuple(staying))
+
+
+def _charged(costs: Stage, made: Charge, own: Charge, copying: float = 0.0) -> Stage:
+    """`costs`, as `Measured` has them, with the gradients charged that the backward makes and that it is given (δ_i).
+
+    copying: seconds that it takes to copy those of `made` that are copies, beside what they are copied from.
+    """
 
     def transient(peak: int | None) -> int:
         assert peak is not None
-        return max(0, peak + own.shared - made.nbytes)
+        return max(0, _while_copying(peak, made) + own.shared - made.nbytes)
 
-    forms = tuple(replace(f, backward_transient_bytes=transient(f.backward_transient_bytes)) for f in costs.forms)
-    peak = transient(costs.backward_transient_bytes)
-    return replace(costs, grad_bytes=own.nbytes, backward_transient_bytes=peak, forms=forms)
+    def charged(one: Any, **more: int) -> Any:
+        peak, time = transient(one.backward_transient_bytes), one.backward_time + copying
+        return replace(one, backward_time=time, backward_transient_bytes=peak, **more)
+
+    charged_stage: Stage = charged(costs, grad_bytes=own.nbytes)
+    return replace(charged_stage, forms=tuple(charged(form) for form in costs.forms))
 
 
 def _gone(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
@@ -219,7 +268,13 @@ def _gone(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
 def _staying(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
     """Bytes that ``B`` needs more where nothing gives the outputs back."""
     assert costs.backward_transient_bytes is not None
-    return max(0, measured.staying_bytes + own.shared - made.nbytes - costs.backward_transient_bytes)
+    most = _while_copying(measured.staying_bytes, made)
+    return max(0, most + own.shared - made.nbytes - costs.backward_transient_bytes)
+
+
+def _while_copying(peak: int, made: Charge) -> int:
+    """The peak of a backward, or its end, where what is copied and the copies are there."""
+    return max(peak, made.fresh_bytes + made.copied_bytes) if made.copied else peak
 
 
 def _shared_gradients(stages: Sequence[StageModule]) -> int:

@@ -294,6 +294,16 @@ class Meter:
         spans = ticks.spans()
         return statistics.median(spans[0::4]), statistics.median(spans[2::4])
 
+    def copy_bandwidth(self, nbytes: float) -> float:
+        """B/s at which a tensor of `nbytes` is copied on the device: the median of five, after a first that does not count."""
+        source, ticks = torch.zeros(max(1, int(nbytes)), dtype=torch.uint8, device=self.device), clock(self.device)
+        source.clone()
+        for _ in range(5):
+            ticks.tick()
+            source.clone()
+            ticks.tick()
+        return source.numel() / max(statistics.median(ticks.spans()[::2]), 1e-9)
+
     def gradient_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
         """Bytes of the gradients of those `tensors` that need one."""
         return sum(self._rounded(t.numel() * t.element_size()) for t in tensors if t.requires_grad)

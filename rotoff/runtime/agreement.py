@@ -66,7 +66,7 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     constants: dict[str, Any] = {name: max(theirs[name] for _, theirs, *_ in everyone) for name in _CONSTANTS}
     # a skip of other bytes elsewhere could be taken off the chain by too much
     skips = profile.skips if all(theirs == profile.skips for *_, theirs in everyone) else ()
-    agreed = replace(profile, chain=chain, skips=skips, **constants)
+    agreed = replace(profile, chain=chain, skips=skips, compact=None, **constants)  # gradients lie where they were made
     return _with_common_forms(agreed, chains, [kept for *_, kept, _ in everyone])
 
 

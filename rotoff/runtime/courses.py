@@ -43,14 +43,15 @@ class Course:
     profile: Profile
     captured: strategy.Captured
     plan: ExecutionPlan | None = None
-    _planned: tuple[tuple[int, ...], Profile] | None = None
+    _planned: tuple[tuple[tuple[int, ...], bool], Profile] | None = None
 
     @property
     def planned(self) -> Profile:
-        """The profile as the plan sees it: with the skip connections in place that it keeps there."""
-        kept = self.plan.kept if self.plan is not None else ()
-        if self._planned is None or self._planned[0] != kept:
-            self._planned = kept, self.profile.keeping(kept)
+        """The profile as the plan sees it: with the skip connections in place that it keeps there, and the gradients copied that
+        it copies."""
+        seen = (self.plan.kept, self.plan.compact) if self.plan is not None else ((), False)
+        if self._planned is None or self._planned[0] != seen:
+            self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]
 
     def holds(self) -> bool:
@@ -165,7 +166,7 @@ class Courses:
                 named=bool(strategy.named(self._model, self._wanted)),
             )
             if known is None and near is None:
-                keep_times(self._cache, key, profile.chain, profile.behaviours)
+                keep_times(self._cache, key, profile.chain, profile.behaviours, profile.copy_bandwidth)
             if near is None and self._times is not None:
                 self._times.add(shapes, around, names, profile)
             meta = provenance(self._model, value, device)

@@ -27,7 +27,7 @@ from .replay import ReplayState, Surroundings
 from .selective import Recipe
 from .stage_run import Rebuild, StageRun
 from .step_times import StepTimes
-from .values import Held, HeldValues, Slot
+from .values import Held, HeldValues, Slot, compact
 
 AGAIN = (
     "this step's backward has run already and rotoff keeps nothing for a second one (retain_graph=True, or two losses of"
@@ -282,6 +282,9 @@ class Step:
         for tensor, now in zip(inputs, given, strict=True):
             if storage_key(tensor) != storage_key(now):
                 tensor.data = now  # it was moved since it was made
+        for n in behaviour.copied:
+            inputs[n] = inputs[n].view_as(inputs[n])  # a node of its own, which autograd gets to when it leaves the stage
+            inputs[n].register_hook(compact)
         replay = ReplayState(self._surroundings, behaviour.changed_buffers) if i in self._plan.replayed else None
         run = StageRun(i, self._stages[i - 1], behaviour, self._rebuild, [t.requires_grad for t in inputs], replay)
         self._runs[i] = run

@@ -25,7 +25,8 @@ class ExecutionPlan:
     replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the plain model, since neither what
     they save nor their input goes before their backward. closing: op index of each ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab.
     host_bytes: size of the slab. trace: the machine's prediction. keeps_all: nothing is moved or run twice. kept: numbers of
-    the profile's skip connections that stay in place; the sequence is one of the chain without their bytes.
+    the profile's skip connections that stay in place; the sequence is one of the chain without their bytes. compact: whether
+    gradients that wait are copied.
     """
 
     sequence: Sequence
@@ -38,12 +39,14 @@ class ExecutionPlan:
     trace: Trace
     keeps_all: bool
     kept: tuple[int, ...] = ()
+    compact: bool = False
 
 
 def compile_sequence(
-    chain: Chain, sequence: Sequence, mem_limit: int | None = None, kept: tuple[int, ...] = ()
+    chain: Chain, sequence: Sequence, mem_limit: int | None = None, kept: tuple[int, ...] = (), compact: bool = False
 ) -> ExecutionPlan:
-    """Check `sequence` on the machine and lay out its host memory; `kept`: the skips that `chain` leaves out.
+    """Check `sequence` on the machine and lay out its host memory; `kept`: the skips that `chain` leaves out; `compact`: whether
+    it is the one whose gradients are copied where they wait.
 
     Raises:
         InvalidSequenceError: where the machine refuses it.
@@ -68,6 +71,7 @@ def compile_sequence(
         trace=trace,
         keeps_all=not moves and not replayed and all(op.kind in (OpKind.F_ALL, OpKind.B) for op in sequence),
         kept=kept,
+        compact=compact,
     )
 
 

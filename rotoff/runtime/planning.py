@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..bounds import lower_bound, min_mem_limit
+from ..bounds import largest_operation, lower_bound, min_mem_limit
 from ..cache import Cache
 from ..chain import Chain
 from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
@@ -25,6 +25,7 @@ from .plan import ExecutionPlan, compile_sequence
 
 logger = logging.getLogger("rotoff")
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
+COMPACT = "compact_gradients"  # likewise: whether it is the chain whose waiting gradients are copied
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,12 @@ def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int)
 class Way:
     """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
-    kept: the profile's skip connections that stay in place, which `chain` leaves out.
+    kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that wait are
+    copied.
     """
 
     kept: tuple[int, ...]
+    compact: bool
     chain: Chain
     request: Request
     more: int
@@ -131,9 +134,9 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
 
         sequence = search() if group is None else agree_on_sequence(search, group)
     except InfeasibleError as error:
-        raise _infeasible(request, max(least, error.min_mem_limit)) from None
-    kept = tuple(sequence.meta.get(KEPT, ()))
-    plan = compile_sequence(profile.keeping(kept).chain, sequence, sequence.mem_limit, kept)
+        raise _infeasible(request, max(least, error.min_mem_limit), ways) from None
+    kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
+    plan = compile_sequence(profile.keeping(kept, compact).chain, sequence, sequence.mem_limit, kept, compact)
     _report(profile, request, plan)
     return plan
 
@@ -157,33 +160,38 @@ def least_time(profile: Profile, request: Request) -> float:
         InfeasibleError: where nothing fits.
     """
     ways = _ways(profile, replace(request, mode="joint"))
-    most = {way.kept: max(other.more for other in ways if other.kept == way.kept) for way in ways}
-    chains = {way.kept: way.chain for way in ways}
-    limits = {kept: request.mem_limit + more for kept, more in most.items()}
-    fitting = [kept for kept, limit in limits.items() if limit >= min_mem_limit(chains[kept], "joint")]
+    limits: dict[Chain, int] = {}
+    for way in ways:
+        limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
+    fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
-        raise _infeasible(request, min(way.least for way in ways))
-    return min(lower_bound(chains[kept], limits[kept]) for kept in fitting)
+        raise _infeasible(request, min(way.least for way in ways), ways)
+    return min(lower_bound(chain, limits[chain]) for chain in fitting)
 
 
 def _ways(profile: Profile, request: Request) -> list[Way]:
-    """What to solve. Skip connections are carried, or some of them kept in place; a policy of the papers knows carrying only.
+    """What to solve. Skip connections are carried, or some of them kept in place; gradients that wait lie where they were made, or
+    are copied, which comes last, since it takes time. A policy of the papers knows carrying only.
 
     Snapshots for replays come off the limit, unless nothing is replayed: so joint is also asked for offload alone, or it
     would be behind that mode by these bytes.
     """
     ways = []
-    for kept in choices(profile.skips) if request.policy is None else [()]:
-        chosen = profile.keeping(kept)
+    choice = [(kept, compact) for compact in (False, True) for kept in choices(profile.skips)]
+    for kept, compact in choice if request.policy is None else [((), False)]:
+        if compact and profile.compact is None:
+            continue
+        chosen = profile.keeping(kept, compact)
         offset = chosen.resident_input_bytes - chosen.stuck_bytes
-        ways.append(Way(kept, chosen.chain, request, offset - chosen.replay_bytes if request.replays else offset))
+        more = offset - chosen.replay_bytes if request.replays else offset
+        ways.append(Way(kept, compact, chosen.chain, request, more))
         if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
-            ways.append(Way(kept, chosen.chain, replace(request, mode="offload"), offset))
+            ways.append(Way(kept, compact, chosen.chain, replace(request, mode="offload"), offset))
     return ways
 
 
 def _best(asked: int, ways: list[Way]) -> Sequence:
-    """The fastest sequence of all ways; its meta says which skip connections it keeps in place.
+    """The fastest sequence of all ways; its meta says which skip connections it keeps in place, and whether it copies gradients.
 
     Raises:
         InfeasibleError: where none fits; `min_mem_limit` is in the user's terms.
@@ -204,16 +212,26 @@ def _best(asked: int, ways: list[Way]) -> Sequence:
             continue
         time = simulate(way.chain, sequence).makespan
         if best is None or time < best[0]:
-            best = time, replace(sequence, meta={**sequence.meta, KEPT: list(way.kept)}) if way.kept else sequence
+            said = ({KEPT: list(way.kept)} if way.kept else {}) | ({COMPACT: True} if way.compact else {})
+            best = time, replace(sequence, meta={**sequence.meta, **said})
     if best is None:
         raise InfeasibleError("", min(least))
     return best[1]
 
 
-def _infeasible(request: Request, least: int) -> InfeasibleError:
+def _infeasible(request: Request, least: int, ways: list[Way]) -> InfeasibleError:
     needs = f"needs at least {format_bytes(least)} ({least} bytes) {request}"
     limit = f"the limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
-    return InfeasibleError(f"the training step {needs}; {limit}", least)
+    return InfeasibleError(f"the training step {needs}; {limit}{_binding(least, ways)}", least)
+
+
+def _binding(least: int, ways: list[Way]) -> str:
+    """Which operation cannot do with less than `least`, where it is a single one."""
+    for way in ways:
+        phase, stage, nbytes = largest_operation(way.chain)
+        if nbytes - way.more == least:
+            return f". What binds is the {phase} of stage {stage}, {way.chain.stage(stage).name!r}, by itself"
+    return ""
 
 
 def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
@@ -227,7 +245,7 @@ def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     That is in a ``B`` of everything saved what the stage has let go of when it begins, and in the user's forward δ_L, which the
     loss has yet to make.
     """
-    gone = [0] * len(profile.gone_bytes) if plan.kept else profile.gone_bytes
+    gone = [0] * len(profile.gone_bytes) if plan.kept or plan.compact else profile.gone_bytes
     L = len(profile.chain)
     made, whole = False, set()
     levels = []

@@ -266,3 +266,8 @@ class HeldValues(dict[Value, Held]):
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """`storage` as a 1-d uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def compact(gradient: torch.Tensor) -> torch.Tensor | None:
+    """A hook: a copy of a gradient that is a part of a larger storage, so that the rest of that can go."""
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size() else None
