@@ -63,6 +63,24 @@ def test_an_aim_is_missed_by_the_figure_that_misses_it_alone(changed: dict[str, 
     assert len(found) <= 2  # a predicted time or peak may be missed with the measured one
 
 
+def test_what_is_missed_says_why() -> None:
+    grid = data(ratio=1.2)
+    note = "the training step needs at least 9 B; the limit is 1 B. What binds is the backward of stage 1"
+    grid["cells"]["gpt/joint@1%"] = record(1, None, 0, status="infeasible", note=note)
+    grid["cells"]["gpt/plain-again"] = record(None, 1.002, 1000)
+    found = {aim.aim: aim for aim in aims.judge(aims.read(grid), "cpu")}
+    possible = found["There is a plan at every limit"]
+    assert possible.found == "in 3 of 4 cells. None: gpt, rotoff joint at 1%."
+    assert possible.cause == f"gpt, rotoff joint at 1%: {note}."
+    assert found["In each peer's own bytes joint is faster than that peer"].cause == (
+        "Plain PyTorch beside itself reads gpt +0.2% (-0.8% to +1.2%)."
+    )
+    assert note in report.page([grid], {})
+    level = aims.read(data(ratio=1.11) | {"cells": data(ratio=1.11)["cells"] | {"gpt/offload@60%": record(600, 1.01, 590)}})
+    first = next(aim for aim in aims.judge(level, "cpu") if aim.aim.startswith("At every limit"))
+    assert first.cause.startswith("1 of the 1 are predicted to be level with their rival")
+
+
 def test_the_bytes_that_a_peers_time_takes() -> None:
     found = {aim.aim: aim.found for aim in aims.judge(aims.read(data()), "cpu")}
     assert found["In a peer's own time joint takes fewer bytes"] == "0.84 of `selective`'s (gpt)."  # 590 of 700

@@ -2,7 +2,7 @@
 
 Names, as cells give them:
 
-* ``plain``; ``compiled`` (`torch.compile`, everything kept)
+* ``plain``; ``plain-again``: the same, beside another one, to show what the measurement itself is worth; ``compiled`` (`torch.compile`, everything kept)
 * ``checkpoint``: `torch.utils.checkpoint` around each block
 * ``checkpoint_sequential``: PyTorch's segments, with the count that needs the fewest bytes
 * ``selective``: each block under selective checkpointing, matrix products, convolutions and attention saved
@@ -164,6 +164,7 @@ def _budget(model: nn.Module, x: torch.Tensor, argument: str) -> Run:
 
 _PEERS: dict[str, Callable[[nn.Module, torch.Tensor, str], Run]] = {
     "plain": _plain,
+    "plain-again": _plain,
     "compiled": _compiled,
     "checkpoint": _checkpoint,
     "checkpoint_sequential": _checkpoint_sequential,

@@ -17,6 +17,12 @@ from . import workloads
 from .aims import EVERYTHING, MIB, Aim, Run, judge, read
 from .pictures import draw
 
+COMMANDS = {
+    "cpu": "scripts/cpu_results.sh grid",
+    "cuda": "scripts/gpu_check.sh OUT grid",
+    "tiny": "make test-all",
+}
+
 
 def page(files: list[dict[str, Any]], pictures: dict[tuple[str, str], str]) -> str:
     """The whole page. pictures: (suite, workload) -> path of its plot, as the page names it."""
@@ -42,8 +48,9 @@ def _grid(data: dict[str, Any], pictures: dict[tuple[str, str], str]) -> Iterato
     yield (
         "Every cell ran in a process of its own, its steps in turn with plain PyTorch's; what counts is the median of the paired"
         " ratios (quartiles in brackets). Peaks are what one step allocates beyond what was there before it, the loss included;"
-        " `bound` is what no plan within the limit can beat on the measured chain. Command:"
-        f" `python -m benchmarks.grid.run --suite {data['suite']} --out FILE`."
+        " `bound` is what no plan within the limit can beat on the measured chain, by a certificate (docs/method.md); 1.000 says that"
+        " it knows of nothing that must cost time. `plain` beside itself is what the measurement is worth. Command:"
+        f" `{COMMANDS[data['suite']]}` (or, by hand, `python -m benchmarks.grid.run --suite {data['suite']} --out FILE`)."
     )
     yield _aims(judge(runs, "cuda" if data["suite"] == "cuda" else "cpu"))
     for workload in dict.fromkeys(run.workload for run in runs):
@@ -66,8 +73,8 @@ def _hardware(data: dict[str, Any], commits: list[str]) -> str:
 
 def _aims(aims: list[Aim]) -> str:
     words = {True: "met", False: "**missed**", None: "not stated for this device"}
-    rows = [f"| {aim.aim} | {words[aim.met]} | {aim.found} |" for aim in aims]
-    return "\n".join(["| aim | | figures |", "|---|---|---|", *rows])
+    rows = [f"| {aim.aim} | {words[aim.met]} | {aim.found} | {aim.cause} |" for aim in aims]
+    return "\n".join(["| aim | | figures | cause, where missed |", "|---|---|---|---|", *rows])
 
 
 def _table(runs: list[Run]) -> str:
@@ -141,6 +148,7 @@ def _four_times(data: dict[str, Any]) -> Iterator[str]:
         if timed
         else f"no times ({paired['failure']})"
     )
+    yield "Command: `scripts/cpu_results.sh four_times`."
     losses = f"losses {'equal' if data['equal_losses'] else 'other than'} plain's" if done else f"fails ({held['failure']})"
     kernel = "fails" if data["limited_plain"]["fails"] else "trains too"
     found = f"{time}; under the kernel's limit of that many bytes rotoff's {losses}, and plain PyTorch {kernel}."
@@ -170,7 +178,7 @@ def _reach(data: dict[str, Any]) -> Iterator[str]:
     yield f"## Reach in {room}"
     yield (
         f"Planned on the bytes of {', '.join(data['of'])} by `benchmarks/reach.py`, with no device:"
-        f" {data['counted']}. torch {data['machine']['torch']}, rotoff {data['machine']['rotoff']} ({data['commit']})."
+        f" {data['counted']}. Command: `scripts/cpu_results.sh reach`. torch {data['machine']['torch']}, rotoff {data['machine']['rotoff']} ({data['commit']})."
     )
     aims = []
     rows = [
@@ -180,7 +188,8 @@ def _reach(data: dict[str, Any]) -> Iterator[str]:
     for row in data["rows"]:
         met = row["reached"] is not None and row["reached"] >= row["paper"]
         found = f"planned: {row['reached']}, and {row['paper']} in {row['least_bytes'] / 1e9:.2f} GB; {row['ran']}"
-        aims.append(Aim(f"{row['name']}: {row['paper']} {row['unit']}", found, met))
+        cause = "" if met else f"What binds is {row['binds']}."
+        aims.append(Aim(f"{row['name']}: {row['paper']} {row['unit']}", found, met, cause))
         rows.append(
             f"| {row['name']} | {row['paper']} | {row['reached']} | {row['keep_all']} | {row['least_bytes'] / 1e9:.2f} |"
             f" {row['overhead']:+.0%} | {row['binds']} |"
