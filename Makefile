@@ -20,7 +20,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-SOURCES := $(shell find rotoff -name '*.py' -o -name '*.pyx' -o -name '*.pyi' -o -name 'py.typed') \
+SOURCES := $(shell find rotoff -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name 'py.typed') \
            pyproject.toml setup.py MANIFEST.in README.md LICENSE
 HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split('.')[:2])) < (2, 14))"
 

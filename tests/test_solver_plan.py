@@ -68,3 +68,13 @@ def test_an_output_larger_than_its_saved_set_counts_once_that_is_gone() -> None:
         for limit in (2, 3):
             if limit >= min_mem_limit(chain, mode):
                 simulate(chain, solve(chain, limit, mode, refine=0.01), limit)
+
+
+def test_the_output_of_the_only_stage_counts_for_nothing_that_follows() -> None:
+    """After B 1 no operation is left that could see it."""
+    from rotoff import Stage
+
+    chain = Chain((Stage("", 1.0, 1.0, 10, 2, 0),), 1.0, 1.0)
+    trace = simulate(chain, keep_all(chain))
+    assert evaluator(chain, trace.peak_bytes, 4).evaluate(empty(chain)) == (2.0, 2, 0, 0)
+    assert trace.peak_bytes == 2
