@@ -1,0 +1,88 @@
+"""Whose the tensors are that a recording meets: the model's own, variables of the tape, or there before."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .stage import storage_key
+from .tape import Owned, Ref, Variable
+
+
+class KnownTensors:
+    """The tensors met so far, known by weak references; so recording keeps none of them.
+
+    variables: of the tape, in the order of their numbers.
+
+    Args:
+        model: whose parameters and buffers are known from the start.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.variables: list[Variable] = []
+        self._owned: dict[int, Owned] = {}
+        for module in model.modules():
+            for table in ("_parameters", "_buffers"):
+                for name, tensor in getattr(module, table).items():
+                    if tensor is not None:
+                        self._owned.setdefault(id(tensor), Owned(module, table, name))
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._lasting = {storage_key(owned.tensor) for owned in self._owned.values()}
+
+    def reference(self, tensor: torch.Tensor) -> Owned | Ref | torch.Tensor | None:
+        """What stands for `tensor` in an argument: itself, where it was there before; None, where nobody saw it being made."""
+        owned = self._owned.get(id(tensor))
+        if owned is not None:
+            return owned
+        if (number := self.number(tensor)) is not None:
+            return Ref(number)
+        if tensor.grad_fn is not None or storage_key(tensor) in self._storages:
+            return None
+        self._lasting.add(storage_key(tensor))
+        return tensor  # a table that is no buffer
+
+    def output(self, tensor: torch.Tensor) -> int | None:
+        """The variable of what an operation returns, a new one where it has none; None for the model's own."""
+        if id(tensor) in self._owned:
+            return None
+        return self.variable(tensor)
+
+    def variable(self, tensor: torch.Tensor) -> int:
+        """Its variable, a new one where it has none."""
+        if (known := self.number(tensor)) is not None:
+            return known
+        number = len(self.variables)
+        self._known[id(tensor)] = (weakref.ref(tensor), number)
+        self.variables.append(Variable(self.storage(tensor, new=True), _nbytes(tensor), tensor.requires_grad))
+        return number
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Its variable, if it has one."""
+        entry = self._known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def storage(self, tensor: torch.Tensor, new: bool = False) -> int | None:
+        """The number of its storage, `new` ones included; None where it lasts, or there is none."""
+        try:
+            key = storage_key(tensor)
+        except (NotImplementedError, RuntimeError):  # has none (sparse)
+            return None
+        if key in self._lasting:
+            return None
+        if key not in self._storages:
+            if not new:
+                return None
+            # a weak reference keeps the address from being given to another storage
+            self._storages[key] = (StorageWeakRef(tensor.untyped_storage()), len(self._storages))
+        return self._storages[key][1]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0

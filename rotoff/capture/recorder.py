@@ -1,0 +1,293 @@
+"""Notes every call of torch that a model's forward makes, while it runs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..errors import MeasureError
+from ..runtime.replay import Generators
+from .dataclass_trees import look_into
+from .known_tensors import KnownTensors
+from .tape import NOTHING, Operation, Owned, Ref, Tape, described, leaves, substitute
+
+# Answers about a tensor that do not depend on its contents.
+_FACTS = frozenset(
+    [
+        "dim",
+        "size",
+        "stride",
+        "numel",
+        "nelement",
+        "element_size",
+        "ndimension",
+        "storage_offset",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_inference",
+        "is_shared",
+        "is_pinned",
+        "is_conj",
+        "is_neg",
+        "is_same_size",
+        "is_set_to",
+        "is_storage",
+        "type",
+        "get_device",
+        "__len__",
+        "__hash__",
+        "__repr__",
+        "__format__",
+        "__str__",
+        "untyped_storage",
+        "storage",
+        "data_ptr",
+        "has_names",
+        "__dir__",
+        "result_type",
+        "can_cast",
+        "promote_types",
+        "is_tensor",
+        "broadcast_shapes",
+        "__reduce_ex__",
+        "_is_view",
+        "_is_zerotensor",
+        "is_distributed",
+        "is_autocast_enabled",
+        "get_default_dtype",
+        "dense_dim",
+        "sparse_dim",
+        "is_coalesced",
+        "is_grad_enabled",
+        "__instancecheck__",
+        "_has_compatible_shallow_copy_type",
+    ]
+)
+_ESCAPES = frozenset(
+    ["numpy", "__array__", "__dlpack__", "__cuda_array_interface__", "backward"]
+)  # what is done with these is unseen
+_EFFECTS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__set__"])
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
+_TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a module that hold what is its own
+
+
+class Recorder(TorchFunctionMode):
+    """Notes every call while it is active."""
+
+    def __init__(self, model: nn.Module, device: torch.device, whole: Collection[nn.Module]) -> None:
+        super().__init__()
+        self._whole = frozenset(whole)
+        self.trouble: MeasureError | None = None
+        self._model = model
+        self._before = {module: dict(vars(module)) for module in model.modules()}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._tensors = KnownTensors(model)
+        self.tape = Tape(variables=self._tensors.variables)
+        self._inside = False
+        self._thread = threading.get_ident()
+        self._place: list[tuple[str, int]] = []
+        self._calls = 0
+        self._generators = Generators(device)
+        self._drawn = self._generators.states()
+        self._ambient = _autocast()
+
+    def begin(self, given: list[torch.Tensor]) -> None:
+        self.tape.inputs = [self._tensors.variable(t) for t in given]
+
+    def end(self, result: Any) -> None:
+        """Take what the model returned."""
+        self.tape.attributes = [(module, name) for module in self._model.modules() for name in self._kept(module)]
+        look_into(result)
+        if self.tape.attributes:
+            result = result, [vars(module)[name] for module, name in self.tape.attributes]
+        found, self.tape.result_spec = pytree.tree_flatten(result)
+        for leaf in found:
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                raise MeasureError(
+                    f"{type(self._model).__name__} returns a {type(leaf).__name__}, which rotoff cannot look into;"
+                    " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache)"
+                )
+            self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+    def put_back(self) -> None:
+        """Give the attributes that every step sets what they held before."""
+        for module, name in self.tape.attributes:
+            before = self._before[module]
+            if name in before:
+                vars(module)[name] = before[name]
+            else:
+                del vars(module)[name]
+
+    def _kept(self, module: nn.Module) -> Iterator[str]:
+        """The attributes of `module` in which the forward left tensors of its graph (the losses of experts, often)."""
+        for name, value in vars(module).items():
+            if name in _TABLES or _torch_hooks(module):
+                continue
+            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if not any(t.requires_grad and self._tensors.number(t) is not None for t in tensors):
+                continue
+            if value is self._before[module].get(name, NOTHING):
+                raise MeasureError(
+                    f"module {self._names[module]!r} ({type(module).__name__}) adds tensors of the graph to its attribute {name!r};"
+                    " have its forward set the attribute anew, or the model return them"
+                )
+            yield name
+
+    # -- what is called
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or threading.get_ident() != self._thread:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:
+            return iter(self.call(torch.unbind, args, {}))
+        return self.call(func, args, kwargs)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `function` and note it; nothing that is called meanwhile is seen."""
+        self._inside = True
+        try:
+            return self._noted(function, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _noted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(function, "__name__", "")
+        generated = self._generators.states()
+        if generated is not self._drawn:
+            self._refuse("sets the state of torch's random numbers (manual_seed, fork_rng), which a replay could not follow")
+        tensors = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
+        if any(is_functorch_wrapped_tensor(t) for t in tensors):
+            self._refuse(f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through")
+        versions = [t._version for t in tensors]
+        references = substitute((args, kwargs), self._reference)
+        grad, autocast = torch.is_grad_enabled(), _autocast()
+        result = function(*args, **kwargs)
+        self._drawn = self._generators.states()
+        returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        expected = NOTHING
+        effect = name in _EFFECTS or isinstance(function, nn.Module)
+        outputs = tuple(self._tensors.output(t) for t in returned)
+        if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:
+            given = {id(t) for t in tensors}
+            if all(id(t) in given for t in returned):
+                return result  # nothing to do: x.to(x.dtype)
+        if not returned and not changed and not effect and self._drawn is generated:
+            if not tensors or name in _FACTS or name == "__get__" or result is None:
+                return result
+            if name in _ESCAPES or not all(isinstance(leaf, _PLAIN) for leaf in leaves(result)):
+                self._refuse(f"hands a tensor's contents to Python ({name})")
+            expected = result
+        self.tape.operations.append(
+            Operation(
+                function=function,
+                args=references[0],
+                kwargs=references[1],
+                outputs=outputs,
+                reads=tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref))),
+                writes=frozenset(n for t in changed if (n := self._tensors.storage(t)) is not None),
+                writes_owned=tuple(o for t in changed if isinstance(o := self._reference(t), Owned)),
+                draws=self._drawn is not generated,
+                grad=grad,
+                autocast=() if autocast == self._ambient else autocast,
+                expected=expected,
+                returned=described(result) if isinstance(function, nn.Module) else (),
+                effect=effect,
+                place=tuple(self._place),
+            )
+        )
+        return result
+
+    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """In place of ``nn.Module.__call__``."""
+        name = self._names.get(module)
+        if self._inside or name is None or threading.get_ident() != self._thread:
+            return original(module, *args, **kwargs)
+        self._calls += 1
+        self._place.append((name, self._calls))
+        try:
+            if module not in self._whole and not _opaque(module):
+                return original(module, *args, **kwargs)
+            if module is self._model:
+                self._refuse(
+                    "is that of a model that is compiled, scripted or hooked as a whole; do so with the rotoff.Checkpointable around it"
+                )
+            check_arguments((args, kwargs))
+            return self.call(module, args, kwargs)
+        finally:
+            self._place.pop()
+
+    def applied(self, apply: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """In place of a custom Function's or a scripted function's call."""
+        if self._inside or threading.get_ident() != self._thread:
+            return apply(*args, **kwargs)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, nn.Module):
+                cure = "; give torch.utils.checkpoint use_reentrant=False, or none: rotoff recomputes"
+                checkpoint = function.__name__ == "CheckpointFunction"
+                self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__}){cure * checkpoint}")
+        return self.call(apply, args, kwargs)
+
+    def _reference(self, leaf: Any) -> Any:
+        """What stands for `leaf` in an argument."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        reference = self._tensors.reference(leaf)
+        if reference is None:
+            self._refuse(
+                f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) made by something that rotoff cannot see"
+            )
+        return reference
+
+    def _refuse(self, what: str) -> None:
+        where = f" in module {self._place[-1][0]!r}" if self._place and self._place[-1][0] else ""
+        self.trouble = MeasureError(f"the forward of {type(self._model).__name__} {what}{where}")
+        raise self.trouble
+
+
+def _all_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return pytree.tree_leaves((args, kwargs)) if kwargs else pytree.tree_leaves(args)
+
+
+def check_arguments(value: Any) -> None:
+    """Raise MeasureError where `value` has what a recording cannot look into."""
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not callable(leaf):
+            raise MeasureError(
+                f"an argument is a {type(leaf).__name__}, which rotoff cannot look into; give tensors, numbers, and tuples, lists"
+                " and dicts of them"
+            )
+
+
+def _opaque(module: nn.Module) -> bool:
+    """Whether a call of `module` is to be one operation."""
+    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return True
+    hooks = [module._backward_hooks, module._backward_pre_hooks, module._forward_hooks, module._forward_pre_hooks]
+    return any(hooks) and not _torch_hooks(module)
+
+
+def _torch_hooks(module: nn.Module) -> bool:
+    """Whether all hooks are torch's own ways to compute a weight (weight norm, spectral norm), made of recorded operations."""
+    every = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    own = all(str(getattr(type(h), "__module__", "")).startswith("torch.nn.utils") for h in every)
+    return bool(every) and own and not module._backward_hooks and not module._backward_pre_hooks
+
+
+def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
