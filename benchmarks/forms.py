@@ -145,7 +145,7 @@ class Comparison:
     @staticmethod
     def _predict(ours: rotoff.Checkpointable, row: Row) -> None:
         trace, kept = rotoff.simulate(ours.chain, ours.sequence), ours.chain.compute_time
-        row.planned, row.moved_bytes = trace.makespan / kept, trace.d2h_bytes
+        row.planned, row.moved_bytes = ours.get_expected_makespan() / kept, trace.d2h_bytes
         row.used = len({op.stage for op in ours.sequence.ops if op.kind is rotoff.OpKind.F_SEL})
         limit, chain = ours.sequence.mem_limit, ours.chain
         if row.method == "remat":  # the bound is of all modes; a link of no use leaves recompute alone

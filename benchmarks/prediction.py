@@ -3,10 +3,10 @@
 The model and its text are those of `examples/compare_modes.py`, whose options are taken too. A row trains plain PyTorch and
 rotoff in turn, the one that goes first changing, and compares medians of the pairs:
 
-* ratio: our step over plain PyTorch's beside it, against the plan's makespan over keeping everything. What the machine does
+* ratio: our step over plain PyTorch's beside it, against the step expected of the plan over keeping everything. What the machine does
   to both (a slower clock, a neighbour) cancels; this is the figure that is to be within 5 %.
-* seconds: our step against the plan's makespan, as it is.
-* link: the plan's makespan with the bandwidth measured anew right before the row: disks are not what they were a minute ago.
+* seconds: our step against the expected one, as it is.
+* link: the expected step with the bandwidth measured anew right before the row: disks are not what they were a minute ago.
 
 On Linux glibc returns freed memory to the system and fetches it back page by page in the next step. Plain PyTorch, which
 holds most, pays most for that (5 to 10 % of a step, a page fault for each 4 KiB), and the measured ratio falls below the
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 import rotoff
+from rotoff.runtime.tails import expected_trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import compare_modes  # after the path that it lies on
@@ -87,6 +88,11 @@ def link_now(model: rotoff.Checkpointable) -> rotoff.Chain:
     return replace(model.chain, d2h_bandwidth=d2h, h2d_bandwidth=h2d)
 
 
+def expected(model: rotoff.Checkpointable, chain: rotoff.Chain) -> rotoff.Trace:
+    """What `model.get_expected_makespan` reckons with, over `chain`."""
+    return expected_trace(chain, model.sequence.ops, model.profile.tail_times)
+
+
 def measure(comparison: compare_modes.Comparison, limit: float, mode: str, seconds: float, least: int) -> Row | None:
     """Pairs of steps for about `seconds`, but `least` of them; None where nothing fits."""
     model, options = comparison.model, comparison.options
@@ -94,7 +100,7 @@ def measure(comparison: compare_modes.Comparison, limit: float, mode: str, secon
         model.compute_sequence(int(limit * model.keep_all_memory), mode=mode)
     except rotoff.InfeasibleError:
         return None
-    trace, chain = rotoff.simulate(model.chain, model.sequence), link_now(model)
+    trace, chain = expected(model, model.chain), link_now(model)
     data = compare_modes.batches(comparison.text, options)
     found: list[tuple[tuple[float, int], tuple[float, int]]] = []  # of plain PyTorch, and of rotoff
     start = time.perf_counter()
@@ -107,7 +113,7 @@ def measure(comparison: compare_modes.Comparison, limit: float, mode: str, secon
     plain, ours = zip(*found[1:], strict=True)  # the first warms up
     ratio = statistics.median(b[0] / a[0] for a, b in zip(plain, ours, strict=True))
     step, predicted_ratio = statistics.median(s for s, _ in ours), trace.makespan / chain.compute_time
-    now = rotoff.simulate(chain, model.sequence).makespan
+    now = expected(model, chain).makespan
     now_ratio = now / chain.compute_time
     return Row(
         limit=limit,

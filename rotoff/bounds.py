@@ -265,15 +265,24 @@ def lower_bound(chain: Chain, mem_limit: int | str) -> float:
         LimitError: where `mem_limit` is not a number of bytes.
         InfeasibleError: where no sequence fits it.
     """
-    limit = parse_bytes(mem_limit)
+    return least_time_of(chain, parse_bytes(mem_limit))
+
+
+def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> float:
+    """`lower_bound`, where making ā_i again takes up to ``spared[i - 1]`` seconds less than stage i's forward.
+
+    Raises:
+        InfeasibleError: where no sequence fits `limit`.
+    """
     if limit < min_mem_limit(chain, "joint"):
         raise infeasible(chain, "joint", limit)
-    return _certified(chain, limit)
+    return _certified(chain, limit, spared if any(spared) else ())
 
 
 @lru_cache(maxsize=256)
-def _certified(chain: Chain, limit: int) -> float:
+def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
     c, L = arrays(chain), len(chain)
+    again = c.u_F - np.array([0.0, *spared]) if spared else c.u_F
     real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
     fastest = np.where(real, c.u_B, np.inf).min(axis=1)
     least = float(c.u_F[1:].sum() + fastest[1:].sum())
@@ -294,7 +303,7 @@ def _certified(chain: Chain, limit: int) -> float:
         *rates,
         room,
         work,
-        c.u_F / seconds,
+        again / seconds,
         c.saved / size,
         slower,
         entry / size,

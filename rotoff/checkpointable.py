@@ -232,7 +232,7 @@ class Checkpointable(RotorNames, nn.Module):
         return self._courses.latest
 
     def get_expected_makespan(self) -> float:
-        """Seconds that the machine predicts for the planned step."""
+        """Seconds that the planned step is expected to take: what the machine says, less what replays leave out that end early."""
         return self._plan.trace.makespan
 
     def get_expected_memory(self) -> int:

@@ -10,8 +10,8 @@ from test_runtime import with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.runtime.plan import _closing
 from rotoff.runtime.replay import Generators
+from rotoff.runtime.tails import closing_replays
 
 
 def run_twice(L: int) -> rotoff.Sequence:
@@ -151,7 +151,7 @@ def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
 )
 def test_which_replays_are_for_their_own_backward_alone(text: str, closing: set[int]) -> None:
     sequence = rotoff.Sequence.from_text(text.split("; "))
-    assert _closing(sequence, 3) == closing
+    assert closing_replays(sequence, 3) == closing
 
 
 def test_a_state_is_kept_once_until_something_is_drawn() -> None:

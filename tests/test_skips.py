@@ -22,6 +22,7 @@ from rotoff.profile.skips import Lying, Skip, behave_in_place, choices, find_ski
 from rotoff.runtime.link_recording import RecordingLink
 from rotoff.runtime.plan import compile_sequence
 from rotoff.runtime.planning import Request, least_limit
+from rotoff.runtime.tails import expected_trace
 
 KiB = 1024
 
@@ -430,14 +431,16 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit() -> None:
     for share in (0.9, 0.7, 0.5):
         limit = max(int(share * everything), min(limits.values()))
         wrapped.compute_sequence(limit, mode="remat")
-        sequence, trace = wrapped.sequence, rotoff.simulate(wrapped.chain, wrapped.sequence)
+        sequence = wrapped.sequence
+        trace = expected_trace(wrapped.chain, sequence.ops, profile.tail_times)
         assert wrapped.get_expected_makespan() == trace.makespan
         assert list(wrapped._plan.kept) == sequence.meta.get("kept_skips", [])
         assert wrapped._plan.compact == sequence.meta.get("compact_gradients", False)
         for way, alone in profiles.items():
             more = alone.resident_input_bytes - alone.stuck_bytes - alone.replay_bytes
             if limit >= limits[way]:
-                other = rotoff.simulate(alone.chain, rotoff.solve(alone.chain, limit + more, mode="remat"))
+                alternative = rotoff.solve(alone.chain, limit + more, mode="remat")
+                other = expected_trace(alone.chain, alternative.ops, profile.tail_times)
                 assert trace.makespan <= other.makespan
     wrapped.compute_sequence(everything)
     assert wrapped._plan.keeps_all

@@ -6,7 +6,7 @@ Bytes follow the same rules as measured ones, by the same code (`meter`): only w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..capture import strategy
-from ..capture.stage import SavedKind, StageModule, flatten, storage_key
+from ..capture.operations import OperationLog, record_operations
+from ..capture.stage import StageModule, flatten, storage_key
 from ..chain import Chain
 from ..runtime.replay import RNG_BYTES
 from . import cpu_temporaries
@@ -27,8 +28,8 @@ from .fake_forms import FakeFormMeter
 from .form_meter import FormMeter
 from .forms import Policy
 from .measure import Profile, measure
-from .meter import CUDA_BLOCK, Measured, Meter, Run
-from .provenance import provenance
+from .meter import CUDA_BLOCK, End, Measured, Meter, Run
+from .provenance import TAIL_TIMES, provenance
 from .roofline import Roofline
 from .structure import describe, structure
 
@@ -63,7 +64,8 @@ def estimate_profile(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         stages = strategy.stages(copied, value, _CPU)
         stages = [StageModule(s.name, tuple(InMode(m, mode) for m in s.modules)) for s in stages]
         profile = measure(stages, value, _CPU, lambda _: link(device), meter=FakeMeter(device, mode))
-    chain = replace(profile.chain, name=type(model).__name__, meta=provenance(model, value, device))
+    meta = {**provenance(model, value, device), TAIL_TIMES: list(profile.tail_times)}
+    chain = replace(profile.chain, name=type(model).__name__, meta=meta)
     return replace(profile, chain=chain)
 
 
@@ -130,16 +132,18 @@ class FakeMeter(Meter):
         spans = self._spans[-1]
         spans[self._phase] = spans.get(self._phase, 0.0) + self._roofline.time(func, args, kwargs, result)
 
-    def _times(self, run: Run) -> tuple[float, float]:
+    def _times(self, run: Run, end: End) -> tuple[float, float, float]:
         """Of the runs recorded before: the first is a forward, one ends with the backward."""
+        forward = self._spans[0].get("", 0.0)
         backward = next(spans["backward"] for spans in self._spans if "backward" in spans)
-        return self._spans[0].get("", 0.0), backward
+        return forward, backward, 0.0 if run.last else end.share * forward
 
     def copy_bandwidth(self, nbytes: float) -> float:
         return self._copy_bandwidth
 
-    def _enough(self, run: Run, kinds: Sequence[SavedKind]) -> int:
-        return 0  # nothing is replayed
+    def recorded(self, run: Run) -> OperationLog:
+        leaves = run.leaves()
+        return record_operations(lambda: flatten(run.forward(leaves))[0], self.device, self._roofline.time)
 
     def address(self, tensor: torch.Tensor) -> int:
         return self._allocator.address(tensor)

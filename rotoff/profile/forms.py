@@ -232,7 +232,8 @@ class StageGraph:
                 single.add(position)
         named = [f"{'+'.join(o.name for o in self.makers(s))} {_shape(self._log, n)}" for s, n in first.items()]
         views = {n: self._log.packs[n].view for n in slots}
-        return Recipe(frozenset(slots), views, stop, functions, results, frozenset(single), tuple(named))
+        whole = all(position >= last for position in results)
+        return Recipe(frozenset(slots), views, stop, functions, results, frozenset(single), tuple(named), whole)
 
     def _result(self, leaf: Leaf, made: set[int], first: dict[int, int]) -> Result:
         if leaf.storage is None or leaf.view is None:

@@ -45,10 +45,10 @@ class MeasuredTimes:
         surroundings: all else that times depend on. stages: which they are.
         """
         rows = []
-        for stage, behaviour in zip(profile.chain.stages, profile.behaviours, strict=True):
+        for stage, tail, behaviour in zip(profile.chain.stages, profile.tail_times, profile.behaviours, strict=True):
             kept = (tuple(sorted(recipe.kept)) for recipe in behaviour.forms)
             forms = tuple(zip(kept, (form.backward_time for form in stage.forms), strict=True))
-            rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, forms))
+            rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms))
         key = surroundings, stages, shapes
         self._rows[key] = tuple(rows)
         self._rows.move_to_end(key)
@@ -126,4 +126,5 @@ def _between(a: StageTimes, b: StageTimes, share: float) -> StageTimes:
 
     others = dict(b.forms)
     forms: KnownForms = tuple((kept, at(seconds, others[kept])) for kept, seconds in a.forms if kept in others)
-    return StageTimes(a.name, at(a.forward_time, b.forward_time), at(a.backward_time, b.backward_time), forms)
+    times = (at(a.forward_time, b.forward_time), at(a.backward_time, b.backward_time), at(a.tail_time, b.tail_time))
+    return StageTimes(a.name, *times, forms)

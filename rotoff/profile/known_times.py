@@ -8,15 +8,17 @@ versions and the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..cache import Cache
-from ..capture.stage import Behaviour, StageModule
-from ..chain import Chain
+from ..capture.stage import StageModule
 from .provenance import device_name
 from .structure import describe, structure
+
+if TYPE_CHECKING:
+    from .measure import Profile
 
 KIND = "times"
 
@@ -25,11 +27,12 @@ KnownForms = tuple[tuple[tuple[int, ...], float], ...]  # (what is kept, seconds
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage, in seconds, and which forms it has."""
+    """Times of one stage and of its tail (`runtime.tails`), in seconds, and which forms it has."""
 
     name: str
     forward_time: float
     backward_time: float
+    tail_time: float
     forms: KnownForms
 
 
@@ -71,9 +74,13 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
     try:
         stages = tuple(
             StageTimes(
-                str(name), float(forward), float(backward), tuple((tuple(map(int, kept)), float(t)) for kept, t in forms)
+                str(name),
+                float(forward),
+                float(backward),
+                float(tail),
+                tuple((tuple(map(int, kept)), float(t)) for kept, t in forms),
             )
-            for name, forward, backward, forms in found["stages"]
+            for name, forward, backward, tail, forms in found["stages"]
         )
         d2h, h2d, duplex = found["link"]
         copy = found["copy_bandwidth"]
@@ -82,18 +89,13 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
         return None
 
 
-def keep_times(
-    cache: Cache,
-    key: dict[str, Any] | None,
-    chain: Chain,
-    behaviours: Sequence[Behaviour],
-    copy_bandwidth: float | None = None,
-) -> None:
-    """Keep the times of a measured chain, and which forms its stages have."""
+def keep_times(cache: Cache, key: dict[str, Any] | None, profile: Profile) -> None:
+    """Keep the times of a measured model, and which forms its stages have."""
     if key is not None:
         stages: list[Any] = []
-        for s, behaviour in zip(chain.stages, behaviours, strict=True):
+        chain = profile.chain
+        for s, tail, behaviour in zip(chain.stages, profile.tail_times, profile.behaviours, strict=True):
             forms = [[sorted(r.kept), f.backward_time] for f, r in zip(s.forms, behaviour.forms, strict=True)]
-            stages.append([s.name, s.forward_time, s.backward_time, forms])
+            stages.append([s.name, s.forward_time, s.backward_time, tail, forms])
         link = [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]
-        cache.keep(KIND, key, {"stages": stages, "link": link, "copy_bandwidth": copy_bandwidth})
+        cache.keep(KIND, key, {"stages": stages, "link": link, "copy_bandwidth": profile.copy_bandwidth})

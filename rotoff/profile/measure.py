@@ -64,6 +64,7 @@ class Profile:
     its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the step: all of it,
     or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
+    tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.tails`); none given: 0.
     gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the next stage's
     backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs back. rng_bytes: of one
     state of the generators, on the device. compact: the same with gradients that wait copied, where there are any.
@@ -87,6 +88,11 @@ class Profile:
     staying_bytes: tuple[int, ...] = ()
     compact: Compact | None = None
     copy_bandwidth: float | None = None
+    tail_times: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tail_times:
+            object.__setattr__(self, "tail_times", (0.0,) * len(self.chain))
 
     def keeping(self, kept: Collection[int], compact: bool = False) -> Profile:
         """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value.
@@ -171,7 +177,7 @@ def measure(
     if not named:
         groups = merge_unsaved(groups, value, device)
     meter.begin(value)
-    waiting = {(row[0], n): row[1:] for n, row in enumerate(known.stages if known else ())}
+    waiting = {(row.name, n): row for n, row in enumerate(known.stages if known else ())}
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient
     start = batch = value
@@ -228,6 +234,7 @@ def measure(
         staying_bytes=tuple(_staying(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
         compact=_compact(measured, compact, copy_bandwidth) if copy_bandwidth else None,
         copy_bandwidth=copy_bandwidth,
+        tail_times=tuple(m.tail_time for m in measured),
     )
 
 

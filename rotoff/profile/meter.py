@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.changes import ChangedBuffers
-from ..capture.operations import record_operations
+from ..capture.operations import OperationLog, record_operations
 from ..capture.sharding import gathers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, pieces, storage_key
 from ..chain import Stage
@@ -22,7 +22,7 @@ from .allocations import AllocationLog, mark, record
 from .form_meter import FormMeter
 from .forms import Policy, unfit
 from .gradients import GradientPlace
-from .known_times import KnownForms
+from .known_times import StageTimes
 from .skips import Lying, lying
 from .steady import Repeats, Series
 from .trial import Run, backward, clock, get_edges, handed_over, ones
@@ -30,6 +30,7 @@ from .trial import Run, backward, clock, get_edges, handed_over, ones
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
 # run a few times more, always as often, since all processes must take part, and the run that seems to leave least counts.
 COLLECTIVE_TRIES = 3
+LEAST_TAIL = 0.01  # of a stage's forward: a shorter one is not worth timing, and counts as none
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class Measured:
     stage has no smaller forms, if so. The costs count gradients like that, one by one; those that share or outgrow their bytes are `gradients.charge`'s business. So
     `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is δ_{i-1}
     follows from that charge. begun_bytes: the same once ``B`` has let go of the outputs, so that it may be below 0. staying_bytes: the
-    most where the outputs stay after all.
+    most where the outputs stay after all. tail_time: seconds that a replay for its own backward alone leaves out (`runtime.tails`).
     """
 
     costs: Stage
@@ -56,6 +57,15 @@ class Measured:
     begun_bytes: int
     staying_bytes: int
     no_forms: str = ""
+    tail_time: float = 0.0
+
+
+class End(NamedTuple):
+    """Where a replay for its own backward alone may end. enough: `Behaviour.enough`. share: of the seconds of the stage's operations,
+    those behind, as they took when they were recorded."""
+
+    enough: int = 0
+    share: float = 0.0
 
 
 class Meter:
@@ -70,9 +80,7 @@ class Meter:
         self.device = device
         self.repeats = Repeats.read(repeats)
         self.rng_bytes = RNG_BYTES if device.type == "cpu" else 0  # on the device, of a generator's state
-        self.known_time: tuple[float, float, KnownForms] | None = (
-            None  # of the stage that comes next, where it need not be measured
-        )
+        self.known_time: StageTimes | None = None  # of the stage that comes next, where it need not be measured
         policy = None if isinstance(forms, bool) else forms
         self._forms = self.form_meter(policy) if forms else None
         self._lasting: set[int] = set()  # storages that are there throughout the step
@@ -167,13 +175,15 @@ class Meter:
                 f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
                 " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
             )
-        forward_time, backward_time = self.known_time[:2] if self.known_time else self._times(run)
+        end = self._end(run, kinds)
+        known = self.known_time
+        times = (known.forward_time, known.backward_time, known.tail_time) if known else self._times(run, end)
         above = log.peak() - saved_bytes - stuck, dropping.peak() - output_bytes - stuck
         lies = lies._replace(spare=(max(0, -above[0]), max(0, -above[1])))
         costs = Stage(
             name=run.stage.name,
-            forward_time=forward_time,
-            backward_time=backward_time,
+            forward_time=times[0],
+            backward_time=times[1],
             output_bytes=output_bytes,
             saved_bytes=saved_bytes,
             grad_bytes=sum(own_gradients),
@@ -181,14 +191,13 @@ class Meter:
             checkpoint_transient_bytes=max(0, above[1]),
             backward_transient_bytes=backward_peak,
         )
-        behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, self._enough(run, kinds))
+        behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, end.enough)
         reason = "switched off" if self._forms is None else "the last stage needs none"
         if self._forms is not None and not run.last:
-            known = self.known_time[2] if self.known_time else None
-            found = self._forms.find(run, costs, behaviour, carried_bytes, known)
+            found = self._forms.find(run, costs, behaviour, carried_bytes, known.forms if known else None)
             costs, reason = replace(costs, forms=found.forms), found.reason
             behaviour = replace(behaviour, forms=found.recipes)
-        return Measured(costs, behaviour, places, own_gradients, lies, begun_peak, staying_peak, reason), outputs
+        return Measured(costs, behaviour, places, own_gradients, lies, begun_peak, staying_peak, reason, times[2]), outputs
 
     def _kept(
         self, run: Run, leaves: list[torch.Tensor]
@@ -206,22 +215,24 @@ class Meter:
             outputs, log = self.record(lambda: flatten(run.forward(leaves))[0])
         return outputs, saved, gathered, log
 
-    def _enough(self, run: Run, kinds: Sequence[SavedKind]) -> int:
-        """`Behaviour.enough`. A stage that is compiled or gathers parameters may have something to do at its end, and so has one
+    def _end(self, run: Run, kinds: Sequence[SavedKind]) -> End:
+        """Where a replay may end. A stage that is compiled or gathers parameters may have something to do at its end, and so has one
         with an operation that autograd saves an argument of before it is written (the noise of ``rrelu``)."""
         own = [n for n, kind in enumerate(kinds) if kind is SavedKind.OWN]
         if not own or unfit(run.stage) is not None:
-            return 0
-        leaves = run.leaves()
+            return End()
         try:
-            log = record_operations(lambda: flatten(run.forward(leaves))[0], self.device)
+            log = self.recorded(run)
         except Exception:  # a forward may break in any way under a dispatch mode
-            return 0
+            return End()
         if len(log.packs) != len(kinds):
-            return 0
+            return End()
+        behind = log.operations[log.packs[own[-1]].before :]
         storages = {log.packs[n].storage for n in own}
-        written = {storage for op in log.operations[log.packs[own[-1]].before :] for storage in op.writes}
-        return 0 if None in storages or storages & written else own[-1] + 1
+        if None in storages or storages & {storage for op in behind for storage in op.writes}:
+            return End()
+        left_out, whole = (sum(op.seconds for op in ops) for ops in (behind, log.operations))
+        return End(own[-1] + 1, left_out / whole if whole else 0.0)
 
     def _backward_peak(self, run: Run) -> tuple[tuple[int, int, int], tuple[GradientPlace | None, ...]]:
         """Bytes above what ā and δ_i hold, from the start of ``B``, once it has let go of the outputs, which may be below
@@ -278,10 +289,25 @@ class Meter:
                 key = storage_key(gradient)
                 yield GradientPlace(key, self._rounded(gradient.untyped_storage().nbytes()), incoming.get(key))
 
-    def _times(self, run: Run) -> tuple[float, float]:
-        """Median seconds of the forward and of the backward."""
+    def _times(self, run: Run, end: End) -> tuple[float, float, float]:
+        """Median seconds of the forward, the backward and the tail.
+
+        The tail is the median share that what comes after the last tensor saved has of one forward: the difference of two, each with
+        its own noise, would be of no use where it is small.
+        """
+        tailed = end.share >= LEAST_TAIL and not run.last  # nobody takes the last stage's output from a replay
+        width = 7 if tailed else 4
         ticks = clock(self.device)
-        for _ in self.repeats.rounds(lambda: [Series(ticks.spans()[n::4]) for n in (0, 2)]):
+
+        def series() -> list[Series]:
+            spans = ticks.spans()
+            found = [Series(spans[0::width]), Series(spans[2::width])]
+            if tailed:
+                parts = zip(spans[4::width], spans[5::width], strict=True)
+                found.append(Series([behind / (before + behind or 1.0) for before, behind in parts], 1.0))
+            return found
+
+        for _ in self.repeats.rounds(series):
             leaves = run.leaves()
             ticks.tick()
             outputs = flatten(run.forward(leaves))[0]
@@ -291,8 +317,27 @@ class Meter:
             ticks.tick()
             backward(edges, gradients, run.targets(leaves))
             ticks.tick()
-        spans = ticks.spans()
-        return statistics.median(spans[0::4]), statistics.median(spans[2::4])
+            if tailed:
+                self._tail(run, end.enough, ticks.tick)
+        medians = [statistics.median(one.seconds) for one in series()]
+        return medians[0], medians[1], medians[0] * medians[2] if tailed else 0.0
+
+    @staticmethod
+    def _tail(run: Run, enough: int, tick: Callable[[], None]) -> None:
+        """Run a forward; `tick` before it, when it has saved `enough` tensors, and at its end."""
+        leaves = run.leaves()
+        saved: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> None:
+            saved.append(tensor.detach())
+            if len(saved) == enough:
+                tick()
+
+        with saved_tensors_hooks(keep, _never):
+            tick()
+            outputs = run.forward(leaves)
+        tick()
+        del outputs
 
     def copy_bandwidth(self, nbytes: float) -> float:
         """B/s at which a tensor of `nbytes` is copied on the device: the median of five, after a first that does not count."""
@@ -321,6 +366,11 @@ class Meter:
     def mark(self, name: str) -> None:
         """Leave a mark in the log being recorded."""
         mark(name)
+
+    def recorded(self, run: Run) -> OperationLog:
+        """The operations of a forward."""
+        leaves = run.leaves()
+        return record_operations(lambda: flatten(run.forward(leaves))[0], self.device)
 
     def address(self, tensor: torch.Tensor) -> int:
         """What tells the storage of `tensor` from others in a log."""

@@ -11,6 +11,8 @@ from torch import nn
 from ..capture.stage import flatten
 from .devices import Device
 
+TAIL_TIMES = "tail_times"  # in a chain's meta: seconds of each stage's (`runtime.tails`)
+
 
 def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> dict[str, Any]:
     """The model, the input's shapes, the device and the versions that a chain was measured or estimated with.

@@ -18,6 +18,7 @@ from ..capture.stage import StageModule
 from ..chain import Chain, Form, Stage
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
 from ..profile.measure import Profile
+from ..profile.provenance import TAIL_TIMES
 from ..profile.skips import Skip
 from ..sequence import Sequence as Plan
 
@@ -42,10 +43,11 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     """
     found: list[Profile] = []
 
-    def costs() -> tuple[Chain, dict[str, int], list[list[frozenset[int]]], tuple[Skip, ...]]:
+    def costs() -> tuple[Chain, dict[str, int], tuple[float, ...], list[list[frozenset[int]]], tuple[Skip, ...]]:
         found.append(measure())
         kept = [[recipe.kept for recipe in behaviour.forms] for behaviour in found[0].behaviours]
-        return found[0].chain, {name: getattr(found[0], name) for name in _CONSTANTS}, kept, found[0].skips
+        constants = {name: getattr(found[0], name) for name in _CONSTANTS}
+        return found[0].chain, constants, found[0].tail_times, kept, found[0].skips
 
     everyone = _from_everyone(costs, "measure the model", group)
     profile = found[0]
@@ -66,7 +68,10 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     constants: dict[str, Any] = {name: max(theirs[name] for _, theirs, *_ in everyone) for name in _CONSTANTS}
     # a skip of other bytes elsewhere could be taken off the chain by too much
     skips = profile.skips if all(theirs == profile.skips for *_, theirs in everyone) else ()
-    agreed = replace(profile, chain=chain, skips=skips, compact=None, **constants)  # gradients lie where they were made
+    tails = tuple(map(min, zip(*(theirs for _, _, theirs, *_ in everyone), strict=True)))  # what all of them spare
+    chain = replace(chain, meta={**chain.meta, TAIL_TIMES: list(tails)})
+    # gradients lie where they were made
+    agreed = replace(profile, chain=chain, skips=skips, tail_times=tails, compact=None, **constants)
     return _with_common_forms(agreed, chains, [kept for *_, kept, _ in everyone])
 
 

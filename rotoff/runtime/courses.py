@@ -25,7 +25,7 @@ from ..profile.forms import Forms, read_forms
 from ..profile.interpolation import MeasuredTimes, surroundings
 from ..profile.known_times import find_times, keep_times, times_key
 from ..profile.measure import Profile, Progress, measure
-from ..profile.provenance import provenance
+from ..profile.provenance import TAIL_TIMES, provenance
 from .agreement import agree_on_profile, refuse_root_shards
 from .link_pool import LinkPool
 from .plan import ExecutionPlan
@@ -166,12 +166,13 @@ class Courses:
                 named=bool(strategy.named(self._model, self._wanted)),
             )
             if known is None and near is None:
-                keep_times(self._cache, key, profile.chain, profile.behaviours, profile.copy_bandwidth)
+                keep_times(self._cache, key, profile)
             if near is None and self._times is not None:
                 self._times.add(shapes, around, names, profile)
             meta = provenance(self._model, value, device)
             if near is not None:
                 meta["times"] = f"interpolated between those measured at {near.between}"
+            meta[TAIL_TIMES] = list(profile.tail_times)
             chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
             stuck = profile.stuck_bytes + self._links.staging_bytes
             return captured, replace(profile, chain=chain, stuck_bytes=stuck)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ..chain import Chain
 from ..sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
-from ..simulator import Machine, Trace, simulate
+from ..simulator import Machine, Trace
+from .tails import closing_replays, expected_trace
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class ExecutionPlan:
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
     replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the plain model, since neither what
     they save nor their input goes before their backward. closing: op index of each ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab.
-    host_bytes: size of the slab. trace: the machine's prediction. keeps_all: nothing is moved or run twice. kept: numbers of
-    the profile's skip connections that stay in place; the sequence is one of the chain without their bytes. compact: whether
-    gradients that wait are copied.
+    host_bytes: size of the slab. trace: the prediction; replays that end early leave their tails out. keeps_all: nothing is moved
+    or run twice. kept: numbers of the profile's skip connections that stay in place; the sequence is one of the chain without
+    their bytes. compact: whether gradients that wait are copied.
     """
 
     sequence: Sequence
@@ -43,15 +44,22 @@ class ExecutionPlan:
 
 
 def compile_sequence(
-    chain: Chain, sequence: Sequence, mem_limit: int | None = None, kept: tuple[int, ...] = (), compact: bool = False
+    chain: Chain,
+    sequence: Sequence,
+    mem_limit: int | None = None,
+    kept: tuple[int, ...] = (),
+    compact: bool = False,
+    tail_times: tuple[float, ...] = (),
 ) -> ExecutionPlan:
-    """Check `sequence` on the machine and lay out its host memory; `kept`: the skips that `chain` leaves out; `compact`: whether
-    it is the one whose gradients are copied where they wait.
+    """Check `sequence` on the machine and lay out its host memory.
+
+    kept: the skips that `chain` leaves out. compact: whether it is the one whose gradients are copied where they wait.
+    tail_times: what closing replays spare, of each stage.
 
     Raises:
         InvalidSequenceError: where the machine refuses it.
     """
-    trace = simulate(chain, sequence, mem_limit)
+    trace = expected_trace(chain, sequence.ops, tail_times, mem_limit)
     runs: dict[int, int] = {}
     for op in sequence:
         if op.kind in FORWARDS:
@@ -65,7 +73,7 @@ def compile_sequence(
         forward_end=_forward_end(sequence, len(chain)),
         replayed=replayed,
         untouched=_untouched(chain, sequence),
-        closing=_closing(sequence, len(chain)),
+        closing=closing_replays(sequence, len(chain)),
         host=host,
         host_bytes=max((r.offset + r.room for r in host.values()), default=0),
         trace=trace,
@@ -105,24 +113,6 @@ def _untouched(chain: Chain, sequence: Sequence) -> frozenset[int]:
                 found = {k for k in found if source[k] != op.value or k > machine.next_backward}
         machine.step(op)
     return frozenset(found)
-
-
-def _closing(sequence: Sequence, L: int) -> frozenset[int]:
-    """Ops ``F_all i`` that run a stage again for its own backward alone: the one of stage i+1 is over, and ā_i stays where it is."""
-    found: dict[int, int] = {}
-    met: set[int] = set()
-    following = L + 1  # stage whose B came last
-    for n, op in enumerate(sequence):
-        if op.kind is OpKind.B:
-            following = op.stage
-        elif op.kind in FORWARDS:
-            found.pop(op.stage - 1, None)
-            if op.kind is OpKind.F_ALL and op.stage in met and following == op.stage + 1:
-                found[op.stage] = n
-            met.add(op.stage)
-        else:
-            found.pop(op.stage, None)
-    return frozenset(found.values())
 
 
 def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..bounds import largest_operation, lower_bound, min_mem_limit
+from ..bounds import largest_operation, least_time_of, min_mem_limit
 from ..cache import Cache
 from ..chain import Chain
 from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
@@ -22,8 +22,10 @@ from ..solver.policies import WITHOUT_RECOMPUTE
 from ..summary import in_words
 from .agreement import agree_on_sequence
 from .plan import ExecutionPlan, compile_sequence
+from .tails import expected_trace, tails_in_backward
 
 logger = logging.getLogger("rotoff")
+UNPRICED = 0.01  # of a step: what tails may come to before the plan is asked for twice
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 COMPACT = "compact_gradients"  # likewise: whether it is the chain whose waiting gradients are copied
 
@@ -96,7 +98,7 @@ class Way:
     """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
     kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that wait are
-    copied.
+    copied. tail_times: of the profile. shifted: whether the solver sees them in the backward.
     """
 
     kept: tuple[int, ...]
@@ -104,11 +106,24 @@ class Way:
     chain: Chain
     request: Request
     more: int
+    tail_times: tuple[float, ...] = ()
+    shifted: bool = False
 
     @property
     def least(self) -> int:
         """The smallest limit that works, in the user's terms."""
         return min_mem_limit(self.chain, self.request.mode) - self.more
+
+    def solve(self, asked: int) -> Sequence:
+        """A sequence within the user's limit `asked`."""
+        if not self.shifted:
+            return self.request.solve(self.chain, asked + self.more)
+        found = self.request.solve(tails_in_backward(self.chain, self.tail_times), asked + self.more)
+        return replace(found, meta={**found.meta, "makespan": simulate(self.chain, found).makespan})
+
+    def bound(self, asked: int) -> float:
+        """Seconds that no sequence within the user's limit `asked` can beat."""
+        return least_time_of(self.chain, asked + self.more, self.tail_times)
 
 
 def make_plan(profile: Profile, request: Request, group: Any = None) -> ExecutionPlan:
@@ -136,7 +151,8 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     except InfeasibleError as error:
         raise _infeasible(request, max(least, error.min_mem_limit), ways) from None
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
-    plan = compile_sequence(profile.keeping(kept, compact).chain, sequence, sequence.mem_limit, kept, compact)
+    chain = profile.keeping(kept, compact).chain
+    plan = compile_sequence(chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times)
     _report(profile, request, plan)
     return plan
 
@@ -144,7 +160,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
 def plan_everything(profile: Profile) -> ExecutionPlan:
     """The plan that keeps everything, as the plain model does, by the account that charges least for it."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
-    plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]
+    plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]  # which replay nothing
     return min(plans, key=lambda plan: own_bytes(profile, plan))
 
 
@@ -166,7 +182,7 @@ def least_time(profile: Profile, request: Request) -> float:
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
         raise _infeasible(request, min(way.least for way in ways), ways)
-    return min(lower_bound(chain, limits[chain]) for chain in fitting)
+    return min(least_time_of(chain, limits[chain], profile.tail_times) for chain in fitting)
 
 
 def _ways(profile: Profile, request: Request) -> list[Way]:
@@ -174,9 +190,11 @@ def _ways(profile: Profile, request: Request) -> list[Way]:
     are copied, which comes last, since it takes time. A policy of the papers knows carrying only.
 
     Snapshots for replays come off the limit, unless nothing is replayed: so joint is also asked for offload alone, or it
-    would be behind that mode by these bytes.
+    would be behind that mode by these bytes. Where the solver does not know what tails spare, it also gets the chain on which it
+    does; there joint must ask for remat as well, since what the machine thinks slower may be expected to be faster.
     """
     ways = []
+    unpriced = request.policy is None and request.replays and _unpriced(profile)
     choice = [(kept, compact) for compact in (False, True) for kept in choices(profile.skips)]
     for kept, compact in choice if request.policy is None else [((), False)]:
         if compact and profile.compact is None:
@@ -184,10 +202,19 @@ def _ways(profile: Profile, request: Request) -> list[Way]:
         chosen = profile.keeping(kept, compact)
         offset = chosen.resident_input_bytes - chosen.stuck_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
-        ways.append(Way(kept, compact, chosen.chain, request, more))
+        for mode in ("joint", "remat") if unpriced and request.mode == "joint" else (request.mode,):
+            ways.append(Way(kept, compact, chosen.chain, replace(request, mode=mode), more, profile.tail_times))
+            if unpriced:
+                ways.append(replace(ways[-1], shifted=True))
         if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
-            ways.append(Way(kept, compact, chosen.chain, replace(request, mode="offload"), offset))
+            ways.append(Way(kept, compact, chosen.chain, replace(request, mode="offload"), offset, profile.tail_times))
     return ways
+
+
+def _unpriced(profile: Profile) -> bool:
+    """Whether closing replays may spare much that no form tells the solver of."""
+    rows = zip(profile.chain.stages, profile.tail_times, strict=True)
+    return sum(tail for stage, tail in rows if not stage.forms) > UNPRICED * profile.chain.compute_time
 
 
 def _best(asked: int, ways: list[Way]) -> Sequence:
@@ -204,13 +231,13 @@ def _best(asked: int, ways: list[Way]) -> Sequence:
         try:
             if asked + way.more <= 0:
                 raise InfeasibleError("", min_mem_limit(way.chain, way.request.mode))
-            if best is not None and lower_bound(way.chain, asked + way.more) >= best[0]:
+            if best is not None and way.bound(asked) >= best[0]:
                 continue
-            sequence = way.request.solve(way.chain, asked + way.more)
+            sequence = way.solve(asked)
         except InfeasibleError as error:
             least.append(error.min_mem_limit - way.more)
             continue
-        time = simulate(way.chain, sequence).makespan
+        time = expected_trace(way.chain, sequence.ops, way.tail_times).makespan
         if best is None or time < best[0]:
             said = ({KEPT: list(way.kept)} if way.kept else {}) | ({COMPACT: True} if way.compact else {})
             best = time, replace(sequence, meta={**sequence.meta, **said})

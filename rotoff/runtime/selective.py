@@ -15,7 +15,7 @@ Views are run, never stored. Random numbers: no operation draws after one that w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ class Recipe:
     kept: slots (numbers of tensors that autograd saves) that ``F_sel`` stores. views: how they lie in their storages. stop:
     the redo ends when this many tensors have been saved. functions: the operations of the forward, in order. results: of the
     operations that do not run, by position; a sole result is no tuple's where it is in `single`. keeps: what is stored, for people.
+    whole: every operation runs up to the end of the redo, so that nobody has to look at them one by one.
     """
 
     kept: frozenset[int]
@@ -75,6 +76,7 @@ class Recipe:
     results: Mapping[int, tuple[Result, ...]] = field(compare=False)
     single: frozenset[int] = frozenset()
     keeps: tuple[str, ...] = ()
+    whole: bool = False
 
 
 class Redone(BaseException):
@@ -157,7 +159,7 @@ def redo(
             raise Redone
 
     try:
-        with state, uncached_autocast(), saved_tensors_hooks(counted, _never), mode:
+        with state, uncached_autocast(), saved_tensors_hooks(counted, _never), nullcontext() if recipe.whole else mode:
             run()
     except Redone:
         return
