@@ -3,8 +3,8 @@
 Each network is torchvision's or timm's own, on the meta device; `rotoff.estimate` gives its bytes as PyTorch allocates them
 (docs/profiles.md says what is left out: cuDNN's workspaces). A size is reached where parameters, buffers, gradients, one
 momentum, the batch, the loss's two copies of the logits and the smallest limit in which a joint plan exists are together
-within the K40's memory. Then a plan within what is left is made and its peak is the machine's. `binds` names the operation
-of that plan with the most bytes.
+within the K40's memory. Then a plan within what is left is made and its peak is the machine's. `binds` names the operation that
+needs most by itself, which is what the smallest limit in mode joint comes to, and of what.
 
     python benchmarks/reach.py --out benchmarks/results/reach.json          # a few minutes, no device
     python benchmarks/reach.py --run --out benchmarks/results/reach.json    # also a step of each on CUDA, held to 12 GB
@@ -31,6 +31,8 @@ from torch import nn
 sys.path.append(str(Path(__file__).parent.parent))  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
 from benchmarks.grid.run import commit, machine
+from rotoff.bounds import largest_operation
+from rotoff.chain import Form
 from rotoff.profile.devices import find
 from rotoff.profile.estimate import estimate_profile
 from rotoff.profile.measure import Profile
@@ -202,14 +204,28 @@ def _row(name: str, unit: str, paper: int, at: Callable[[int], Size], said: Call
 
 
 def _planned(size: Size, room: int) -> tuple[float, str]:
-    """(overhead, operation with the most bytes) of a plan in what `room` leaves, which the machine has accepted."""
+    """Of a plan in what `room` leaves, which the machine has accepted, the overhead; and what binds, in words."""
     plan = make_plan(size.profile, Request(room - size.resident_bytes, "joint", 50, {}))
     assert own_bytes(size.profile, plan) + size.resident_bytes <= room
-    most = max(plan.trace.events, key=lambda event: event.memory)
-    stage = size.profile.chain.stage(most.op.stage).name if most.op.stage else "input"
-    share = size.resident_bytes / room
-    text = f"`{most.op}` ({stage}): {most.memory / 1e9:.2f} GB; what is resident takes {share:.0%} of the memory"
+    text = f"{binding(size.profile.chain)}; what is resident takes {size.resident_bytes / room:.0%} of the memory"
     return plan.trace.makespan / size.profile.chain.compute_time - 1, text
+
+
+def binding(chain: rotoff.Chain) -> str:
+    """The operation that needs most by itself, and what its bytes are."""
+    phase, i, nbytes = largest_operation(chain)
+    stage = chain.stage(i)
+    said = f"the {phase} of `{stage.name}` by itself, {nbytes / 1e9:.2f} GB"
+    if phase == "forward":
+        return said
+    form = min((stage.form(k) for k in range(1 + len(stage.forms))), key=_while_backward)
+    parts = {"its input": chain.output_bytes(i - 1) if i > 1 else 0, "what it saves": form.saved_bytes}
+    parts |= {"gradients": chain.grad_bytes(i) + chain.grad_bytes(i - 1), "temporaries": form.backward_transient_bytes or 0}
+    return f"{said}: {', '.join(f'{name} {part / 1e9:.2f}' for name, part in parts.items() if part >= 5e6)}"
+
+
+def _while_backward(form: Form) -> int:
+    return form.saved_bytes + (form.backward_transient_bytes or 0)
 
 
 def rows(only: list[str]) -> list[Row]:

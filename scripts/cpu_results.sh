@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of docs/results.md, on a quiet machine with two cores or more:
 #
-#   scripts/cpu_results.sh [grid] [four_times] [reach]      # default: all of them; about 40, 6 and 5 minutes
+#   scripts/cpu_results.sh [grid] [four_times] [reach]      # default: all of them; about 37, 6 and 4 minutes
 #
 # Writes JSON to benchmarks/results/ and makes docs/results.md and its plots from whatever JSON is there. What was stopped goes
 # on where it stopped: the grid keeps cells that have run. PYTHON names another interpreter than python3; rotoff's kernels must
