@@ -28,6 +28,7 @@ from .progress_bar import Bar
 from .rotor_names import NO_LIMIT, RotorNames
 from .runtime.agreement import agree_on_limit
 from .runtime.check import Checker
+from .runtime.convolutions import read_conv_algorithms
 from .runtime.courses import Course, Courses, device_of
 from .runtime.free_memory import free_memory
 from .runtime.interpreter import Step
@@ -71,9 +72,12 @@ class Checkpointable(RotorNames, nn.Module):
             `rotoff.profile.forms.Operation`: True where what it makes is always kept, False where never, None as it pays.
         interpolate: whether a training forward at a new batch size or sequence length takes its times from two sizes measured
             before, where these are near enough; its bytes are measured all the same. `measure` always times.
+        conv_algorithms: "any": plans may have the convolutions of a stage run by other CUDA algorithms, which are slower and take
+            less workspace, than those that ``torch.backends.cudnn`` picks. Gradients are then *not bit for bit* those of the
+            plain model, as with another cuDNN. Nothing to choose, and no effect, on a CPU. "plain", the default: never.
 
     Raises:
-        MeasureError: where `model` is not such a model. OptionError: for another `offload_dtype`, or other `forms`.
+        MeasureError: where `model` is not such a model. OptionError: for another `offload_dtype`, `forms` or `conv_algorithms`.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Checkpointable(RotorNames, nn.Module):
         cache_directory: str | os.PathLike[str] | bool | None = True,
         forms: Forms = True,
         interpolate: bool = True,
+        conv_algorithms: str = "plain",
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -95,6 +100,7 @@ class Checkpointable(RotorNames, nn.Module):
         self._model = model
         self._wanted = stages
         read_forms(forms)  # so that anything else is refused here
+        read_conv_algorithms(conv_algorithms)
         strategy.named(model, stages)  # so that names that are none are refused here
         if strategy.is_sequential(model) and stages is None:
             sequential.stages(model)  # so that an empty one is refused here
@@ -103,7 +109,9 @@ class Checkpointable(RotorNames, nn.Module):
         self._group = _group(process_group)
         self._cache = _cache(cache_directory)
         self._links = LinkPool(host_directory, offload_dtype)
-        self._courses = Courses(self, model, stages, forms, self._links, self._group, self._cache, interpolate)
+        self._courses = Courses(
+            self, model, stages, forms, self._links, self._group, self._cache, interpolate, conv_algorithms
+        )
         self._recording: Recording | None = None
         self.training = model.training
         self._register_state_dict_hook(_strip_prefix)

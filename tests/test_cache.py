@@ -12,7 +12,7 @@ from models import residual, same, train
 
 import rotoff
 from rotoff.cache import KEPT, Cache, default_directory
-from rotoff.profile.known_times import StageTimes, find_times
+from rotoff.profile.known_times import KnownForm, StageTimes, find_times
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
@@ -102,15 +102,17 @@ def test_a_second_model_of_the_same_kind_is_planned_from_the_cache(
     first.close()
 
 
-def test_times_kept_without_tails_are_not_misread(tmp_path: Path) -> None:
+def test_times_kept_in_an_older_form_are_not_misread(tmp_path: Path) -> None:
     cache, key = Cache(tmp_path), {"stages": ["a"]}
     more = {"link": [1.0, 2.0, True], "copy_bandwidth": None}
     cache.keep("times", key, {"stages": [["a", 3.0, 4.0, [[[0], 5.0]]]], **more})  # as they once were
     assert find_times(cache, key) is None
-    cache.keep("times", key, {"stages": [["a", 3.0, 4.0, 0.5, [[[0], 5.0]]]], **more})
+    cache.keep("times", key, {"stages": [["a", 3.0, 4.0, 0.5, [[[0], 5.0]]]], **more})  # nor without algorithms
+    assert find_times(cache, key) is None
+    cache.keep("times", key, {"stages": [["a", 3.0, 4.0, 0.5, [[[[0], "native"], 5.0]]]], **more})
     found = find_times(cache, key)
     assert found is not None
-    assert found.stages == (StageTimes("a", 3.0, 4.0, 0.5, (((0,), 5.0),)),)
+    assert found.stages == (StageTimes("a", 3.0, 4.0, 0.5, (KnownForm(((0,), "native"), 5.0),)),)
 
 
 def test_a_cached_plan_that_the_machine_refuses_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -90,7 +90,7 @@ class FakeMeter(Meter):
         self._phase = ""
         self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}
 
-    def form_meter(self, policy: Policy | None) -> FormMeter:
+    def form_meter(self, policy: Policy | None, partial: bool) -> FormMeter:
         return FakeFormMeter(self, self._mode, self._roofline, lambda: self._spans[-1]["backward"], policy)
 
     def stage(self, stage: StageModule, value: Any, last: bool) -> tuple[Measured | None, Any]:

@@ -57,11 +57,11 @@ class FakeFormMeter(FormMeter):
 
     def _recorded(self, run: Run) -> OperationLog:
         leaves = run.leaves()
-        return record_operations(lambda: flatten(run.forward(leaves))[0], self._device, self._roofline.time)
+        return record_operations(lambda: flatten(run.forward(leaves))[0], self.device, self._roofline.time)
 
     def _proven(self, run: Run, recipe: Recipe, behaviour: Behaviour) -> bool:
         try:
-            self._backward_seconds(Trial(run, recipe, behaviour, self._device))
+            self._backward_seconds(Trial(run, recipe, behaviour, self.device))
         except Exception:  # what fake tensors cannot do, a stage without forms does not need
             return False
         return True

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..capture.operations import OperationLog, record_operations
 from ..capture.stage import Behaviour, SavedKind, flatten, pieces
 from ..chain import Chain, Form, Stage
+from ..runtime.convolutions import Algorithms
 from ..runtime.interpreter import Step
 from ..runtime.plan import ExecutionPlan, compile_sequence
 from ..runtime.replay import ReplayState, Surroundings
@@ -25,6 +26,7 @@ from ..runtime.selective import Recipe, redo
 from ..sequence import Op, OpKind
 from ..sequence import Sequence as Plan
 from .allocations import AllocationLog, mark, record
+from .conv_forms import beaten_by, convolves, find_conv_forms
 from .forms import Choice, Policy, StageGraph, structure, unfit
 from .known_times import KnownForms
 from .steady import Repeats, Series
@@ -47,16 +49,26 @@ class FormMeter:
     """Finds and measures forms on one device; stages of the same structure share the work.
 
     Args:
-        repeats: how often each is timed; the median counts. policy: the user's word on what is kept, if any.
+        repeats: how often each is timed; the median counts. policy: the user's word on what is kept, if any. partial: whether to
+            look for forms that store a part. algorithms: other ones that convolutions may run by (`conv_forms`).
     """
 
     recorded = 2  # runs under the recorder, of which each operation's faster time counts
 
-    def __init__(self, device: torch.device, repeats: Repeats, policy: Policy | None) -> None:
-        self._device = device
-        self._repeats = repeats
+    def __init__(
+        self,
+        device: torch.device,
+        repeats: Repeats,
+        policy: Policy | None,
+        partial: bool = True,
+        algorithms: Sequence[Algorithms] = (),
+    ) -> None:
+        self.device = device
+        self.repeats = repeats
         self._policy = policy
-        self._known: dict[Any, tuple[Stage, FoundForms]] = {}
+        self._partial = partial
+        self._algorithms = tuple(algorithms)
+        self._shared: dict[Any, tuple[Stage, FoundForms]] = {}
 
     def find(
         self,
@@ -72,10 +84,13 @@ class FormMeter:
         """
         if times == ():
             return FoundForms(reason="none was found when its times were measured")
-        if SavedKind.OWN not in behaviour.saved:
-            return FoundForms(reason="autograd saves nothing that the stage makes")
         if (reason := unfit(run.stage)) is not None:
             return FoundForms(reason=reason)
+        no_parts = "" if self._partial else "switched off"
+        if SavedKind.OWN not in behaviour.saved:
+            no_parts = "autograd saves nothing that the stage makes"
+        if no_parts and not self._algorithms:
+            return FoundForms(reason=no_parts)
         try:
             logs = [self._recorded(run) for _ in range(self.recorded)]
         except Exception as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
@@ -84,24 +99,37 @@ class FormMeter:
         if log is None or len(log.packs) != len(behaviour.saved):
             return FoundForms(reason="it does other operations when they are recorded")
         key = structure(log, behaviour.saved)
-        known = self._known.get(key)
-        if known is not None and _alike(known[0], costs):
-            return _moved(known[1], costs.backward_time - known[0].backward_time)
+        shared = self._shared.get(key)
+        if shared is not None and _alike(shared[0], costs):
+            return _moved(shared[1], costs.backward_time - shared[0].backward_time)
         graph = StageGraph(log, behaviour.saved)
         if (reason := graph.refusal()) is not None:
             return FoundForms(reason=reason)
         saved = graph.nbytes(graph.saved - graph.given)
-        if times is not None:
-            choices = [graph.choice(kept) for kept, _ in times]
+        known = {one.identity: one.seconds for one in times or ()}
+        if no_parts:
+            choices = []
+        elif times is not None:
+            choices = [graph.choice(kept) for kept, algorithms in known if not algorithms]
         else:
             choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= WORTH * costs.saved_bytes]
-        found = self._measured(run, costs, behaviour, choices, carried, dict(times or ()))
-        self._known[key] = costs, found
+        pairs, reason = self._measured(run, costs, behaviour, choices, carried, known)
+        if self._algorithms and convolves(log):
+            smallest = min(pairs, key=lambda pair: pair[0].saved_bytes, default=None)
+            worth = WORTH * costs.saved_bytes
+            pairs += find_conv_forms(self, run, costs, behaviour, self._algorithms, smallest, carried, known, worth)
+        whole = costs.form(0)
+        kept = [p for p in pairs if not beaten_by(p[0], [whole, *(f for f, _ in pairs if f is not p[0])])]
+        kept.sort(key=lambda pair: -pair[0].saved_bytes)
+        if not kept:
+            reason = no_parts or reason or "no form is better than keeping everything"
+        found = FoundForms(tuple(f for f, _ in kept), tuple(r for _, r in kept), "" if kept else reason)
+        self._shared[key] = costs, found
         return found
 
     def _recorded(self, run: Run) -> OperationLog:
         leaves = run.leaves()
-        return record_operations(lambda: flatten(run.forward(leaves))[0], self._device)
+        return record_operations(lambda: flatten(run.forward(leaves))[0], self.device)
 
     def _measured(
         self,
@@ -110,34 +138,31 @@ class FormMeter:
         behaviour: Behaviour,
         choices: Sequence[Choice],
         carried: int,
-        times: dict[tuple[int, ...], float],
-    ) -> FoundForms:
+        times: dict[Any, float],
+    ) -> tuple[list[tuple[Form, Recipe]], str]:
+        """The forms that `choices` make, measured, and why some of them are none."""
         reason = "" if choices else "nothing that could be redone takes enough bytes"
         trials: list[Trial] = []
         for choice in choices:
             if self._proven(run, choice.recipe, behaviour):
-                trials.append(Trial(run, choice.recipe, behaviour, self._device))
+                trials.append(self.trial(run, choice.recipe, behaviour))
             else:
                 reason = "a redo does not give what the first run gave"
-        known = [times.get(tuple(sorted(trial.recipe.kept))) for trial in trials]
+        known = [times.get(trial.recipe.identity) for trial in trials]
         redos = iter(self._redo_seconds(run, [trial for trial, at in zip(trials, known, strict=True) if at is None]))
         pairs: list[tuple[Form, Recipe]] = []
         for trial, seconds in zip(trials, known, strict=True):
-            saved_bytes, forward_transient = self._forward_bytes(trial, carried)
+            saved_bytes, forward_transient = self.forward_bytes(trial, carried)
             seconds = costs.backward_time + next(redos) if seconds is None else seconds
-            form = Form(saved_bytes, seconds, forward_transient, self._backward_peak(trial))
+            form = Form(saved_bytes, seconds, forward_transient, self.backward_peak(trial))
             pairs.append((form, trial.recipe))
-        whole = Form(costs.saved_bytes, costs.backward_time, costs.forward_transient_bytes, costs.backward_transient_bytes)
-        pairs = [pair for pair in pairs if not _beaten(pair[0], [whole, *(f for f, _ in pairs if f is not pair[0])])]
-        if not pairs and not reason:
-            reason = "no form is better than keeping everything"
-        return FoundForms(tuple(f for f, _ in pairs), tuple(r for _, r in pairs), "" if pairs else reason)
+        return pairs, reason
 
     # -- where bytes and contents are seen: here on the device; an estimate has another way
 
     def record(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
         """Call `run` and log what is allocated meanwhile."""
-        return record(run, self._device)
+        return record(run, self.device)
 
     def mark(self, name: str) -> None:
         """Leave a mark in the log being recorded."""
@@ -148,11 +173,15 @@ class FormMeter:
 
     def _proven(self, run: Run, recipe: Recipe, behaviour: Behaviour) -> bool:
         """Whether a redo makes, bit for bit, what autograd saved in the first run."""
-        return _faithful(run, recipe, behaviour, self._device)
+        return _faithful(run, recipe, behaviour, self.device)
 
     # -- costs
 
-    def _forward_bytes(self, trial: Trial, carried: int) -> tuple[int, int]:
+    def trial(self, run: Run, recipe: Recipe, behaviour: Behaviour) -> Trial:
+        """A form of a stage, to be run."""
+        return Trial(run, recipe, behaviour, self.device)
+
+    def forward_bytes(self, trial: Trial, carried: int) -> tuple[int, int]:
         """(saved bytes, forward transient bytes)."""
         (outputs, step), log = self.record(trial.forward)
         live = log.live()
@@ -160,7 +189,7 @@ class FormMeter:
         saved = sum(size for ptr, size in live.items() if ptr in kept)
         return saved + carried, max(0, log.peak() - sum(live.values()) - carried)
 
-    def _backward_peak(self, trial: Trial) -> int:
+    def backward_peak(self, trial: Trial) -> int:
         """Bytes above what ā and δ_i hold while ``B`` runs, its redo included; as `Meter` counts them."""
 
         def step() -> tuple[torch.Tensor | None, ...]:
@@ -189,7 +218,7 @@ class FormMeter:
         """
         if not trials:
             return []
-        ticks = clock(self._device)
+        ticks = clock(self.device)
         width = 1 + len(trials)
 
         def more_than_whole() -> list[Series]:
@@ -198,7 +227,7 @@ class FormMeter:
             whole = statistics.median(one[0] for one in rounds)
             return [Series([one[n] - one[0] for one in rounds], whole) for n in range(1, width)]
 
-        for _ in self._repeats.rounds(more_than_whole):
+        for _ in self.repeats.rounds(more_than_whole):
             leaves = run.leaves()
             outputs = flatten(run.forward(leaves))[0]
             self._timed_backward(ticks, outputs, run.targets(leaves))
@@ -223,15 +252,17 @@ class Trial:
         self._run = run
         self.recipe = recipe
         self._behaviour = replace(behaviour, forms=(recipe,))
-        self._device = device
-        self._plan = _plan_of_one()
+        self.device = device
+        self._plan, self._again = _plan_of_one(), _plan_of_one(Op(OpKind.F_CK, 1))
         self._leaves: list[torch.Tensor] = []
         self.parameters = run.parameters
 
-    def forward(self) -> tuple[list[torch.Tensor], Step]:
-        """``F_sel``: the outputs, and the step that waits for their gradients."""
+    def forward(self, again: bool = False) -> tuple[list[torch.Tensor], Step]:
+        """``F_sel``: the outputs, and the step that waits for their gradients. again: ``F_ck``; the step will do ``F_sel``."""
         self._leaves = self._run.leaves()
-        step = Step(self._plan, [self._run.stage], [self._behaviour], self._device, None, lambda _: None)
+        step = Step(
+            self._again if again else self._plan, [self._run.stage], [self._behaviour], self.device, None, lambda _: None
+        )
         return flatten(step.forward(self._run.rebuild(self._leaves)))[0], step
 
     def targets(self) -> list[torch.Tensor]:
@@ -239,9 +270,9 @@ class Trial:
         return self._run.targets(self._leaves)
 
 
-def _plan_of_one() -> ExecutionPlan:
+def _plan_of_one(*before: Op) -> ExecutionPlan:
     chain = Chain((Stage(forms=(Form(0, 0.0),)),), 1.0, 1.0)
-    return compile_sequence(chain, Plan((Op(OpKind.F_SEL, 1, 1), Op(OpKind.B, 1))))
+    return compile_sequence(chain, Plan((*before, Op(OpKind.F_SEL, 1, 1), Op(OpKind.B, 1))))
 
 
 def _faithful(run: Run, recipe: Recipe, behaviour: Behaviour, device: torch.device) -> bool:
@@ -296,17 +327,6 @@ def _moved(found: FoundForms, seconds: float) -> FoundForms:
     """The same forms on a stage whose backward takes `seconds` more."""
     forms = tuple(replace(f, backward_time=max(0.0, f.backward_time + seconds)) for f in found.forms)
     return replace(found, forms=forms)
-
-
-def _beaten(form: Form, others: Sequence[Form]) -> bool:
-    """Whether one of `others` takes no more bytes and no more time."""
-    return any(
-        o.saved_bytes <= form.saved_bytes
-        and o.backward_time <= form.backward_time
-        and o.forward_transient_bytes + o.saved_bytes <= form.forward_transient_bytes + form.saved_bytes
-        and o.backward_transient_bytes + o.saved_bytes <= form.backward_transient_bytes + form.saved_bytes
-        for o in others
-    )
 
 
 def _never(_: Any) -> torch.Tensor:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .known_times import KnownForms, KnownTimes, StageTimes
+from ..runtime.convolutions import flags
+from .known_times import KnownForm, KnownTimes, StageTimes
 from .measure import Profile
 
 APART = 4.0  # times the smaller size, at most, is the larger: further apart, attention's square is no line
@@ -46,8 +47,8 @@ class MeasuredTimes:
         """
         rows = []
         for stage, tail, behaviour in zip(profile.chain.stages, profile.tail_times, profile.behaviours, strict=True):
-            kept = (tuple(sorted(recipe.kept)) for recipe in behaviour.forms)
-            forms = tuple(zip(kept, (form.backward_time for form in stage.forms), strict=True))
+            pairs = zip(behaviour.forms, stage.forms, strict=True)
+            forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
             rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms))
         key = surroundings, stages, shapes
         self._rows[key] = tuple(rows)
@@ -81,7 +82,7 @@ class MeasuredTimes:
 def surroundings(model: nn.Module, autocast: Hashable) -> Hashable:
     """What the times of `model` depend on beside its stages and shapes, and may change within a process."""
     trained = tuple(p.requires_grad for p in model.parameters())
-    return trained, autocast, torch.get_num_threads(), torch.get_float32_matmul_precision()
+    return trained, autocast, torch.get_num_threads(), torch.get_float32_matmul_precision(), flags()
 
 
 def _one_size(new: Shapes, old: Shapes) -> tuple[Places, int] | None:
@@ -125,6 +126,6 @@ def _between(a: StageTimes, b: StageTimes, share: float) -> StageTimes:
         return max(0.0, low + share * (high - low))
 
     others = dict(b.forms)
-    forms: KnownForms = tuple((kept, at(seconds, others[kept])) for kept, seconds in a.forms if kept in others)
+    forms = tuple(KnownForm(form, at(seconds, others[form])) for form, seconds in a.forms if form in others)
     times = (at(a.forward_time, b.forward_time), at(a.backward_time, b.backward_time), at(a.tail_time, b.tail_time))
     return StageTimes(a.name, *times, forms)

@@ -14,6 +14,7 @@ import torch
 
 from ..cache import Cache
 from ..capture.stage import StageModule
+from ..runtime.convolutions import flags
 from .provenance import device_name
 from .structure import describe, structure
 
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
 KIND = "times"
 
 
-KnownForms = tuple[tuple[tuple[int, ...], float], ...]  # (what is kept, seconds of backward) of each smaller form
+class KnownForm(NamedTuple):
+    """A smaller form. identity: `Recipe.identity`, what is kept and by which algorithms. seconds: of its backward."""
+
+    identity: tuple[tuple[int, ...], str]
+    seconds: float
+
+
+KnownForms = tuple[KnownForm, ...]
 
 
 class StageTimes(NamedTuple):
@@ -62,6 +70,7 @@ def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *
         "versions": [__version__, torch.__version__],
         "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
         "precision": torch.get_float32_matmul_precision(),
+        "cudnn": list(flags()) if device.type == "cuda" else [],
         "more": [str(one) for one in more],
     }
 
@@ -78,7 +87,7 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
                 float(forward),
                 float(backward),
                 float(tail),
-                tuple((tuple(map(int, kept)), float(t)) for kept, t in forms),
+                tuple(KnownForm((tuple(map(int, kept)), str(by)), float(t)) for (kept, by), t in forms),
             )
             for name, forward, backward, tail, forms in found["stages"]
         )
@@ -95,7 +104,7 @@ def keep_times(cache: Cache, key: dict[str, Any] | None, profile: Profile) -> No
         stages: list[Any] = []
         chain = profile.chain
         for s, tail, behaviour in zip(chain.stages, profile.tail_times, profile.behaviours, strict=True):
-            forms = [[sorted(r.kept), f.backward_time] for f, r in zip(s.forms, behaviour.forms, strict=True)]
+            forms = [[r.identity, f.backward_time] for f, r in zip(s.forms, behaviour.forms, strict=True)]
             stages.append([s.name, s.forward_time, s.backward_time, tail, forms])
         link = [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]
         cache.keep(KIND, key, {"stages": stages, "link": link, "copy_bandwidth": profile.copy_bandwidth})

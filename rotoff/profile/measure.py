@@ -20,6 +20,7 @@ from ..capture.stage import Behaviour, StageModule, flatten, storage_key
 from ..capture.unsaved import merge_unsaved
 from ..chain import Chain, Form, Stage
 from ..errors import MeasureError
+from ..runtime.convolutions import Algorithms
 from ..runtime.replay import preserved
 from .forms import Policy
 from .gradients import Charge, charge
@@ -34,13 +35,14 @@ class StageForms(NamedTuple):
     """Smaller forms of the stage `name`, as ``F_sel i 1``, ``F_sel i 2``, ... make them.
 
     forms: their costs. keeps: of each, the tensors that it keeps, as the operations that made them and shapes. reason: why
-    there are none.
+    there are none. algorithms: of each, by which its convolutions run, where that is not the flags' choice.
     """
 
     name: str
     forms: tuple[Form, ...]
     keeps: tuple[tuple[str, ...], ...]
     reason: str
+    algorithms: tuple[Algorithms | None, ...] = ()
 
 
 class Compact(NamedTuple):
@@ -129,7 +131,10 @@ class Profile:
         """Of each stage its smaller forms and what they keep, or why it has none."""
         reasons = self.no_forms or ("",) * len(self.stages)
         rows = zip(self.chain.stages, self.behaviours, reasons, strict=True)
-        return tuple(StageForms(s.name, s.forms, tuple(r.keeps for r in b.forms), why) for s, b, why in rows)
+        return tuple(
+            StageForms(s.name, s.forms, tuple(r.keeps for r in b.forms), why, tuple(r.algorithms for r in b.forms))
+            for s, b, why in rows
+        )
 
     def replay_extra(self, replayed: Collection[int]) -> tuple[int, dict[int, int]]:
         """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held throughout, and while each does."""
@@ -151,6 +156,7 @@ def measure(
     known: KnownTimes | None = None,
     forms: bool | Policy = True,
     named: bool = False,
+    algorithms: Sequence[Algorithms] = (),
 ) -> Profile:
     """Measure `stages` on the sample input `value`.
 
@@ -163,13 +169,14 @@ def measure(
         known: times that need not be measured, where they are of the same stages.
         forms: whether to find and measure smaller forms (`profile.forms`); a policy says what they keep.
         named: whether the user named the stages, so that they stay apart unless they alias.
+        algorithms: other ones that convolutions may run by (`profile.conv_forms`).
 
     Raises:
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
     """
     if not flatten(value)[0]:
         raise MeasureError("the model's input holds no tensor")
-    meter = meter or Meter(device, repeats, forms)
+    meter = meter or Meter(device, repeats, forms, algorithms)
     for tensor in flatten(value)[0]:
         if not meter.plain(tensor):
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
@@ -310,8 +317,13 @@ def _replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
 
 
 def _buffer_bytes(behaviour: Behaviour) -> list[int]:
+    """Of each buffer that the forward changes, what a copy of it takes."""
     found = (module._buffers[name] for module, name in behaviour.changed_buffers)
-    return [buffer.nbytes for buffer in found if buffer is not None]
+    return [
+        -(-buffer.nbytes // CUDA_BLOCK) * CUDA_BLOCK if buffer.is_cuda else buffer.nbytes
+        for buffer in found
+        if buffer is not None
+    ]
 
 
 def _prefix_peak(prefix: Sequence[StageModule], value: Any, meter: Meter) -> int:

@@ -17,6 +17,7 @@ from ..capture.sharding import gathers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, pieces, storage_key
 from ..chain import Stage
 from ..errors import MeasureError
+from ..runtime.convolutions import Algorithms
 from ..runtime.replay import RNG_BYTES, Generators
 from .allocations import AllocationLog, mark, record
 from .form_meter import FormMeter
@@ -73,21 +74,28 @@ class Meter:
 
     Args:
         device: where parameters and inputs are. repeats: timed runs, of which the median counts; None: until it is steady. forms: whether to look for
-        smaller forms too; a policy says what they keep.
+        smaller forms too; a policy says what they keep. algorithms: other ones that convolutions may run by.
     """
 
-    def __init__(self, device: torch.device, repeats: int | None, forms: bool | Policy = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        repeats: int | None,
+        forms: bool | Policy = False,
+        algorithms: Sequence[Algorithms] = (),
+    ) -> None:
         self.device = device
         self.repeats = Repeats.read(repeats)
         self.rng_bytes = RNG_BYTES if device.type == "cpu" else 0  # on the device, of a generator's state
         self.known_time: StageTimes | None = None  # of the stage that comes next, where it need not be measured
         policy = None if isinstance(forms, bool) else forms
-        self._forms = self.form_meter(policy) if forms else None
+        self._algorithms = algorithms
+        self._forms = self.form_meter(policy, bool(forms)) if forms or algorithms else None
         self._lasting: set[int] = set()  # storages that are there throughout the step
 
-    def form_meter(self, policy: Policy | None) -> FormMeter:
+    def form_meter(self, policy: Policy | None, partial: bool) -> FormMeter:
         """What finds and measures smaller forms."""
-        return FormMeter(self.device, self.repeats, policy)
+        return FormMeter(self.device, self.repeats, policy, partial, self._algorithms)
 
     def begin(self, value: Any) -> None:
         """What is measured next starts the chain: its input `value` is there throughout."""

@@ -23,6 +23,7 @@ from ..profile.skips import Skip
 from ..sequence import Sequence as Plan
 
 T = TypeVar("T")
+Identity = tuple[tuple[int, ...], str]  # of a form: `Recipe.identity`
 _BYTES = (
     "output_bytes",
     "saved_bytes",
@@ -43,11 +44,11 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     """
     found: list[Profile] = []
 
-    def costs() -> tuple[Chain, dict[str, int], tuple[float, ...], list[list[frozenset[int]]], tuple[Skip, ...]]:
+    def costs() -> tuple[Chain, dict[str, int], tuple[float, ...], list[list[Identity]], tuple[Skip, ...]]:
         found.append(measure())
-        kept = [[recipe.kept for recipe in behaviour.forms] for behaviour in found[0].behaviours]
+        forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in found[0].behaviours]
         constants = {name: getattr(found[0], name) for name in _CONSTANTS}
-        return found[0].chain, constants, found[0].tail_times, kept, found[0].skips
+        return found[0].chain, constants, found[0].tail_times, forms, found[0].skips
 
     everyone = _from_everyone(costs, "measure the model", group)
     profile = found[0]
@@ -72,17 +73,17 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     chain = replace(chain, meta={**chain.meta, TAIL_TIMES: list(tails)})
     # gradients lie where they were made
     agreed = replace(profile, chain=chain, skips=skips, tail_times=tails, compact=None, **constants)
-    return _with_common_forms(agreed, chains, [kept for *_, kept, _ in everyone])
+    return _with_common_forms(agreed, chains, [forms for *_, forms, _ in everyone])
 
 
-def _with_common_forms(profile: Profile, chains: list[Chain], kept: list[list[list[frozenset[int]]]]) -> Profile:
-    """`profile` with the forms that all processes found, at the largest costs of any; `kept`: what each one's forms store."""
+def _with_common_forms(profile: Profile, chains: list[Chain], found: list[list[list[Identity]]]) -> Profile:
+    """`profile` with the forms that all processes found, at the largest costs of any; `found`: which ones each did."""
     stages, behaviours = list(profile.chain.stages), list(profile.behaviours)
     for n, behaviour in enumerate(behaviours):
-        common = [recipe for recipe in behaviour.forms if all(recipe.kept in theirs[n] for theirs in kept)]
+        common = [recipe for recipe in behaviour.forms if all(recipe.identity in theirs[n] for theirs in found)]
         forms = []
         for recipe in common:
-            same = [c.stages[n].forms[theirs[n].index(recipe.kept)] for c, theirs in zip(chains, kept, strict=True)]
+            same = [c.stages[n].forms[theirs[n].index(recipe.identity)] for c, theirs in zip(chains, found, strict=True)]
             forms.append(Form(**{f.name: max(getattr(form, f.name) for form in same) for f in fields(Form)}))
         stages[n] = replace(stages[n], forms=tuple(forms))
         behaviours[n] = replace(behaviour, forms=tuple(common))

@@ -27,6 +27,7 @@ from ..profile.known_times import find_times, keep_times, times_key
 from ..profile.measure import Profile, Progress, measure
 from ..profile.provenance import TAIL_TIMES, provenance
 from .agreement import agree_on_profile, refuse_root_shards
+from .convolutions import other_algorithms, read_conv_algorithms
 from .link_pool import LinkPool
 from .plan import ExecutionPlan
 from .planning import Request, make_plan
@@ -77,7 +78,7 @@ class Courses:
 
     Args:
         root: the module that is called; `model` where nothing is around it. wanted, forms: as `stages` and `forms` of `Checkpointable`. links: to the host, of which the bandwidth is measured.
-        interpolate: whether times of unseen sizes may come from two measured ones.
+        interpolate: whether times of unseen sizes may come from two measured ones. conv_algorithms: as of `Checkpointable`.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Courses:
         group: Any,
         cache: Cache,
         interpolate: bool,
+        conv_algorithms: str,
     ) -> None:
         self.request: Request | None = None
         self.latest: Course | None = None
@@ -98,6 +100,7 @@ class Courses:
         self._model = model
         self._wanted = wanted
         self._forms = forms
+        self._conv_algorithms = conv_algorithms
         self._links = links
         self._group = group
         self._cache = cache
@@ -141,7 +144,9 @@ class Courses:
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same
             key = (
-                times_key(captured.stages, value, device, repeats, self._links.staging_bytes, self._forms)
+                times_key(
+                    captured.stages, value, device, repeats, self._links.staging_bytes, self._forms, self._conv_algorithms
+                )
                 if self._group is None
                 else None
             )
@@ -164,6 +169,7 @@ class Courses:
                 known=near.times if near else known,
                 forms=read_forms(self._forms),
                 named=bool(strategy.named(self._model, self._wanted)),
+                algorithms=other_algorithms(device) if read_conv_algorithms(self._conv_algorithms) else (),
             )
             if known is None and near is None:
                 keep_times(self._cache, key, profile)

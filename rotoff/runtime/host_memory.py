@@ -62,6 +62,10 @@ class Slab:
             segment.close()
 
 
+# No operation may run when memory is let go: a garbage collection may do it amid a redo, which would take it for one of its own.
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
 class PinnedSegment:
     """`nbytes` bytes of page-locked memory that `device` copies from and to at full speed and without the host's help.
 
@@ -99,7 +103,7 @@ class PinnedSegment:
             with torch.cuda.device(self._device):
                 if int(_cuda.cudart().cudaHostUnregister(address)) != 0:
                     _clear_last_error(self._device)
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = _NOTHING
 
 
 def available_bytes() -> int | None:

@@ -21,6 +21,7 @@ from ..capture.stage import Behaviour, StageModule, flatten, storage_key
 from ..errors import ExecutionError
 from ..sequence import Op, OpKind, a, abar
 from .check import Checker
+from .convolutions import StageAlgorithms
 from .link import Link
 from .plan import ExecutionPlan, describe
 from .replay import ReplayState, Surroundings
@@ -64,6 +65,7 @@ class Step:
         self._checker = checker
         self._times = times
         self._surroundings = Surroundings(device)
+        self._algorithms = StageAlgorithms()
         self._held = HeldValues(link)
         self._runs: dict[int, StageRun] = {}
         self._edges: dict[int, list[torch.Tensor]] = {}  # outputs in the user's graph that the next stage has yet to take
@@ -120,6 +122,7 @@ class Step:
             if self._runs[i].recipe is not None:
                 self._held[abar(i)].check_unmodified()
                 self._runs[i].redo(self._held[self._held.input_of(i)].tensors())
+            self._algorithms.begin_backward(i)
         except BaseException:
             self._give_up()
             raise
@@ -147,6 +150,7 @@ class Step:
         i = self._backward
         if not i:
             return
+        self._algorithms.end_backward()
         if self._times is not None:
             self._times.end()
         for v in (abar(i), a(i - 1)):
@@ -167,6 +171,7 @@ class Step:
         if self._closed:
             return
         self._closed = True
+        self._algorithms.end_backward()
         if self._times is not None:
             self._times.close(complete=self._backward == 1 and not self._failed)
         self._edges.clear()
@@ -203,6 +208,7 @@ class Step:
             self._checker.after(op, self._held, [t for run in self._runs.values() for t in run.kept.values()])
 
     def _f_all(self, op: Op) -> None:
+        self._algorithms.plain(op.stage)
         self._forward(op, True, None)
 
     def _f_ck(self, op: Op) -> None:
@@ -221,7 +227,9 @@ class Step:
                 f"stage {self._stage_name(op.stage)!r} has {len(recipes)} smaller forms on this machine, no form {op.form};"
                 " call measure() again"
             )
-        self._forward(op, True, recipes[op.form - 1])
+        form = recipes[op.form - 1]
+        with self._algorithms.forward(op.stage, form.algorithms):
+            self._forward(op, True, None if form.complete else form)
 
     def _offload(self, op: Op) -> None:
         place = self._plan.host[self._next]

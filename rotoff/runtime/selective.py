@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .convolutions import Algorithms, forward_by
 from .replay import uncached_autocast
 from .values import View, bytes_of
 
@@ -67,6 +68,7 @@ class Recipe:
     the redo ends when this many tensors have been saved. functions: the operations of the forward, in order. results: of the
     operations that do not run, by position; a sole result is no tuple's where it is in `single`. keeps: what is stored, for people.
     whole: every operation runs up to the end of the redo, so that nobody has to look at them one by one.
+    algorithms: by which convolutions run in this form, where not by those that the flags pick.
     """
 
     kept: frozenset[int]
@@ -77,6 +79,17 @@ class Recipe:
     single: frozenset[int] = frozenset()
     keeps: tuple[str, ...] = ()
     whole: bool = False
+    algorithms: Algorithms | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is stored, as ``F_all`` does, and nothing redone."""
+        return self.stop == 0
+
+    @property
+    def identity(self) -> tuple[tuple[int, ...], str]:
+        """What tells this form of a stage from its others."""
+        return tuple(sorted(self.kept)), "" if self.algorithms is None else self.algorithms.value
 
 
 class Redone(BaseException):
@@ -159,7 +172,13 @@ def redo(
             raise Redone
 
     try:
-        with state, uncached_autocast(), saved_tensors_hooks(counted, _never), nullcontext() if recipe.whole else mode:
+        with (
+            state,
+            uncached_autocast(),
+            forward_by(recipe.algorithms),
+            saved_tensors_hooks(counted, _never),
+            nullcontext() if recipe.whole else mode,
+        ):
             run()
     except Redone:
         return

@@ -24,9 +24,11 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -204,6 +206,59 @@ Tensor view_(const Tensor& self, SymIntArrayRef size) { return at::native::view(
 Tensor reshape_alias(const Tensor& self, SymIntArrayRef size, SymIntArrayRef stride) {
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
+Tensor to_device(const Tensor& t) {
+  if (!t.defined()) return t;
+  Tensor made = at::empty_strided(t.sizes(), t.strides(), t.options().device(kDevice));
+  if (t.numel()) as_cpu(made).copy_(t);
+  return made;
+}
+
+// Convolutions as cuDNN has them: which algorithm runs depends on the flags in force in that moment, and the fastest takes a
+// workspace of twice the bytes of the tensor named, deterministic ones of half of them, and what needs no cuDNN unfolds one
+// sample. The two slower ones compute in double precision, so that their bits are others.
+struct Convolution {
+  bool fastest;
+  DataPtr workspace;
+  explicit Convolution(const Tensor& t) {
+    const auto& flags = at::globalContext();
+    const bool native = !flags.userEnabledCuDNN(), deterministic = flags.deterministicCuDNN() || flags.deterministicAlgorithms();
+    fastest = !native && !deterministic;
+    const int64_t nbytes = t.numel() * t.element_size();
+    workspace = allocator.allocate(fastest ? 2 * nbytes : native ? nbytes / std::max<int64_t>(1, t.size(0)) : nbytes / 2);
+    if (!fastest) std::this_thread::sleep_for(std::chrono::milliseconds(native ? 4 : 2));
+  }
+  Tensor in(const Tensor& t) const { return !t.defined() || fastest ? as_cpu(t) : as_cpu(t).to(kDouble); }
+  Tensor out(const Tensor& t, const Tensor& like) const { return t.defined() ? to_device(t.to(like.scalar_type())) : t; }
+};
+Tensor convolve(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, IntArrayRef stride, IntArrayRef padding,
+                   IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+  const Convolution by(input);
+  std::optional<Tensor> b;
+  if (bias && bias->defined()) b = by.in(*bias);
+  return by.out(at::convolution(by.in(input), by.in(weight), b, stride, padding, dilation, transposed, output_padding, groups), input);
+}
+std::tuple<Tensor, Tensor, Tensor> convolve_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, OptionalIntArrayRef bias,
+                                                        IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed,
+                                                        IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  const Convolution by(input);
+  auto [x, w, b] = at::convolution_backward(by.in(grad), by.in(input), by.in(weight), bias, stride, padding, dilation, transposed, output_padding, groups, mask);
+  return {by.out(x, input), by.out(w, weight), by.out(b, weight)};
+}
+// Batch norm is cuDNN's too where that is enabled, and then saves a tensor more.
+std::tuple<Tensor, Tensor, Tensor, Tensor> normalized(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                                            const std::optional<Tensor>& mean, const std::optional<Tensor>& variance,
+                                                            bool training, double factor, double epsilon) {
+  const auto cpu = [](const std::optional<Tensor>& t) { return t ? std::optional<Tensor>(as_cpu(*t)) : t; };
+  auto [y, m, s] = at::native_batch_norm(as_cpu(input), as_cpu(weight), cpu(bias), cpu(mean), cpu(variance), training, factor, epsilon);
+  return {to_device(y), to_device(m), to_device(s), at::zeros({64}, input.options().dtype(kByte))};
+}
+std::tuple<Tensor, Tensor, Tensor> normalized_backward(const Tensor& input, const Tensor& grad, const Tensor& weight,
+                                                             const std::optional<Tensor>&, const std::optional<Tensor>&,
+                                                             const std::optional<Tensor>& mean, const std::optional<Tensor>& scale,
+                                                             double epsilon, const Tensor&) {
+  auto [x, w, b] = at::native_batch_norm_backward(as_cpu(grad), as_cpu(input), as_cpu(weight), {}, {}, as_cpu(*mean), as_cpu(*scale), true, epsilon, {true, true, true});
+  return {to_device(x), to_device(w), to_device(b)};
+}
 // Every other operation: arguments to the CPU, the CPU's kernel, results back.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string& name = op.schema().name();
@@ -232,6 +287,10 @@ struct CUDAHooks final : public at::CUDAHooksInterface {
   const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void deviceSynchronize(DeviceIndex) const override {}
+  bool compiledWithCuDNN() const override { return true; }
+  long versionCuDNN() const override { return 91000; }
+  long versionRuntimeCuDNN() const override { return 91000; }
+  double batchnormMinEpsilonCuDNN() const override { return 0; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }
@@ -256,6 +315,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view", view_);
   m.impl("_reshape_alias", reshape_alias);
   m.impl("unfold", at::native::unfold);
+  m.impl("convolution", convolve);
+  m.impl("convolution_backward", convolve_backward);
+  m.impl("cudnn_batch_norm", normalized);
+  m.impl("cudnn_batch_norm_backward", normalized_backward);
 }
 
 // -- for standin.py
