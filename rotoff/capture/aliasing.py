@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import MeasureError
 from ..runtime.replay import preserved
@@ -33,7 +34,9 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
     given, rebuild = flatten(value)
     with torch.no_grad():
         value = rebuild([t.clone() for t in given])  # a stage may change it
-        lasting = {storage_key(t) for t in flatten(value)[0]}
+        # while one is watched, no other storage gets its key
+        watches = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in flatten(value)[0]}
+        lasting = set(watches)
         for stage in stages:
             source, value = value, None
             inputs = [(t, t._version) for t in flatten(source)[0]]
