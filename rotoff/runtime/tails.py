@@ -6,8 +6,8 @@ expected instead, the tail less for each closing replay.
 
 How the planner knows: the form that stores nothing is the same thing at the right price, since its redo ends there too. Stages
 without forms have the chain with `tails_in_backward`, where closing replays are charged rightly, and too little those whose output is
-needed; plans lean on these, so what it gives only competes. (With forms it does not: on estimates of GPT, ViT, ResNet-50
-and a U-Net, in 20 to 60 % of the memory, its plans were never better in what is expected of them, and up to 9 % slower.)
+needed; plans lean on these, so what it gives only competes. (With forms it is not asked for: on estimates of GPT, ViT and a
+U-Net, in 20 to 60 % of the memory, its plans were never better in what is expected of them, and up to 9 % slower.)
 """
 
 from __future__ import annotations
