@@ -95,14 +95,14 @@ def apart(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def step_peak(model: nn.Module, x: torch.Tensor) -> int:
-    peak = 0
+    peak, ones = 0, torch.ones(BATCH, 10, device="cuda")  # the caller's
     for _ in range(2):  # the first step makes the gradients and the caches
         torch.cuda.synchronize()
         gc.collect()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         output = model(x)
-        output.backward(torch.ones_like(output))
+        output.backward(ones)
         peak = torch.cuda.max_memory_allocated() - before
         del output
     return peak
@@ -154,7 +154,7 @@ def test_every_form_keeps_to_its_bytes_and_nearly_to_the_gradients(record_proper
                 assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) == (by is None)
             assert flags() == (True, False, False)
             peak = step_peak(wrapped, x)
-            assert peak <= wrapped.get_expected_memory() + 512, (by, whole)
+            assert peak <= wrapped.get_expected_memory(), (by, whole)
             name = f"{'flags' if by is None else by.value}, {'whole' if whole else 'smallest'}"
             record_property(f"{name}: peak bytes, predicted", f"{peak}, {wrapped.get_expected_memory()}")
             record_property(
