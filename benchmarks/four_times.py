@@ -38,6 +38,7 @@ from benchmarks.grid.cell import Runner
 from benchmarks.grid.moved import moved
 from benchmarks.grid.run import commit, machine
 from benchmarks.prediction import keep_freed_memory
+from rotoff.runtime.planning import Request, least_time
 
 TIMES = 4
 
@@ -142,7 +143,6 @@ def paired(options: argparse.Namespace) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(*times, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     kept = wrapped.profile.chain.compute_time  # without the copies of gradients that a plan may add
-    limit = wrapped.sequence.mem_limit or options.limit
     found = {
         "ratio": middle,
         "low": low,
@@ -151,7 +151,7 @@ def paired(options: argparse.Namespace) -> dict[str, Any]:
         "step_time": statistics.median(times[0]),
         "plain_time": statistics.median(times[1]),
         "predicted_ratio": wrapped.get_expected_makespan() / kept,
-        "bound_ratio": rotoff.lower_bound(wrapped.chain, limit) / kept,
+        "bound_ratio": least_time(wrapped.profile, Request(options.limit, "joint", 50, {})) / kept,
         "predicted_peak": wrapped.get_expected_memory(),
         "peak_allocated": peak,
         "host_bytes": wrapped.get_expected_host_memory(),

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import rotoff
+from rotoff.runtime.planning import Request, least_time
 
 from ..prediction import keep_freed_memory
 from . import memory, methods, workloads
@@ -184,9 +185,8 @@ def _predictions(run: rotoff.Checkpointable, cell: Cell, result: Result) -> None
     result.predicted_ratio = result.predicted_time / kept
     result.predicted_peak = run.get_expected_memory()
     result.host_bytes = run.get_expected_host_memory()
-    # At the machine's own limit for this plan, so that constants which no plan can avoid are not held against it.
-    limit = run.sequence.mem_limit
-    result.bound_ratio = rotoff.lower_bound(run.chain, limit) / kept if limit else 1.0
+    # Over all ways to treat skip connections and gradients; constants that no plan can avoid are not held against it.
+    result.bound_ratio = least_time(run.profile, Request(cell.limit, "joint", 50, {})) / kept
 
 
 def _plain_beside(workload: workloads.Workload, device: torch.device, result: Result) -> Runner | None:
