@@ -44,10 +44,11 @@ def quantizable(name: str, size: int = 64, **options: Any) -> Callable[[], Case]
 
 
 def detection(name: str, size: int = 64, **options: Any) -> Callable[[], Case]:
-    """In training, with one box in each image."""
+    """In training, with one box in each image; images stay small."""
 
     def build() -> Case:
-        model = torchvision().models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **options)
+        sizes = {} if name.startswith("ssd") else {"min_size": size, "max_size": 2 * size}
+        model = torchvision().models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **sizes, **options)
         box = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
         return model, (list(images(2, size)), [dict(box), dict(box)]), {}
 

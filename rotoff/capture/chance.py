@@ -6,6 +6,7 @@ asked before the step: which numbers are drawn depends on all that draws before 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +40,51 @@ def check(tape: Tape, name: str, device: torch.device) -> None:
     with preserved([], device), torch.no_grad():
         for op in asked:
             if any(_answer(op, chance, {}) != op.expected for _ in range(DRAWS)):
-                where = f" in module {op.place[-1][0]!r}" if op.place and op.place[-1][0] else ""
-                raise MeasureError(
-                    f"the forward of {name} skips or takes some of its modules by chance{where} (LayerDrop), and rotoff plans"
-                    " one course of a forward; set that probability (layerdrop, encoder_layerdrop, decoder_layerdrop) to 0"
-                )
+                raise refusal(name, op.place[-1][0] if op.place else "")
+
+
+def refusal(name: str, place: str) -> MeasureError:
+    """Of a forward of `name` that takes one of several ways by chance, in the module `place`."""
+    where = f" in module {place!r}" if place else ""
+    return MeasureError(
+        f"the forward of {name} skips or takes some of its modules by chance{where} (LayerDrop), and rotoff plans"
+        " one course of a forward; set that probability (layerdrop, encoder_layerdrop, decoder_layerdrop) to 0"
+    )
+
+
+def extremes(
+    tape: Tape, function: Callable[..., Any], references: Any, reads: Sequence[int], device: torch.device
+) -> tuple[float, float] | None:
+    """The least and the most of `DRAWS` answers to a question (a call of `function`), if it follows from numbers drawn alone.
+
+    Such a number may be of no consequence: a choice among one size of image. What is so with both is taken to be so with all.
+    """
+    needed, made_by = set(reads), []
+    for op in reversed(tape.operations):
+        if not needed.isdisjoint(n for n in op.outputs if n is not None):
+            if not _plain(op) or any(tape.variables[n].nbytes > NUMBERS for n in op.outputs if n is not None):
+                return None
+            needed.update(op.reads)
+            made_by.append(op)
+    made = {n for op in made_by for n in op.outputs}
+    if not needed <= made or not any(op.draws for op in made_by):
+        return None
+
+    def answer() -> float:
+        known: dict[int, torch.Tensor] = {}
+
+        def value(leaf: Any) -> Any:
+            return known[leaf.variable] if isinstance(leaf, Ref) else leaf
+
+        for op in reversed(made_by):
+            results = op.function(*substitute(op.args, value), **substitute(op.kwargs, value))
+            results = results if isinstance(results, (tuple, list)) else (results,)
+            known.update({n: t for n, t in zip(op.outputs, results, strict=False) if n is not None})
+        return float(function(*substitute(references[0], value), **substitute(references[1], value)))
+
+    with preserved([], device), torch.no_grad():
+        answers = [answer() for _ in range(DRAWS)]
+    return min(answers), max(answers)
 
 
 def _plain(op: Operation) -> bool:

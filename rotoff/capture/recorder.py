@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..runtime.replay import Generators
+from . import chance
+from .data_sizes import DataSizes
 from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
 from .tape import NOTHING, Operation, Owned, Ref, Tape, described, leaves, substitute
@@ -82,18 +84,42 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, 
 _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a module that hold what is its own
 
 
-class Recorder(TorchFunctionMode):
-    """Notes every call while it is active."""
+class UnrecordableError(MeasureError):
+    """What a module does cannot be written down once for all steps; modules: those that might be taken whole instead."""
 
-    def __init__(self, model: nn.Module, device: torch.device, whole: Collection[nn.Module]) -> None:
+    def __init__(self, message: str, modules: Collection[nn.Module] = ()) -> None:
+        super().__init__(message)
+        self.modules = tuple(modules)
+
+
+class Recorder(TorchFunctionMode):
+    """Notes every call while it is active.
+
+    Args:
+        whole, varying: modules that are not to be looked into; the work of those `varying` depends on data. most: whether a
+            number drawn, where Python asks for it, is to be the largest that may come up rather than the smallest.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        whole: Collection[nn.Module],
+        varying: Collection[nn.Module],
+        most: bool,
+    ) -> None:
         super().__init__()
-        self._whole = frozenset(whole)
+        self._varying = frozenset(varying)
+        self._whole = self._varying.union(whole)
+        self._most = most
+        self._sizes = DataSizes()
+        self._device = device
         self.trouble: MeasureError | None = None
         self._model = model
         self._before = {module: dict(vars(module)) for module in model.modules()}
         self._names = {module: name for name, module in model.named_modules()}
         self._tensors = KnownTensors(model)
-        self.tape = Tape(variables=self._tensors.variables)
+        self.tape = Tape(variables=self._tensors.variables, varying=self._varying)
         self._inside = False
         self._thread = threading.get_ident()
         self._place: list[tuple[str, int]] = []
@@ -179,27 +205,46 @@ class Recorder(TorchFunctionMode):
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         expected = NOTHING
         effect = name in _EFFECTS or isinstance(function, nn.Module)
-        outputs = tuple(self._tensors.output(t) for t in returned)
         if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:
             given = {id(t) for t in tensors}
             if all(id(t) in given for t in returned):
                 return result  # nothing to do: x.to(x.dtype)
+        outputs = tuple(self._tensors.output(t) for t in returned)
+        reads = tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref)))
+        computed = not self._sizes.computed.isdisjoint(reads)
         if not returned and not changed and not effect and self._drawn is generated:
-            if not tensors or name in _FACTS or name == "__get__" or result is None:
+            if not tensors or result is None:
                 return result
-            if name in _ESCAPES or not all(isinstance(leaf, _PLAIN) for leaf in leaves(result)):
+            if name in _FACTS or name == "__get__":
+                if not self._sizes.asked(function, name, reads):
+                    return result
+                if computed:
+                    self._leave_to_module(f"goes by the size of a tensor, which follows from what it computed ({name})")
+            elif name in _ESCAPES or not all(isinstance(leaf, _PLAIN) for leaf in leaves(result)):
+                self._leave_to_module(f"hands a tensor's contents to Python ({name})")
                 self._refuse(f"hands a tensor's contents to Python ({name})")
+            elif type(result) is float and (found := chance.extremes(self.tape, function, references, reads, self._device)):
+                self.tape.chances.append(self._place[-1][0] if self._place else "")
+                return found[self._most]  # it is of no consequence, or recordings differ
+            elif computed and not isinstance(result, bool):
+                self._leave_to_module(f"goes on with a number made from what it computed ({name})")
             expected = result
+        elif computed and self._sizes.counted(name, reads):
+            self._leave_to_module(f"goes through a tensor, the size of which follows from what it computed ({name})")
+        random = self._drawn is not generated
+        self._sizes.note(function, name, references, tensors, reads, outputs, random)
+        if function in self._varying:
+            self._check_handed_on(result)
         self.tape.operations.append(
             Operation(
                 function=function,
                 args=references[0],
                 kwargs=references[1],
                 outputs=outputs,
-                reads=tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref))),
+                reads=reads,
                 writes=frozenset(n for t in changed if (n := self._tensors.storage(t)) is not None),
                 writes_owned=tuple(o for t in changed if isinstance(o := self._reference(t), Owned)),
-                draws=self._drawn is not generated,
+                draws=random,
                 grad=grad,
                 autocast=() if autocast == self._ambient else autocast,
                 expected=expected,
@@ -250,6 +295,22 @@ class Recorder(TorchFunctionMode):
                 f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) made by something that rotoff cannot see"
             )
         return reference
+
+    def _check_handed_on(self, result: Any) -> None:
+        """Refuse what a module whose work depends on data hands on beside tensors."""
+        for leaf in pytree.tree_leaves(result):
+            if not isinstance(leaf, (torch.Tensor, type(None), bool, str)):
+                what = f"hands on a {type(leaf).__name__}, which follows from data or cannot be looked into"
+                self._leave_to_module(what, self._place[:-1])
+                self._refuse(what)
+
+    def _leave_to_module(self, what: str, place: list[tuple[str, int]] | None = None) -> None:
+        """Refuse, if there is a module at `place` that could be taken whole instead."""
+        for name, _ in reversed(self._place if place is None else place):
+            if name:
+                message = f"the forward of {type(self._model).__name__} {what} in module {name!r}"
+                self.trouble = UnrecordableError(message, [self._model.get_submodule(name)])
+                raise self.trouble
 
     def _refuse(self, what: str) -> None:
         where = f" in module {self._place[-1][0]!r}" if self._place and self._place[-1][0] else ""

@@ -28,7 +28,7 @@ from ..errors import MeasureError
 from ..runtime.replay import preserved
 from . import chance
 from .outside import other_generators, put_other_generators, seen_calls
-from .recorder import Recorder, check_arguments
+from .recorder import Recorder, UnrecordableError, check_arguments
 from .stage import flatten
 from .tape import Tape, same
 
@@ -42,29 +42,40 @@ def record(
     kwargs: dict[str, Any],
     device: torch.device,
     whole: Collection[nn.Module] = (),
+    varying: Collection[nn.Module] = (),
 ) -> Tape:
     """What `forward`, of `model`, does when called with `args` and `kwargs`; the model and all generators are left as they were.
 
     Args:
-        whole: modules that are not to be looked into.
+        whole: modules that are not to be looked into. varying: others of that sort, whose work depends on data.
 
     Raises:
-        MeasureError: where its forward fails, or depends on what a replay could not give back.
+        MeasureError: where its forward fails, or depends on what a replay could not give back. An `UnrecordableError` where that
+            might be well if some modules were taken whole.
     """
     before: Tape | None = None
     difference: str | None = None
+    modules: Collection[nn.Module] = ()
+    begun = [(m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items()]
     for attempt in range(TRIES):  # the first runs may fill caches
-        tape, replaced = _once(model, forward, args, kwargs, device, whole, attempt)
+        tape, replaced = _once(model, forward, args, kwargs, device, (whole, varying), attempt)
         if replaced:
-            before, difference = None, f"it replaces {replaced}; change it in place"
+            names = dict.fromkeys(f"buffer {name!r} of {type(m).__name__}" for m, name in replaced)
+            before, difference = None, f"it replaces {', '.join(names)}; change it in place"
+            modules = [m for m, _ in replaced if m is not model]
         elif before is None:
             chance.check(tape, type(model).__name__, device)
             before, difference = tape, ""
-        elif (difference := _difference(before, tape)) is None:
-            return tape
         else:
-            before = tape
-    raise MeasureError(f"the forward of {type(model).__name__} is not the same in each call: {difference}")
+            difference, place = _difference(before, tape)
+            if difference is None:
+                return tape
+            if tape.chances:
+                raise chance.refusal(type(model).__name__, tape.chances[-1])
+            before, modules = tape, [model.get_submodule(place)] if place else []
+    for module, name, buffer in begun:
+        module._buffers[name] = buffer
+    raise UnrecordableError(f"the forward of {type(model).__name__} is not the same in each call: {difference}", modules)
 
 
 def _once(
@@ -73,9 +84,9 @@ def _once(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
-    whole: Collection[nn.Module],
-    drawn_before: int,
-) -> tuple[Tape, str]:
+    whole: tuple[Collection[nn.Module], Collection[nn.Module]],
+    attempt: int,
+) -> tuple[Tape, list[tuple[nn.Module, str]]]:
     """A tape, and which buffers the forward replaced by others; those stay, being caches or a reason to give up."""
     given, rebuild = flatten((args, kwargs))
     check_arguments((args, kwargs))
@@ -83,8 +94,8 @@ def _once(
     buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     drawn = other_generators()
     with preserved(buffers, device), torch.enable_grad():
-        torch.rand(drawn_before, device=device)  # what follows from numbers drawn differs between recordings
-        recorder = Recorder(model, device, whole)
+        torch.rand(attempt, device=device)  # what follows from numbers drawn differs between recordings
+        recorder = Recorder(model, device, *whole, most=attempt % 2 == 1)
         recorder.begin(given)
         copied_args, copied_kwargs = rebuild(given)
         try:
@@ -100,6 +111,8 @@ def _once(
         recorder.put_back()
         now_there = [(m, name, m._buffers.get(name)) for m, name, buffer in buffers]
         replaced = [(m, name, new) for (m, name, new), (_, _, old) in zip(now_there, buffers, strict=True) if new is not old]
+    depends = {m for outer in whole[1] for m in outer.modules()}  # they replace theirs in every step and replay
+    replaced = [entry for entry in replaced if entry[0] not in depends]
     for module, name, new in replaced:
         module._buffers[name] = new
     now = other_generators()
@@ -109,21 +122,24 @@ def _once(
             f"the forward of {type(model).__name__} draws from Python's or NumPy's random numbers, which cannot be drawn again"
             " for a replay; switch that off (LayerDrop, masking of inputs), or draw with torch"
         )
-    return recorder.tape, ", ".join(f"buffer {name!r} of {type(m).__name__}" for m, name, _ in replaced)
+    return recorder.tape, [(m, name) for m, name, _ in replaced]
 
 
-def _difference(first: Tape, second: Tape) -> str | None:
-    """What two recordings of one forward do not have in common."""
+def _difference(first: Tape, second: Tape) -> tuple[str | None, str]:
+    """What two recordings of one forward do not have in common; and the name of the module where that shows."""
     for a, b in zip(first.operations, second.operations, strict=False):
+        common = [x[0] for x, y in zip(a.place, b.place, strict=False) if x == y]
+        place = common[-1] if common else ""
         if a.name != b.name or (a.place[-1:] and a.place[-1][0] != b.place[-1][0]):
-            return f"{a.name} in one, {b.name} in the next"
+            return f"{a.name} in one, {b.name} in the next", place
         if not same(a.expected, b.expected):
-            return f"{a.name} of a tensor gives {a.expected!r} in one and {b.expected!r} in the next (it branches on data)"
+            says = f"gives {a.expected!r} in one and {b.expected!r} in the next"
+            return f"{a.name} of a tensor {says} (it branches on data)", place
         if not same((a.args, a.kwargs, a.outputs, a.returned), (b.args, b.kwargs, b.outputs, b.returned)):
-            return f"{a.name} gets other values in the next"
+            return f"{a.name} gets other values in the next", place
     if len(first.operations) != len(second.operations):
-        return f"{len(first.operations)} operations in one, {len(second.operations)} in the next"
-    return None
+        return f"{len(first.operations)} operations in one, {len(second.operations)} in the next", ""
+    return None, ""
 
 
 def _forget(_: torch.Tensor) -> None:

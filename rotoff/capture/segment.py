@@ -22,7 +22,8 @@ from .tape import NOTHING, Operation, Owned, Ref, Tape, described, same
 class Segment(nn.Module):
     """Operations in order: takes the tensors that `enters` names, in any structure, and returns those of `leaves`.
 
-    Parameters and buffers are those of the recorded model, looked up in their modules at each call.
+    Parameters and buffers are those of the recorded model, looked up in their modules at each call. varying: whether it calls a
+    module whose work depends on data.
 
     Args:
         leaves: variables to return, as a tuple. None: what the model returns.
@@ -38,6 +39,7 @@ class Segment(nn.Module):
         whole = [operation.function for operation in operations if isinstance(operation.function, nn.Module)]
         # in tuples, since a module that is an attribute would become a child
         self._whole = tuple(whole)
+        self.varying = any(module in tape.varying for module in whole)
         self._owned = tuple(dict.fromkeys((o.module, o.table, o.name) for o in owned))
         self._run = _Writer(tape, operations, enters, leaves).compiled()
 

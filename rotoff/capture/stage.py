@@ -42,6 +42,11 @@ class StageModule:
         """This stage and the one after it, as one."""
         return StageModule(f"{self.name.split('..')[0]}..{following.name.split('..')[-1]}", self.modules + following.modules)
 
+    @property
+    def varying(self) -> bool:
+        """Whether what it saves for backward may be another number of tensors, of other sizes, with other data."""
+        return any(getattr(module, "varying", False) is True for module in self.modules)
+
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that need a gradient, each once."""
         found = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
@@ -75,7 +80,8 @@ class Behaviour:
     each buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
     hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the
     outputs that lie in skip connections kept in place; a replay hands on those of the first run. copied: the inputs whose
-    gradients are copied where they lie in a part of a larger storage.
+    gradients are copied where they lie in a part of a larger storage. varying: what it saves follows from data, and was like that
+    in the measured run alone.
     """
 
     saved: tuple[SavedKind, ...]
@@ -87,6 +93,7 @@ class Behaviour:
     forms: tuple[Recipe, ...] = ()
     kept: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()
+    varying: bool = False
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:

@@ -2,7 +2,8 @@
 
 1. ``nn.Sequential``, unless asked for other stages: its modules (`sequential`); the chain's input is the one argument.
 2. Any model, recorded (`recording`): the operations of one forward, cut where few bytes cross; the chain's input is (args,
-   kwargs) of the call. Modules that the user names are taken whole, and it is cut where they end (`cuts`).
+   kwargs) of the call. Modules that the user names are taken whole, and it is cut where they end (`cuts`). So are the innermost ones
+   whose work depends on data: a loop over the experts in use, a number computed that sets a shape.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from torch import nn
 from ..errors import MeasureError, OptionError
 from . import cuts, sequential
 from .dataclass_trees import look_into
-from .recording import record
+from .recording import UnrecordableError, record
 from .segment import Segment
 from .stage import StageModule, flatten
 from .state import ModuleState, caches_off
+from .tape import Tape
 
 CURE = (
     'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole, or make the'
@@ -115,7 +117,7 @@ def capture(
     asked_for = "use_cache" in kwargs and kwargs["use_cache"]
     try:
         with nullcontext() if asked_for else caches_off(model):
-            tape = record(model, forward or model, args, kwargs, device, [model.get_submodule(name) for name in names])
+            tape = _recorded(model, forward or model, args, kwargs, device, [model.get_submodule(name) for name in names])
     except Exception as error:  # the model's own forward may fail in any way
         tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
@@ -129,6 +131,27 @@ def capture(
         "where the named modules end, which run as they are" if names else "where few bytes cross"
     )
     return Captured(found, how, state, questions, tuple(tape.attributes))
+
+
+def _recorded(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    whole: Sequence[nn.Module],
+) -> Tape:
+    """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it succeeds."""
+    varying: list[nn.Module] = []
+    while True:
+        try:
+            return record(model, forward, args, kwargs, device, whole, varying)
+        except UnrecordableError as error:
+            inner = {m for outer in (model, *whole, *varying) for m in ([outer] if outer is model else outer.modules())}
+            further = [m for m in dict.fromkeys(error.modules) if m not in inner]
+            if not further:
+                raise
+            varying += further
 
 
 def stages(model: nn.Module, value: Any, device: torch.device, wanted: Wanted = None) -> list[StageModule]:

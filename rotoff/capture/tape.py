@@ -89,7 +89,8 @@ class Operation:
 class Tape:
     """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and their
     structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it returns and a list
-    of what they hold."""
+    of what they hold. varying: modules taken whole of which the work depends on data. chances: the modules where Python asked for a
+    number that was drawn."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -97,6 +98,8 @@ class Tape:
     result: list[Any] = field(default_factory=list)
     result_spec: pytree.TreeSpec | None = None
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    varying: frozenset[nn.Module] = frozenset()
+    chances: list[str] = field(default_factory=list)
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

@@ -72,6 +72,8 @@ class Choice:
 
 def unfit(stage: StageModule) -> str | None:
     """Why `stage` gets no forms, known without running it."""
+    if stage.varying:
+        return "what it saves follows from data"
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
     for outer in stage.modules:
         for module in outer.modules():

@@ -199,7 +199,7 @@ class Meter:
             checkpoint_transient_bytes=max(0, above[1]),
             backward_transient_bytes=backward_peak,
         )
-        behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, end.enough)
+        behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, end.enough, varying=run.stage.varying)
         reason = "switched off" if self._forms is None else "the last stage needs none"
         if self._forms is not None and not run.last:
             found = self._forms.find(run, costs, behaviour, carried_bytes, known.forms if known else None)

@@ -120,6 +120,7 @@ def find_skips(runs: Sequence[tuple[Lying, Behaviour]]) -> tuple[Skip, ...]:
                     one = now[made]
                 else:
                     one = _Found(i, nbytes)
+                    one.written = behaviour.varying  # which of the tensors that it saves lie there is not known
                     found.append(one)
             if one is not None:
                 one.last = i

@@ -8,7 +8,7 @@ their number is all that is needed to find a slot again. A run that saves anythi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -122,7 +122,9 @@ class StageRun:
         """
         self.recipe = recipe
         places = {storage_key(t): n for n, t in enumerate(inputs) if n not in staying}
-        slots, shapes, kinds, replayed = self._slots, self._shapes, self._behaviour.saved, self._replay is not None
+        slots, shapes, replayed = self._slots, self._shapes, self._replay is not None
+        now = KindsNow(self._stage, inputs, staying) if self._behaviour.varying else None
+        kinds: Sequence[SavedKind] = self._behaviour.saved if now is None else now
         whole = [View.of(t) for t in inputs]
         own, reference, whole_kept = SavedKind.OWN, weakref.ref, keep and recipe is None
 
@@ -159,7 +161,7 @@ class StageRun:
                     return tensor
             return self._read(packed, step)
 
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack if now is None else partial(now.pack, pack), unpack):
             result = self._stage.run(self._rebuild(inputs))
         if len(slots) != len(kinds):
             raise self._changed()
@@ -290,3 +292,23 @@ class StageRun:
 
 def _never(_: None) -> torch.Tensor:
     raise ExecutionError(BESIDE)
+
+
+class KindsNow(list[SavedKind]):
+    """Whose bytes the tensors are that a stage saves in this run, where they are others in each (`Behaviour.varying`).
+
+    Args:
+        inputs: of the run. staying: numbers of those that lie in skip connections kept in place.
+    """
+
+    def __init__(self, stage: StageModule, inputs: Sequence[torch.Tensor], staying: Collection[int]) -> None:
+        super().__init__()
+        lasting = [*(p for module in stage.modules for p in module.parameters()), *(b for _, _, b in stage.buffers())]
+        self._kinds = {storage_key(t): SavedKind.RESIDENT for t in lasting}
+        for n, t in enumerate(inputs):
+            self._kinds[storage_key(t)] = SavedKind.KEPT if n in staying else SavedKind.INPUT
+
+    def pack(self, pack: Callable[[torch.Tensor], Packed], tensor: torch.Tensor) -> Packed:
+        """What `pack` makes of the next tensor saved, told its kind."""
+        self.append(self._kinds.get(storage_key(tensor), SavedKind.OWN))
+        return pack(tensor)

@@ -20,25 +20,33 @@ from .link import Link, Ticket
 
 
 class View(NamedTuple):
-    """How a tensor lies in a storage."""
+    """How a tensor lies in a storage. conj, neg: whether it is read as the complex conjugate, or negated (PyTorch's lazy views)."""
 
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # in elements
+    conj: bool = False
+    neg: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        offset = int(tensor.storage_offset())
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def into(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of the storage that `tensor` lies in."""
         # a fake tensor's storage does not know its device
-        made = torch.empty(0, dtype=self.dtype, device=tensor.device)
-        return made.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
+        return self._over(torch.empty(0, dtype=self.dtype, device=tensor.device), tensor.untyped_storage())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
+        return self._over(torch.empty(0, dtype=self.dtype, device=storage.device), storage)
+
+    def _over(self, made: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        made.set_(storage, self.offset, self.size, self.stride)
+        if self.conj:
+            made = made.conj()
+        return torch._neg_view(made) if self.neg else made
 
 
 class Slot:

@@ -1,0 +1,172 @@
+"""Modules whose work depends on data, taken whole by themselves and run by their own code; constants and conjugates; to the plain model's bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import rotoff
+
+
+class Experts(nn.Module):
+    """A loop over the experts in use, each on the rows sent to it."""
+
+    def __init__(self, width: int = 8, count: int = 4) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        counts = torch.nn.functional.one_hot(chosen, len(self.experts)).sum(0)
+        for expert in counts.greater(0).nonzero():
+            rows = (chosen == expert).nonzero()[:, 0]
+            result[rows] = self.experts[expert](x[rows]).tanh()
+        return result
+
+
+class Sent(nn.Module):
+    """Chooses an expert for each row."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.before, self.router, self.experts = nn.Linear(width, width), nn.Linear(width, 4), Experts(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        return x + self.experts(x, self.router(x).argmax(1))
+
+
+class Shifted(nn.Module):
+    """Rolls by a number that it computes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return torch.roll(y, int(y.detach().sum(0).argmax()), 1).sin()
+
+
+class Counter(nn.Module):
+    """Replaces its buffer by another in each step."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.most = torch.maximum(self.most, x.detach().abs().amax(0))
+        return x / (1 + self.most)
+
+
+def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = []
+    for x in batches:
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        found += [y.detach(), *(torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters())]
+        found += [b.clone() for b in model.buffers()]
+    return found
+
+
+@pytest.mark.parametrize("block", [Sent, Shifted, Counter])
+@pytest.mark.parametrize("share", [0.0, 2.0])
+def test_what_depends_on_data_runs_as_its_own_code(block: type[nn.Module], share: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), block(), nn.Linear(8, 8)) for _ in range(4)))
+    batches = [torch.randn(12, 8), 3 * torch.randn(12, 8), torch.ones(12, 8)]  # the last sends all rows to one expert
+    twin = copy.deepcopy(model)
+    expected = trained(model, batches)
+    # as the forward of another model, so that it is recorded
+    wrapped = rotoff.Checkpointable(Around(twin), cache_directory=None).measure(batches[0], repeats=1)
+    assert wrapped._courses.latest is not None
+    varying = [s.name for s in wrapped._courses.latest.captured.stages if s.varying]
+    assert len(varying) >= 1
+    try:
+        wrapped.compute_sequence(int(share * wrapped.keep_all_memory) or 1, mode="remat", refine=False)
+    except rotoff.InfeasibleError as error:
+        wrapped.compute_sequence(error.min_mem_limit, mode="remat", refine=False)
+    got = trained(wrapped, batches)
+    assert len(got) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    wrapped.close()
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 1.0
+
+
+class Sized(nn.Module):
+    """Chooses a size by a number drawn, as detection models do."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.sizes, self.linear = sizes, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = self.sizes[int(torch.empty(1).uniform_(0.0, float(len(self.sizes))).item())]
+        return self.linear(x[:, :4]) * size
+
+
+def test_a_number_drawn_may_be_asked_for_where_nothing_follows() -> None:
+    x = torch.ones(2, 5)
+    model = rotoff.Checkpointable(Sized([3]), cache_directory=None).measure(x, repeats=1).compute_sequence("1 MiB")
+    torch.manual_seed(0)
+    model(x).sum().backward()
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    torch.empty(1).uniform_()
+    assert torch.equal(after, torch.rand(1))  # the number is still drawn in each step
+    with pytest.raises(rotoff.MeasureError, match="by chance"):
+        rotoff.Checkpointable(Sized([3, 4]), cache_directory=None).measure(x)
+
+
+class Table(nn.Module):
+    """A tensor that is no buffer, cast to what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = torch.arange(4.0), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.table.to(torch.float32)
+
+
+def test_a_constant_that_a_call_hands_back_is_still_one() -> None:
+    model, x = Table(), torch.ones(2, 4)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1).compute_sequence("1 MiB")
+    assert torch.equal(wrapped(x), model(x))
+
+
+class Waves(nn.Module):
+    """Multiplies a spectrum by a conjugate, which PyTorch saves as a view that only says so."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        f = torch.fft.rfft(torch.tanh(self.linear(x)))
+        return torch.fft.irfft(f * torch.conj(f.roll(1, 0)) + f.imag, n=x.shape[-1])
+
+
+@pytest.mark.parametrize("mode", ["offload", "remat"])
+def test_conjugates_come_back_as_conjugates(mode: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Waves() for _ in range(5))), torch.randn(32, 16)
+    expected = trained(copy.deepcopy(model), [x])
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped.compute_sequence(int(0.7 * wrapped.keep_all_memory), mode=mode, refine=False)
+    assert wrapped.sequence is not None and any(op.kind.name in ("OFFLOAD", "F_CK") for op in wrapped.sequence)
+    assert all(torch.equal(a, b) for a, b in zip(trained(wrapped, [x]), expected, strict=True))
+    wrapped.close()
