@@ -42,3 +42,16 @@ def _seeded() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     if torch is not None:
         torch.manual_seed(0)
+
+
+# These judge what the search finds, or the time it takes, and so give it the effort that users get.
+_ABOUT_THE_SEARCH = ("test_solver", "test_policies", "test_bounds", "test_docs", "test_complexity", "test_resident")
+
+
+@pytest.fixture(autouse=True)
+def _search_effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a tenth of the search's default effort: any plan within the limit will do."""
+    from rotoff.solver import refine
+
+    if not request.path.name.startswith(_ABOUT_THE_SEARCH):
+        monkeypatch.setattr(refine, "DEFAULT_SECONDS", 0.1 * refine.DEFAULT_SECONDS)
