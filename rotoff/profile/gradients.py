@@ -15,23 +15,28 @@ from typing import NamedTuple
 
 
 class GradientPlace(NamedTuple):
-    """The storage that holds one gradient. incoming: the output whose gradient it came in with, None for a fresh one."""
+    """The storage that holds one gradient. incoming: the output whose gradient it came in with, None for a fresh one. strange:
+    whether it is permuted or expanded though the gradients given were contiguous; passed_on: where those were permuted."""
 
     storage: int
     nbytes: int
     incoming: int | None
+    strange: bool = False
+    passed_on: bool = False
 
 
 class Charge(NamedTuple):
     """Bytes that one δ keeps alive. shared: of those, what lies in one storage with another tensor's gradient, and so may stay
     when the first of them has been used. copied: the tensors whose gradients are copies; copied_bytes: of those. fresh_bytes:
-    what the backward had made before it copied."""
+    what the backward had made before it copied. strange: whether some of it is not contiguous: a mean's gradient is expanded, and so
+    may be those before it. Kernels that want it contiguous copy it first."""
 
     nbytes: int
     shared: int = 0
     copied: tuple[int, ...] = ()
     copied_bytes: int = 0
     fresh_bytes: int = 0
+    strange: bool = False
 
 
 Stages = Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]
@@ -60,6 +65,7 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
             storage = came if came is not None else (i, place.storage)
             lying[storage] = before[storage] if came is not None else place.nbytes
             held.append(storage)
+        strange = any(p.strange or (p.passed_on and charges[-1].strange) for p in places if p is not None)
         fresh = sum(size for storage, size in lying.items() if storage not in before)
         copied = _waiting(held, lying, *stages[i - 2]) if compact and i > 1 else ()
         for n in copied:
@@ -70,7 +76,7 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
         places_of = Counter(storage for storage in held if storage is not None)
         shared = sum(lying[storage] for storage, tensors in places_of.items() if tensors > 1)
         size = sum(stages[i - 2][1][n] for n in copied)
-        charges.append(Charge(max(sum(lying.values()), alone), shared, copied, size, fresh))
+        charges.append(Charge(max(sum(lying.values()), alone), shared, copied, size, fresh, strange))
     return charges[::-1]
 
 

@@ -211,7 +211,7 @@ def measure(
     gradients, compact = charge(lying), charge(lying, compact=True)
     for charges in gradients, compact:
         charges[0] = charges[0]._replace(nbytes=max(charges[0].nbytes, meter.gradient_bytes(starts)))
-    costs = [_charged(m.costs, *pair) for m, pair in zip(measured, pairwise(gradients), strict=True)]
+    costs = [_charged(m, *pair) for m, pair in zip(measured, pairwise(gradients), strict=True)]
     copies = any(one.copied for one in compact)
     copy_bandwidth = (known and known.copy_bandwidth) or meter.copy_bandwidth(typical) if copies else None
     return Profile(
@@ -248,22 +248,23 @@ def measure(
 def _compact(measured: Sequence[Measured], charges: Sequence[Charge], bandwidth: float) -> Compact:
     """bandwidth: at which the device copies its own memory, B/s."""
     stages = [
-        _charged(m.costs, *pair, pair[0].copied_bytes / bandwidth)
-        for m, pair in zip(measured, pairwise(charges), strict=True)
+        _charged(m, *pair, pair[0].copied_bytes / bandwidth) for m, pair in zip(measured, pairwise(charges), strict=True)
     ]
     staying = [_staying(m, c, *pair) for m, c, pair in zip(measured, stages, pairwise(charges), strict=True)]
     return Compact(tuple(stages), tuple(one.copied for one in charges[:-1]), tuple(staying))
 
 
-def _charged(costs: Stage, made: Charge, own: Charge, copying: float = 0.0) -> Stage:
-    """`costs`, as `Measured` has them, with the gradients charged that the backward makes and that it is given (δ_i).
+def _charged(measured: Measured, made: Charge, own: Charge, copying: float = 0.0) -> Stage:
+    """The costs of `measured` with the gradients charged that the backward makes and that it is given (δ_i).
 
     copying: seconds that it takes to copy those of `made` that are copies, beside what they are copied from.
     """
 
+    costs = measured.costs
+
     def transient(peak: int | None) -> int:
         assert peak is not None
-        return max(0, _while_copying(peak, made) + own.shared - made.nbytes)
+        return max(0, _while_copying(peak, made) + _beside(measured, own) - made.nbytes)
 
     def charged(one: Any, **more: int) -> Any:
         peak, time = transient(one.backward_transient_bytes), one.backward_time + copying
@@ -276,14 +277,19 @@ def _charged(costs: Stage, made: Charge, own: Charge, copying: float = 0.0) -> S
 def _gone(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
     """Bytes by which ``B`` stays below what the machine charges for it."""
     assert costs.backward_transient_bytes is not None
-    return max(0, made.nbytes + costs.backward_transient_bytes - measured.begun_bytes - own.shared)
+    return max(0, made.nbytes + costs.backward_transient_bytes - measured.begun_bytes - _beside(measured, own))
 
 
 def _staying(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
     """Bytes that ``B`` needs more where nothing gives the outputs back."""
     assert costs.backward_transient_bytes is not None
     most = _while_copying(measured.staying_bytes, made)
-    return max(0, most + own.shared - made.nbytes - costs.backward_transient_bytes)
+    return max(0, most + _beside(measured, own) - made.nbytes - costs.backward_transient_bytes)
+
+
+def _beside(measured: Measured, own: Charge) -> int:
+    """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, and copies of what is not contiguous."""
+    return own.shared + (measured.strange_bytes if own.strange else 0)
 
 
 def _while_copying(peak: int, made: Charge) -> int:

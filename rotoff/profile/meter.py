@@ -26,7 +26,7 @@ from .gradients import GradientPlace
 from .known_times import StageTimes
 from .skips import Lying, lying
 from .steady import Repeats, Series
-from .trial import Run, backward, clock, get_edges, handed_over, ones
+from .trial import Run, backward, clock, get_edges, handed_over, ones, permuted
 
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
 # run a few times more, always as often, since all processes must take part, and the run that seems to leave least counts.
@@ -47,7 +47,7 @@ class Measured:
     stage has no smaller forms, if so. The costs count gradients like that, one by one; those that share or outgrow their bytes are `gradients.charge`'s business. So
     `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is δ_{i-1}
     follows from that charge. begun_bytes: the same once ``B`` has let go of the outputs, so that it may be below 0. staying_bytes: the
-    most where the outputs stay after all. tail_time: seconds that a replay for its own backward alone leaves out (`runtime.tails`).
+    most where the outputs stay after all. strange_bytes: what the backward holds more where the gradients given are not contiguous. tail_time: seconds that a replay for its own backward alone leaves out (`runtime.tails`).
     """
 
     costs: Stage
@@ -57,6 +57,7 @@ class Measured:
     lies: Lying
     begun_bytes: int
     staying_bytes: int
+    strange_bytes: int = 0
     no_forms: str = ""
     tail_time: float = 0.0
 
@@ -169,6 +170,12 @@ class Meter:
         del leaves
 
         (backward_peak, begun_peak, staying_peak), places = self._backward_peak(run)
+        strange_bytes = 0
+        if not run.last and any(len(_strides(t)) > 1 for t in outputs):
+            (strange_peak, _, _), strange_places = self._backward_peak(run, permuted)
+            strange_bytes = max(0, strange_peak - backward_peak)
+            pairs = zip(places, strange_places, strict=True)
+            places = tuple(a and a._replace(passed_on=b is not None and b.strange) for a, b in pairs)
         leaves = run.leaves()
         shapes_again: list[tuple[torch.Size, torch.dtype]] = []
 
@@ -205,7 +212,9 @@ class Meter:
             found = self._forms.find(run, costs, behaviour, carried_bytes, known.forms if known else None)
             costs, reason = replace(costs, forms=found.forms), found.reason
             behaviour = replace(behaviour, forms=found.recipes)
-        return Measured(costs, behaviour, places, own_gradients, lies, begun_peak, staying_peak, reason, times[2]), outputs
+        return Measured(
+            costs, behaviour, places, own_gradients, lies, begun_peak, staying_peak, strange_bytes, reason, times[2]
+        ), outputs
 
     def _kept(
         self, run: Run, leaves: list[torch.Tensor]
@@ -242,9 +251,11 @@ class Meter:
         left_out, whole = (sum(op.seconds for op in ops) for ops in (behind, log.operations))
         return End(own[-1] + 1, left_out / whole if whole else 0.0)
 
-    def _backward_peak(self, run: Run) -> tuple[tuple[int, int, int], tuple[GradientPlace | None, ...]]:
+    def _backward_peak(
+        self, run: Run, given: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = ones
+    ) -> tuple[tuple[int, int, int], tuple[GradientPlace | None, ...]]:
         """Bytes above what ā and δ_i hold, from the start of ``B``, once it has let go of the outputs, which may be below
-        0, and where those stay; and where it leaves the inputs' gradients.
+        0, and where those stay; and where it leaves the inputs' gradients. given: makes the gradients of the outputs.
 
         Parameter gradients are resident, but each one's fresh value is there until it has been added to them: it counts
         from its making to the mark that its hook leaves.
@@ -258,7 +269,7 @@ class Meter:
 
         def step() -> tuple[torch.Tensor | None, ...]:
             outputs = flatten(run.forward(leaves))[0]
-            gradients = ones(outputs)
+            gradients = given(outputs)
             held.extend(t.detach() for t in outputs if run.last)
             held.extend(g for g in gradients if run.last)  # the caller may hold δ_L; autograd lets other δ_i go on its way
             needing = [n for n, t in enumerate(outputs) if t.requires_grad]
@@ -295,7 +306,8 @@ class Meter:
                 yield None
             else:
                 key = storage_key(gradient)
-                yield GradientPlace(key, self._rounded(gradient.untyped_storage().nbytes()), incoming.get(key))
+                nbytes = self._rounded(gradient.untyped_storage().nbytes())
+                yield GradientPlace(key, nbytes, incoming.get(key), not gradient.is_contiguous())
 
     def _times(self, run: Run, end: End) -> tuple[float, float, float]:
         """Median seconds of the forward, the backward and the tail.
@@ -403,6 +415,11 @@ class Meter:
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if self.device.type == "cuda" else nbytes
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Those of dimensions with more than one number."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _never(_: Any) -> torch.Tensor:

@@ -86,6 +86,17 @@ def ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
 
 
+def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As `ones`, but with the first dimension's numbers side by side."""
+    return [
+        torch.ones_like(t.permute(*reversed(range(t.dim()))), memory_format=torch.contiguous_format).permute(
+            *reversed(range(t.dim()))
+        )
+        for t in outputs
+        if t.requires_grad
+    ]
+
+
 class _Give(torch.autograd.Function):
     """Its backward gives away what is in a list, and keeps none of it, as a next stage's does."""
 
