@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,6 +47,13 @@ def _seeded() -> None:
 
 # These judge what the search finds, or the time it takes, and so give it the effort that users get.
 _ABOUT_THE_SEARCH = ("test_solver", "test_policies", "test_bounds", "test_docs", "test_complexity", "test_resident")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts() -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and some tests send it to themselves."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
