@@ -89,12 +89,13 @@ def ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As `ones`, but with the first dimension's numbers side by side."""
     return [
-        torch.ones_like(t.permute(*reversed(range(t.dim()))), memory_format=torch.contiguous_format).permute(
-            *reversed(range(t.dim()))
-        )
-        for t in outputs
-        if t.requires_grad
+        _reversed(torch.ones_like(_reversed(t), memory_format=torch.contiguous_format)) for t in outputs if t.requires_grad
     ]
+
+
+def _reversed(tensor: torch.Tensor) -> torch.Tensor:
+    """Its dimensions in the other order."""
+    return tensor.permute(tuple(range(tensor.dim()))[::-1])
 
 
 class _Give(torch.autograd.Function):
