@@ -1,80 +1,12 @@
-"""What `_decode` and the search share: a chain's costs, the room that decoding takes, and the bits of a plan's codes."""
+from libc.stdint cimport int16_t, int32_t, int64_t
 
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t
-
-cdef enum:
-    MOVE = 1   # the value made may move to the host
-    DROP = 2   # the input is dropped once the stage has run
-    APART = 4  # B q+1 takes a_q, made again for it while ā_q waits on the host
-    EARLY = 8  # the same from the start: a_q is made right after ā_q, which leaves at once
-    KIND = 4   # code >> KIND: 0 is F_ck, 1 + k is F_all (k = 0) or F_sel k
-
-
-cdef struct Chain:
-    Py_ssize_t L, K
-    int64_t limit, host_limit
-    double out_bandwidth, in_bandwidth
-    bint duplex
-    int64_t *out
-    int64_t *grad
-    int64_t *ck_transient
-    int64_t *saved
-    int64_t *f_transient
-    int64_t *b_transient
-    double *u_F
-    double *u_B
-    int32_t *n_forms
+from rotoff._work cimport Chain, Work
 
 
 cdef struct Result:
     double makespan
     int64_t peak, host_peak, over   # bytes; over: the most that exceeds a limit, 0 where the plan fits
     Py_ssize_t n_ops, n_emitted
-
-
-# Workspace: `cap` operations, as many values, twice as many uses.
-cdef struct Work:
-    Py_ssize_t cap
-    # operations
-    int8_t *kind
-    int32_t *stage
-    int32_t *form
-    int32_t *source     # value used as input, -1 for a_0
-    int32_t *made       # value made, -1 for B
-    int32_t *gone       # value dropped right after, or -1
-    int32_t *saved_set  # B: the value that is ā_i
-    int32_t *away       # value that must be on the host meanwhile, or -1
-    int64_t *memory     # bytes while it runs, prefetches risen included
-    # values
-    int32_t *level
-    int32_t *vform      # -1 for a, else the form of ā
-    int64_t *size
-    int8_t *movable
-    int8_t *moves
-    int8_t *apart
-    int8_t *on
-    int32_t *head
-    int32_t *tail
-    int32_t *gap_of
-    double *copy_end
-    double *off_end
-    # uses
-    int32_t *use_op
-    int32_t *use_next
-    # absences from the device, in order of `free`; reload: the same in order of need
-    int32_t *gap_value
-    int32_t *gap_from
-    int32_t *gap_to
-    int32_t *gap_floor  # no prefetch before the operation after this one
-    int32_t *gap_next   # next prefetch at the same place
-    int32_t *reload
-    int32_t *place_head
-    int32_t *place_tail
-    # stages
-    int32_t *have
-    int32_t *stash      # ā on the host that `have` does not show, or -1
-    int32_t *visits
-    int32_t *live       # movable values on the device
 
 
 cdef void judge(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Result *r) noexcept nogil

@@ -5,7 +5,7 @@ A plan says, for each stage q and each visit v (the v-th time that a forward of 
 visits), one code: how q runs (``F_ck`` or ``F_all`` / ``F_sel`` of a form), whether what it makes may move to the host, and
 whether its input is dropped right after. `rotoff.solver.plan` documents the codes. Decoding has four passes:
 
-1. operations: forwards 1..L, then for B i = L..1 whatever forwards are missing, from the nearest value below that exists;
+1. operations (`_operations`): forwards 1..L, then for B i = L..1 whatever forwards are missing;
 2. memory: before each operation, while it does not fit, the movable value needed latest is freed; what an operation uses
    is brought back;
 3. prefetches rise, in order of need, as early as memory allows;
@@ -14,13 +14,10 @@ whether its input is dropped right after. `rotoff.solver.plan` documents the cod
 The arithmetic of passes 2 and 4 is that of `rotoff.simulator.Machine`; tests hold them equal.
 """
 
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t
+from libc.stdint cimport int16_t, int32_t, int64_t
 
-cdef enum:
-    CK = 0
-    NONE = 1
-    ALL = 2
-    BACK = 3
+from rotoff._operations cimport operations
+from rotoff._work cimport ALL, BACK, CK, NONE, Chain, Work
 
 # Rows of the emitted operations, as in rotoff.solver.plan.KINDS.
 cdef enum:
@@ -35,163 +32,6 @@ cdef enum:
     E_DROP = 8
 
 cdef double INF = float("inf")
-
-
-cdef inline int32_t _value(Work *w, int32_t *n_values, int32_t level, int32_t form, int64_t size, bint movable) noexcept nogil:
-    cdef int32_t v = n_values[0]
-    n_values[0] = v + 1
-    w.level[v] = level
-    w.vform[v] = form
-    w.size[v] = size
-    w.movable[v] = movable
-    w.moves[v] = 0
-    w.apart[v] = 0
-    w.on[v] = 0
-    w.head[v] = -1
-    w.tail[v] = -1
-    w.gap_of[v] = -1
-    w.copy_end[v] = 0.0
-    w.off_end[v] = 0.0
-    return v
-
-
-cdef inline void _use(Work *w, int32_t *n_uses, int32_t v, int32_t op) noexcept nogil:
-    cdef int32_t u
-    if v < 0:
-        return
-    u = n_uses[0]
-    n_uses[0] = u + 1
-    w.use_op[u] = op
-    w.use_next[u] = -1
-    if w.head[v] < 0:
-        w.head[v] = u
-    else:
-        w.use_next[w.tail[v]] = u
-    w.tail[v] = u
-
-
-cdef void _forward(Chain *c, Work *w, int32_t q, int32_t code, bint last, bint must_save, Py_ssize_t *n_ops,
-                   int32_t *n_values, int32_t *n_uses) noexcept nogil:
-    """Append one forward of stage q; `last` keeps its input, `must_save` makes ā_q whatever the code says."""
-    cdef int32_t kind = code >> KIND, source = w.have[q - 1], form = kind - 1
-    cdef bint dropped = (code & DROP) and not last and q > 1
-    if must_save and kind == 0:
-        form = 0
-    if form >= c.n_forms[q]:
-        form = 0
-    if w.stash[q] >= 0:
-        form = -1
-    if form >= 0 and (code & EARLY) and (code & MOVE) and not must_save and q < c.L:
-        _forward_one(c, w, q, form, True, False, source, n_ops, n_values, n_uses)
-        w.stash[q] = w.made[n_ops[0] - 1]
-        _forward_one(c, w, q, -1, True, dropped, source, n_ops, n_values, n_uses)
-        return
-    _forward_one(c, w, q, form, code & MOVE, dropped, source, n_ops, n_values, n_uses)
-    w.apart[w.made[n_ops[0] - 1]] = form >= 0 and (code & APART) and (code & MOVE) and q < c.L
-
-
-cdef void _forward_one(Chain *c, Work *w, int32_t q, int32_t form, bint moves, bint dropped, int32_t source,
-                       Py_ssize_t *n_ops, int32_t *n_values, int32_t *n_uses) noexcept nogil:
-    cdef int32_t t = <int32_t>n_ops[0]
-    n_ops[0] = t + 1
-    w.stage[t] = q
-    w.source[t] = source
-    w.gone[t] = -1
-    w.saved_set[t] = -1
-    w.away[t + 1] = -1
-    _use(w, n_uses, source, t)
-    if form < 0:
-        w.kind[t] = CK
-        w.form[t] = 0
-        w.made[t] = _value(w, n_values, q, -1, c.out[q], moves and q < c.L)
-        if w.stash[q] >= 0:
-            w.away[t] = w.stash[q]
-    else:
-        w.kind[t] = ALL
-        w.form[t] = form
-        w.made[t] = _value(w, n_values, q, form, c.saved[q * c.K + form], moves and q < c.L)
-    w.have[q] = w.made[t]
-    if dropped:
-        w.gone[t] = source
-        w.movable[source] = 0  # its host copy would outlive it and forbid making it again
-        w.have[q - 1] = -1
-        if form < 0 and w.vform[source] < 0:
-            w.kind[t] = NONE
-
-
-cdef Py_ssize_t _operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *n_values,
-                            int32_t *n_uses) noexcept nogil:
-    """Pass 1; the number of operations, or -1 where there are more than `cap`."""
-    cdef Py_ssize_t n = 0, L = c.L
-    w.away[0] = -1
-    cdef int32_t q, i, low, high, v, source, aside
-    cdef bint missing
-    for q in range(L + 1):
-        w.have[q] = -1
-        w.stash[q] = -1
-        w.visits[q] = 0
-    for q in range(1, <int32_t>L + 1):
-        _forward(c, w, q, codes[q * V], q == L, q == L, &n, n_values, n_uses)
-        w.visits[q] = 1
-    for i in range(<int32_t>L, 0, -1):
-        while True:
-            if w.have[i] < 0 and w.stash[i] >= 0:
-                w.have[i] = w.stash[i]
-                w.stash[i] = -1
-            missing = w.have[i] < 0
-            if missing:
-                high = i
-            elif i > 1 and w.have[i - 1] < 0:
-                high = i - 1
-            else:
-                break
-            low = high - 1
-            while low > 0 and w.have[low] < 0:
-                low -= 1
-            if n + 2 * (high - low) + 2 * i + 2 > w.cap:
-                return -1
-            for q in range(low + 1, high + 1):
-                v = w.visits[q]
-                if v >= V:
-                    v = <int32_t>V - 1
-                _forward(c, w, q, codes[q * V + v], q == i, q == i, &n, n_values, n_uses)
-                w.visits[q] += 1
-        source = w.have[i - 1]
-        if i > 1 and w.apart[source] and w.movable[source] and w.head[source] >= 0:
-            # a_{i-1} from the nearest value below, while ā_{i-1} waits on the host for B i-1.
-            aside = source
-            w.have[i - 1] = -1
-            low = i - 2
-            while low > 0 and w.have[low] < 0:
-                low -= 1
-            if n + 2 * (i - 1 - low) + 2 * i + 2 > w.cap:
-                return -1
-            for q in range(low + 1, i):
-                v = w.visits[q]
-                if v >= V:
-                    v = <int32_t>V - 1
-                _forward(c, w, q, codes[q * V + v] if q < i - 1 else 0, False, False, &n, n_values, n_uses)
-                w.visits[q] += 1
-            w.away[n - 1] = aside
-            source = w.have[i - 1]
-            w.have[i - 1] = aside
-        w.kind[n] = BACK
-        w.stage[n] = i
-        w.source[n] = source
-        w.away[n + 1] = -1
-        w.made[n] = -1
-        w.gone[n] = -1
-        w.saved_set[n] = w.have[i]
-        w.form[n] = w.vform[w.have[i]]
-        _use(w, n_uses, source, <int32_t>n)
-        _use(w, n_uses, w.have[i], <int32_t>n)
-        w.have[i] = -1
-        if i > 1 and w.vform[source] < 0:
-            w.gone[n] = source
-            if w.have[i - 1] == source:
-                w.have[i - 1] = -1
-        n += 1
-    return n
 
 
 cdef inline void _live_remove(Work *w, Py_ssize_t *n_live, int32_t v) noexcept nogil:
@@ -352,20 +192,34 @@ cdef void _prefetches(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t floor_p
         w.place_tail[p] = g
 
 
+cdef inline double _later(double a, double b) noexcept nogil:
+    return a if a > b else b
+
+
+cdef inline double _copied(double *lane, double *other, double after, double seconds, bint duplex) noexcept nogil:
+    """When a copy on `lane` ends that begins at `after` or later; one link has both lanes where it is not duplex."""
+    cdef double end = _later(after, lane[0])
+    if not duplex:
+        end = _later(end, other[0])
+    end += seconds
+    lane[0] = end
+    if not duplex:
+        other[0] = end
+    return end
+
+
 cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Result *r) noexcept nogil:
     """Pass 4: when everything happens; rows (kind, stage, form, saved) go to `emitted` where that is not NULL."""
     cdef int32_t v, i, t, g
     cdef Py_ssize_t e = 0, next_free = 0, next_wait = 0
-    cdef Py_ssize_t n_gaps = m.n_gaps, n_reloads = m.n_reloads
     cdef int64_t peak = 0, host = 0, host_peak = 0
-    cdef double compute = 0.0, out_lane = 0.0, in_lane = 0.0, start, end
+    cdef double compute = 0.0, out_lane = 0.0, in_lane = 0.0
     for t in range(<int32_t>n):
         if w.memory[t] > peak:
             peak = w.memory[t]
-        while next_free < n_gaps and w.gap_from[next_free] == t:
+        while next_free < m.n_gaps and w.gap_from[next_free] == t:
             v = w.gap_value[next_free]
-            if w.copy_end[v] > compute:
-                compute = w.copy_end[v]
+            compute = _later(compute, w.copy_end[v])
             w.copy_end[v] = 0.0
             next_free += 1
             if emitted != NULL:
@@ -373,23 +227,13 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
         g = w.place_head[t]
         while g >= 0:
             v = w.gap_value[g]
-            start = compute if compute > in_lane else in_lane
-            if w.off_end[v] > start:
-                start = w.off_end[v]
-            if not c.duplex and out_lane > start:
-                start = out_lane
-            end = start + w.size[v] / c.in_bandwidth
-            in_lane = end
-            if not c.duplex:
-                out_lane = end
-            w.copy_end[v] = end
+            w.copy_end[v] = _copied(&in_lane, &out_lane, _later(compute, w.off_end[v]), w.size[v] / c.in_bandwidth, c.duplex)
             if emitted != NULL:
                 e = _emit(emitted, e, E_PREFETCH, w.level[v], 0, w.vform[v] >= 0)
             g = w.gap_next[g]
-        while next_wait < n_reloads and w.gap_to[w.reload[next_wait]] == t:
+        while next_wait < m.n_reloads and w.gap_to[w.reload[next_wait]] == t:
             v = w.gap_value[w.reload[next_wait]]
-            if w.copy_end[v] > compute:
-                compute = w.copy_end[v]
+            compute = _later(compute, w.copy_end[v])
             next_wait += 1
             if emitted != NULL:
                 e = _emit(emitted, e, E_WAIT, w.level[v], 0, w.vform[v] >= 0)
@@ -397,16 +241,14 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
         if w.kind[t] == BACK:
             compute += c.u_B[i * c.K + w.form[t]]
             v = w.saved_set[t]
-            if w.copy_end[v] > compute:
-                compute = w.copy_end[v]
+            compute = _later(compute, w.copy_end[v])
             if w.moves[v]:
                 host -= w.size[v]
         else:
             compute += c.u_F[i]
         v = w.gone[t]
         if v >= 0:
-            if w.copy_end[v] > compute:
-                compute = w.copy_end[v]
+            compute = _later(compute, w.copy_end[v])
             if w.moves[v]:
                 host -= w.size[v]
         if emitted != NULL:
@@ -420,37 +262,24 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
                 e = _emit(emitted, e, E_DROP, w.level[v], 0, w.vform[v] >= 0)
         v = w.made[t]
         if v >= 0 and w.moves[v]:
-            start = compute if compute > out_lane else out_lane
-            if not c.duplex and in_lane > start:
-                start = in_lane
-            end = start + w.size[v] / c.out_bandwidth
-            out_lane = end
-            if not c.duplex:
-                in_lane = end
-            w.copy_end[v] = end
-            w.off_end[v] = end
+            w.off_end[v] = _copied(&out_lane, &in_lane, compute, w.size[v] / c.out_bandwidth, c.duplex)
+            w.copy_end[v] = w.off_end[v]
             host += w.size[v]
             if host > host_peak:
                 host_peak = host
             if emitted != NULL:
                 e = _emit(emitted, e, E_OFFLOAD, w.level[v], 0, w.vform[v] >= 0)
-    end = compute
-    if out_lane > end:
-        end = out_lane
-    if in_lane > end:
-        end = in_lane
     if c.host_limit >= 0 and host_peak - c.host_limit > r.over:
         r.over = host_peak - c.host_limit
-    r.makespan = end
+    r.makespan = _later(_later(compute, out_lane), in_lane)
     r.peak = peak
     r.host_peak = host_peak
     r.n_emitted = e
 
 
 cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *emitted, Result *r) noexcept nogil:
-    cdef int32_t n_values = 0, n_uses = 0
     cdef Moves m
-    cdef Py_ssize_t n = _operations(c, w, codes, V, &n_values, &n_uses)
+    cdef Py_ssize_t n = operations(c, w, codes, V)
     r.n_ops = n
     if n < 0:
         r.makespan = INF

@@ -7,7 +7,8 @@ from libc.math cimport exp, pow
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
-from rotoff._decode cimport APART, DROP, EARLY, KIND, MOVE, Chain, Result, Work, judge, write
+from rotoff._decode cimport Result, judge, write
+from rotoff._work cimport APART, DROP, EARLY, KIND, MOVE, Chain, Work
 
 cdef double INF = float("inf")
 
