@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..runtime.replay import Generators, uncached_autocast
 from ..runtime.selective import QUERIES
 from ..runtime.values import View
+from .saved_tensors import watch_saved
 
 
 class Leaf(NamedTuple):
@@ -93,7 +93,7 @@ def record_operations(
             and whatever may draw random numbers for one that does.
     """
     recorder = _Recorder(device) if seconds is None else _FakeRecorder(device, seconds)
-    with uncached_autocast(), saved_tensors_hooks(recorder.pack, _never), recorder:
+    with uncached_autocast(), watch_saved(recorder.pack), recorder:
         outputs = run()
     numbers = frozenset(recorder.known(t) for t in outputs)
     return OperationLog(tuple(recorder.operations), tuple(recorder.packs), tuple(recorder.nbytes), recorder.made, numbers)
@@ -196,7 +196,3 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-
-
-def _never(_: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a recording run is never run")

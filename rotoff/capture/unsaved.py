@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..runtime.replay import preserved
+from .saved_tensors import watch_saved
 from .stage import StageModule, flatten, storage_key
 
 
@@ -122,7 +122,7 @@ def _look(stage: StageModule, value: Any, device: torch.device) -> tuple[Any, Gr
 
     given, rebuild = flatten(value)
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
-    with preserved(list(stage.buffers()), device), torch.enable_grad(), saved_tensors_hooks(note, _never):
+    with preserved(list(stage.buffers()), device), torch.enable_grad(), watch_saved(note):
         outputs, rebuild_output = flatten(stage.run(rebuild(leaves)))
     made = {storage_key(t): _Storage.of(t) for t in outputs}
     result = [t.detach().requires_grad_(t.requires_grad) for t in outputs]
@@ -137,7 +137,3 @@ def _look(stage: StageModule, value: Any, device: torch.device) -> tuple[Any, Gr
 def _gone(storages: Iterable[_Storage]) -> int:
     """Bytes of those that nobody holds now: the rest were there before, such as parameters and the stage's input."""
     return sum(s.nbytes for s in storages if s.watch.expired())
-
-
-def _never(_: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a run that only looks is never run")

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.operations import OperationLog
+from ..capture.saved_tensors import watch_saved
 from ..capture.stage import Behaviour, SavedKind, flatten
 from ..chain import Form, Stage
 from ..runtime.convolutions import Algorithms, forward_by
@@ -109,7 +109,7 @@ def _layout(run: Run, algorithms: Algorithms | None) -> list[Any]:
         return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
     found: list[Any] = []
-    with forward_by(algorithms), saved_tensors_hooks(lambda t: found.append(lies(t)), _never):
+    with forward_by(algorithms), watch_saved(lambda t: found.append(lies(t))):
         outputs = flatten(run.forward(run.leaves()))[0]
     return [found, [lies(t) for t in outputs]]
 
@@ -139,10 +139,6 @@ def _more_seconds(meter: FormMeter, plain: Trial, trials: Sequence[Trial]) -> li
             backward(edges, gradients, trial.targets())
             ticks.tick()
     return [max(0.0, statistics.median(series.seconds)) for series in more_than_plain()]
-
-
-def _never(_: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a measuring run is never run")
 
 
 def beaten_by(form: Form, others: Collection[Form]) -> bool:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.operations import OperationLog, record_operations
+from ..capture.saved_tensors import watch_saved
 from ..capture.stage import Behaviour, SavedKind, flatten, pieces
 from ..chain import Chain, Form, Stage
 from ..runtime.convolutions import Algorithms
@@ -279,7 +279,7 @@ def _faithful(run: Run, recipe: Recipe, behaviour: Behaviour, device: torch.devi
     """Whether a redo makes, bit for bit, what autograd saved in the first run."""
     state = ReplayState(Surroundings(device), behaviour.changed_buffers)
     saved: list[torch.Tensor] = []
-    with saved_tensors_hooks(lambda t: saved.append(t.detach()), _never):
+    with watch_saved(lambda t: saved.append(t.detach())):
         run.forward(run.leaves())
     if len(saved) != len(behaviour.saved):
         return False
@@ -327,7 +327,3 @@ def _moved(found: FoundForms, seconds: float) -> FoundForms:
     """The same forms on a stage whose backward takes `seconds` more."""
     forms = tuple(replace(f, backward_time=max(0.0, f.backward_time + seconds)) for f in found.forms)
     return replace(found, forms=forms)
-
-
-def _never(_: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a measuring run is never run")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.changes import ChangedBuffers
 from ..capture.operations import OperationLog, record_operations
+from ..capture.saved_tensors import watch_saved
 from ..capture.sharding import gathers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, pieces, storage_key
 from ..chain import Stage
@@ -183,7 +183,7 @@ class Meter:
             shapes_again.append((tensor.shape, tensor.dtype))
 
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
-        with saved_tensors_hooks(forget, _never):
+        with watch_saved(forget):
             dropping = self.record(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])[1]
         if shapes_again != shapes:
             raise MeasureError(
@@ -228,7 +228,7 @@ class Meter:
             if storage_key(tensor) in {storage_key(p) for m in run.stage.modules for p in m.parameters()}:
                 gathered.add(storage_key(tensor))
 
-        with saved_tensors_hooks(keep, _never):
+        with watch_saved(keep):
             outputs, log = self.record(lambda: flatten(run.forward(leaves))[0])
         return outputs, saved, gathered, log
 
@@ -353,7 +353,7 @@ class Meter:
             if len(saved) == enough:
                 tick()
 
-        with saved_tensors_hooks(keep, _never):
+        with watch_saved(keep):
             tick()
             outputs = run.forward(leaves)
         tick()
@@ -420,7 +420,3 @@ class Meter:
 def _strides(tensor: torch.Tensor) -> list[int]:
     """Those of dimensions with more than one number."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-def _never(_: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a measuring run is never run")

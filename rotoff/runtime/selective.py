@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..capture.saved_tensors import watch_saved
 from .convolutions import Algorithms, forward_by
 from .replay import uncached_autocast
 from .values import View, bytes_of
@@ -176,14 +176,10 @@ def redo(
             state,
             uncached_autocast(),
             forward_by(recipe.algorithms),
-            saved_tensors_hooks(counted, _never),
+            watch_saved(counted),
             nullcontext() if recipe.whole else mode,
         ):
             run()
     except Redone:
         return
     raise OtherOperations
-
-
-def _never(_: Any) -> torch.Tensor:
-    raise AssertionError("the graph of a redo is never run")
