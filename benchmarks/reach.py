@@ -35,7 +35,7 @@ from rotoff.bounds import largest_operation
 from rotoff.chain import Form
 from rotoff.profile.devices import find
 from rotoff.profile.estimate import estimate_profile
-from rotoff.profile.measure import Profile
+from rotoff.profile.model_profile import Profile
 from rotoff.runtime.plan import compile_sequence
 from rotoff.runtime.planning import Request, least_limit, make_plan, own_bytes
 from rotoff.solver import keep_all

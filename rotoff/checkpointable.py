@@ -20,9 +20,10 @@ from .cache import Cache, default_directory
 from .capture import sequential, strategy
 from .chain import Chain
 from .errors import MeasureError, OptionError
+from .profile.allocations import block_bytes
 from .profile.forms import Forms, read_forms
-from .profile.measure import Profile, Progress
-from .profile.meter import CUDA_BLOCK
+from .profile.measure import Progress
+from .profile.model_profile import Profile
 from .profile.steady import Repeats
 from .progress_bar import Bar
 from .rotor_names import NO_LIMIT, RotorNames
@@ -279,8 +280,7 @@ class Checkpointable(RotorNames, nn.Module):
         link = self._links.take(device, plan.host_bytes) if plan.host else None
         checker = None
         if self._check:
-            block = CUDA_BLOCK if device.type == "cuda" else 1
-            checker = Checker(profile.chain, plan.sequence, block, course.profile.kept_bytes(plan.kept))
+            checker = Checker(profile.chain, plan.sequence, block_bytes(device), course.profile.kept_bytes(plan.kept))
         times = None if recording is None else recording.begin(plan.trace, device, link)
         step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker, times)
         return course.captured.returned(step.forward(value))

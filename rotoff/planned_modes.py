@@ -15,7 +15,7 @@ from .chain import Chain
 from .errors import InfeasibleError, LimitError, OptionError
 from .profile.devices import Device, find
 from .profile.estimate import estimate_profile
-from .profile.measure import Profile
+from .profile.model_profile import Profile
 from .runtime.planning import Request, least_limit, least_time, make_plan, own_bytes, plan_everything
 from .sizes import format_bytes, parse_bytes
 from .whole_file import write_whole

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.profile.measure import Profile
+from rotoff.profile.model_profile import Profile
 from rotoff.runtime.link_recording import RecordingLink
 from rotoff.sequence import Op, OpKind
 

@@ -13,7 +13,7 @@ from torch import nn
 import rotoff
 from rotoff.capture.stage import Behaviour
 from rotoff.profile.interpolation import MeasuredTimes
-from rotoff.profile.measure import Profile
+from rotoff.profile.model_profile import Profile
 
 WIDTH = 32
 

@@ -138,16 +138,16 @@ def test_measuring_holds_one_stage_at_a_time() -> None:
     def peak(layers: int) -> int:
         model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers)])
         x = torch.randn(4096, 64)
-        from rotoff.profile import meter
+        from rotoff.profile import allocations
 
-        recorded = meter.record
+        recorded = allocations.record
         try:  # one profiler at a time: the outer one watches, the inner ones say nothing
             silent = lambda run, device: (run(), AllocationLog((Allocation(0, 0, "backward"), Allocation(0, 0, "begun"))))  # noqa: E731
-            meter.record = silent
+            allocations.record = silent
             meter_costs = rotoff.Checkpointable(model)
             return peak_bytes(lambda: meter_costs.measure(x))
         finally:
-            meter.record = recorded
+            allocations.record = recorded
 
     stage = 4096 * 64 * 4
     assert peak(12) <= peak(3) + stage // 8

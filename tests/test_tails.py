@@ -17,8 +17,8 @@ from rotoff.capture.stage import Behaviour
 from rotoff.profile.devices import Device
 from rotoff.profile.estimate import estimate_profile
 from rotoff.profile.interpolation import MeasuredTimes
-from rotoff.profile.measure import Profile
-from rotoff.profile.trial import HostClock
+from rotoff.profile.model_profile import Profile
+from rotoff.profile.stage_timing import HostClock
 from rotoff.runtime.planning import Request, make_plan
 from rotoff.runtime.tails import expected_trace, tails_in_backward
 
@@ -151,7 +151,7 @@ class ProcessorTime(HostClock):
 
 def test_measured_it_is_the_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = stack()
-    monkeypatch.setattr("rotoff.profile.meter.clock", lambda _: ProcessorTime())
+    monkeypatch.setattr("rotoff.profile.stage_timing.clock", lambda _: ProcessorTime())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -19,6 +19,17 @@ from ..errors import MeasureError
 T = TypeVar("T")
 _MARK = "rotoff::mark "
 _WHOLE = "rotoff::record"
+CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
+
+
+def block_bytes(device: torch.device) -> int:
+    """What the allocator of `device` takes is a multiple of this."""
+    return CUDA_BLOCK if device.type == "cuda" else 1
+
+
+def rounded(nbytes: int, block: int) -> int:
+    """What an allocator of blocks of `block` bytes takes for `nbytes`."""
+    return -(-nbytes // block) * block
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,41 @@ class AllocationLog:
             level += event.size - (ends.pop(event.mark, 0) if event.mark else 0)
             most = max(most, level)
         return most
+
+
+class Allocator(Protocol):
+    """Where bytes are seen: a device's allocator here, none at all in `fake.FakeAllocator`."""
+
+    def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
+        """Call `run` and log what is allocated meanwhile."""
+
+    def mark(self, name: str) -> None:
+        """Leave a mark in the log being recorded."""
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """What tells the storage of `tensor` from others in a log."""
+
+    def rounded(self, nbytes: int) -> int:
+        """What is taken for `nbytes`."""
+
+
+class DeviceAllocator:
+    """The allocator of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
+        return record(run, self._device)
+
+    def mark(self, name: str) -> None:
+        mark(name)
+
+    def address(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    def rounded(self, nbytes: int) -> int:
+        return rounded(nbytes, block_bytes(self._device))
 
 
 def mark(name: str) -> None:

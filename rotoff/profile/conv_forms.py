@@ -10,21 +10,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..capture.operations import OperationLog
 from ..capture.saved_tensors import watch_saved
-from ..capture.stage import Behaviour, SavedKind, flatten
-from ..chain import Form, Stage
+from ..capture.stage import SavedKind, flatten
+from ..chain import Form
 from ..runtime.convolutions import Algorithms, forward_by
 from ..runtime.selective import Recipe
-from .steady import Series
-from .trial import Run, backward, clock, get_edges, ones
-
-if TYPE_CHECKING:
-    from .form_meter import FormMeter, Trial
+from .bench import Bench
+from .form_trial import Trial, WholeStage
+from .stage_timing import clock
+from .steady import Series, more_than_first
+from .trial import Run, backward, get_edges, ones
 
 CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "cudnn_convolution_transpose"})
 Pair = tuple[Form, Recipe]
@@ -36,39 +36,30 @@ def convolves(log: OperationLog) -> bool:
 
 
 def find_conv_forms(
-    meter: FormMeter,
-    run: Run,
-    costs: Stage,
-    behaviour: Behaviour,
-    algorithms: Sequence[Algorithms],
-    smallest: Pair | None,
-    carried: int,
-    known: dict[Any, float],
-    worth: float,
+    bench: Bench, stage: WholeStage, algorithms: Sequence[Algorithms], smallest: Pair | None, known: dict[Any, float]
 ) -> list[Pair]:
-    """Forms of the stage `run` with other `algorithms`: of the whole stage with each, of its smallest form with the leanest.
+    """Forms of `stage` with other `algorithms`: of the whole stage with each, of its smallest form with the leanest.
 
     Args:
-        costs: of the whole stage, as the flags have it. smallest: its form of fewest bytes, if any. carried: bytes of its input
-            that its output carries on. known: seconds of backward by `Recipe.identity`; where there are some, no other form is
-            tried. worth: bytes that one must free to be worth a choice.
+        stage: as the flags have its convolutions run. smallest: its form of fewest bytes, if any. known: seconds of backward by
+            `Recipe.identity`; where there are some, no other form is tried.
     """
-    own = frozenset(n for n, kind in enumerate(behaviour.saved) if kind is SavedKind.OWN)
-    whole = costs.form(0), Recipe(own, {}, 0, (), {})
+    own = frozenset(n for n, kind in enumerate(stage.behaviour.saved) if kind is SavedKind.OWN)
+    whole = stage.costs.form(0), Recipe(own, {}, 0, (), {})
     # of a backward's bytes the machine charges those of the gradient that it makes in any case
-    made = sum(t.numel() * t.element_size() for t in run.tensors if t.requires_grad)
+    made = sum(t.numel() * t.element_size() for t in stage.run.tensors if t.requires_grad)
     found: list[tuple[Form, Trial]] = []
 
     def tried(base: Pair, by: Algorithms) -> None:
         """Add the form `base` by other algorithms, where that is worth a choice."""
-        trial = meter.trial(run, replace(base[1], algorithms=by), behaviour)
-        if (known and trial.recipe.identity not in known) or not _runs(run, trial):
+        trial = Trial(stage, replace(base[1], algorithms=by), bench)
+        if (known and trial.recipe.identity not in known) or not _runs(stage.run, trial):
             return
-        forward_transient, backward_peak = meter.forward_bytes(trial, carried)[1], meter.backward_peak(trial)
+        forward_transient, backward_peak = trial.forward_bytes()[1], trial.backward_peak()
         form = Form(base[0].saved_bytes, 0.0, forward_transient, backward_peak)
         forward_freed = base[0].forward_transient_bytes - forward_transient
         backward_freed = max(made, base[0].backward_transient_bytes) - max(made, backward_peak)
-        if max(forward_freed, backward_freed) >= max(1.0, worth):
+        if max(forward_freed, backward_freed) >= max(1.0, stage.worth):
             found.append((form, trial))
 
     for by in algorithms:
@@ -81,8 +72,8 @@ def find_conv_forms(
             found[wholes:] = [min(found[wholes:], key=lambda one: _peak(one[0]))]
     seconds = [known.get(trial.recipe.identity) for _, trial in found]
     if None in seconds:
-        more = _more_seconds(meter, meter.trial(run, whole[1], behaviour), [trial for _, trial in found])
-        seconds = [costs.backward_time + one for one in more]
+        more = _more_seconds(bench, Trial(stage, whole[1], bench), [trial for _, trial in found])
+        seconds = [stage.costs.backward_time + one for one in more]
     pairs = zip(found, seconds, strict=True)
     return [(replace(form, backward_time=time), trial.recipe) for (form, trial), time in pairs if time is not None]
 
@@ -114,21 +105,18 @@ def _layout(run: Run, algorithms: Algorithms | None) -> list[Any]:
     return [found, [lies(t) for t in outputs]]
 
 
-def _more_seconds(meter: FormMeter, plain: Trial, trials: Sequence[Trial]) -> list[float]:
+def _more_seconds(bench: Bench, plain: Trial, trials: Sequence[Trial]) -> list[float]:
     """Of each trial, the median seconds that forward and backward together take more than those of `plain`; runs in turn."""
     if not trials:
         return []
-    ticks = clock(meter.device)
-    width = 1 + len(trials)
+    ticks = clock(bench.device)
 
-    def more_than_plain() -> list[Series]:
+    def more() -> list[Series]:
         spans = ticks.spans()
         sums = [spans[n] + spans[n + 2] for n in range(0, len(spans) - 3, 4)]
-        rounds = [sums[n : n + width] for n in range(0, len(sums) - width + 1, width)]
-        whole = statistics.median(one[0] for one in rounds)
-        return [Series([one[n] - one[0] for one in rounds], whole) for n in range(1, width)]
+        return more_than_first(sums, 1 + len(trials))
 
-    for _ in meter.repeats.rounds(more_than_plain):
+    for _ in bench.repeats.rounds(more):
         for trial in (plain, *trials):
             ticks.tick()
             outputs, _ = trial.forward()
@@ -138,7 +126,7 @@ def _more_seconds(meter: FormMeter, plain: Trial, trials: Sequence[Trial]) -> li
             ticks.tick()
             backward(edges, gradients, trial.targets())
             ticks.tick()
-    return [max(0.0, statistics.median(series.seconds)) for series in more_than_plain()]
+    return [max(0.0, statistics.median(series.seconds)) for series in more()]
 
 
 def beaten_by(form: Form, others: Collection[Form]) -> bool:

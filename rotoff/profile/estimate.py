@@ -6,7 +6,7 @@ Bytes follow the same rules as measured ones, by the same code (`meter`): only w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,23 +15,29 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..capture import strategy
-from ..capture.operations import OperationLog, record_operations
 from ..capture.stage import StageModule, flatten, storage_key
 from ..chain import Chain
+from ..runtime.convolutions import Algorithms
 from ..runtime.replay import RNG_BYTES
 from . import cpu_temporaries
-from .allocations import AllocationLog
+from .allocations import CUDA_BLOCK, AllocationLog
+from .bench import Bench
 from .cuda_kernels import cuda_variants
 from .devices import Device, find
 from .fake import FakeAllocator, InMode, fake_copy, fake_mode
 from .fake_forms import FakeFormMeter
 from .form_meter import FormMeter
 from .forms import Policy
-from .measure import Profile, measure
-from .meter import CUDA_BLOCK, End, Measured, Meter, Run
+from .known_times import StageTimes
+from .measure import measure
+from .meter import Measured, Meter
+from .model_profile import Profile
 from .provenance import TAIL_TIMES, provenance
 from .roofline import Roofline
+from .stage_timing import End
+from .steady import Repeats
 from .structure import describe, structure
+from .trial import Run
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")  # of all fake tensors
@@ -63,7 +69,7 @@ def estimate_profile(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     with cuda_variants(device):
         stages = strategy.stages(copied, value, _CPU)
         stages = [StageModule(s.name, tuple(InMode(m, mode) for m in s.modules)) for s in stages]
-        profile = measure(stages, value, _CPU, lambda _: link(device), meter=FakeMeter(device, mode))
+        profile = measure(stages, value, FakeMeter(device, mode), lambda _: link(device))
     meta = {**provenance(model, value, device), TAIL_TIMES: list(profile.tail_times)}
     chain = replace(profile.chain, name=type(model).__name__, meta=meta)
     return replace(profile, chain=chain)
@@ -75,30 +81,61 @@ def link(device: Device) -> tuple[float, float, bool]:
     return device.d2h_bandwidth * share, device.h2d_bandwidth * share, device.duplex
 
 
+class TimedAllocator(FakeAllocator):
+    """Also adds up the seconds that the logged operations take on `device`.
+
+    seconds: of each log, those after the mark "backward", and under "" those before it.
+    """
+
+    def __init__(self, device: Device, mode: FakeTensorMode, roofline: Roofline) -> None:
+        if device.capability is None:
+            super().__init__(1, cpu_temporaries.steps)
+        else:
+            super().__init__(CUDA_BLOCK)
+        self._mode = mode
+        self._roofline = roofline
+        self.seconds: list[dict[str, float]] = []
+        self._phase = ""
+
+    def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
+        self.seconds.append({})
+        self._phase = ""
+        with self._mode:  # in a backward too, where what the interpreter makes is fake as well
+            return super().log(run)
+
+    def mark(self, name: str) -> None:
+        super().mark(name)
+        if name == "backward":
+            self._phase = name
+            self.seconds[-1][name] = 0.0
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        spans = self.seconds[-1]
+        spans[self._phase] = spans.get(self._phase, 0.0) + self._roofline.time(func, args, kwargs, result)
+
+
 class FakeMeter(Meter):
     """Costs of stages over fake tensors, as they would be on `device`."""
 
     def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy = True) -> None:
-        self._mode = mode
-        self._roofline = Roofline(device)
+        roofline = Roofline(device)
+        self._timed = TimedAllocator(device, mode, roofline)
+        super().__init__(Bench(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
         self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # read and written
-        super().__init__(_CPU, 1, forms)
-        self._allocator = FakeAllocator(1, cpu_temporaries.steps) if device.capability is None else FakeAllocator(CUDA_BLOCK)
-        self._allocator.on_operation = self._operation
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
-        self._spans: list[dict[str, float]] = []  # of each record: seconds after each mark, those before any under ""
-        self._phase = ""
         self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}
 
-    def form_meter(self, policy: Policy | None, partial: bool) -> FormMeter:
-        return FakeFormMeter(self, self._mode, self._roofline, lambda: self._spans[-1]["backward"], policy)
+    def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
+        return FakeFormMeter(self.bench, lambda: self._timed.seconds[-1]["backward"], policy)
 
-    def stage(self, stage: StageModule, value: Any, last: bool) -> tuple[Measured | None, Any]:
+    def stage(
+        self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None
+    ) -> tuple[Measured | None, Any]:
         key = structure(stage.modules), describe(value, self._lasting), last
         if key in self._known:
             return self._again(stage, value, *self._known[key])
-        self._spans = []
-        measured, output = super().stage(stage, value, last)
+        self._timed.seconds = []
+        measured, output = super().stage(stage, value, last, known)
         self._known[key] = measured, [t.requires_grad for t in flatten(output)[0]]
         return measured, output
 
@@ -114,39 +151,14 @@ class FakeMeter(Meter):
             self._lasting |= {storage_key(t) for t, made in zip(outputs, own, strict=True) if not made} - inputs
         return measured, rebuild([t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)])
 
-    def record(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
-        self._spans.append({})
-        self._phase = ""
-        return self._allocator.log(run)
-
-    def mark(self, name: str) -> None:
-        self._allocator.mark(name)
-        if name == "backward":
-            self._phase = name
-            self._spans[-1][name] = 0.0
-
     def plain(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, FakeTensor)
 
-    def _operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        spans = self._spans[-1]
-        spans[self._phase] = spans.get(self._phase, 0.0) + self._roofline.time(func, args, kwargs, result)
-
     def _times(self, run: Run, end: End) -> tuple[float, float, float]:
         """Of the runs recorded before: the first is a forward, one ends with the backward."""
-        forward = self._spans[0].get("", 0.0)
-        backward = next(spans["backward"] for spans in self._spans if "backward" in spans)
+        forward = self._timed.seconds[0].get("", 0.0)
+        backward = next(spans["backward"] for spans in self._timed.seconds if "backward" in spans)
         return forward, backward, 0.0 if run.last else end.share * forward
 
     def copy_bandwidth(self, nbytes: float) -> float:
         return self._copy_bandwidth
-
-    def recorded(self, run: Run) -> OperationLog:
-        leaves = run.leaves()
-        return record_operations(lambda: flatten(run.forward(leaves))[0], self.device, self._roofline.time)
-
-    def address(self, tensor: torch.Tensor) -> int:
-        return self._allocator.address(tensor)
-
-    def _rounded(self, nbytes: int) -> int:
-        return self._allocator.rounded(nbytes)

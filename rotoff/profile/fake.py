@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..capture.stage import pieces
 from ..errors import MeasureError
 from ..runtime.selective import QUERIES
-from .allocations import Allocation, AllocationLog
+from .allocations import Allocation, AllocationLog, rounded
 from .fake_kernels import FakeKernels
 
 T = TypeVar("T")
@@ -127,7 +127,6 @@ class FakeAllocator(TorchDispatchMode):
         self._count = 0
         self._events: list[Allocation] = []
         self._drew = False
-        self.on_operation: Callable[[Any, Any, Any, Any], None] | None = None
 
     def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
         """Call `run` and log what is allocated meanwhile."""
@@ -146,7 +145,7 @@ class FakeAllocator(TorchDispatchMode):
         return self._numbers.get(key, -key)
 
     def rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._block) * self._block
+        return rounded(nbytes, self._block)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in QUERIES:
@@ -155,7 +154,7 @@ class FakeAllocator(TorchDispatchMode):
         if func is torch.ops.aten.add.Tensor and not kwargs and torch._C._current_graph_task_id() != -1:
             into = _accumulated(args)
             if into is not None:
-                self._tell(torch.ops.aten.add_.Tensor, args, kwargs, into)
+                self.ran(torch.ops.aten.add_.Tensor, args, kwargs, into)
                 return into
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -169,12 +168,11 @@ class FakeAllocator(TorchDispatchMode):
         for tensor in _made(func, result):
             for piece in pieces(tensor):
                 self._note(piece)
-        self._tell(func, args, kwargs, result)
+        self.ran(func, args, kwargs, result)
         return result
 
-    def _tell(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if self.on_operation is not None:
-            self.on_operation(func, args, kwargs, result)
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Called after each operation."""
 
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -8,60 +8,33 @@ measured, a form that fails there is left out, and a plan that needs it says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from ..capture.operations import OperationLog, record_operations
-from ..capture.stage import Behaviour, flatten
+from ..capture.stage import flatten
 from ..runtime.selective import Recipe
-from .allocations import AllocationLog
-from .form_meter import FormMeter, Trial
+from .bench import Bench
+from .form_meter import FormMeter
+from .form_trial import Trial, WholeStage
 from .forms import Policy
-from .meter import Meter
-from .roofline import Roofline
-from .steady import Repeats
 from .trial import Run, backward, get_edges, ones
-
-T = TypeVar("T")
 
 
 class FakeFormMeter(FormMeter):
     """Forms of stages over fake tensors.
 
     Args:
-        meter: the whole stages'; it sees what is allocated. mode: that the tensors live in. seconds: that passed in its last record after the mark "backward".
+        seconds: that passed in the bench's last log after the mark "backward".
     """
 
     recorded = 1  # the same each time
 
-    def __init__(
-        self, meter: Meter, mode: FakeTensorMode, roofline: Roofline, seconds: Callable[[], float], policy: Policy | None
-    ) -> None:
-        super().__init__(meter.device, Repeats(1, 1), policy)
-        self._meter = meter
-        self._mode = mode
-        self._roofline = roofline
+    def __init__(self, bench: Bench, seconds: Callable[[], float], policy: Policy | None) -> None:
+        super().__init__(bench, policy)
         self._seconds = seconds
 
-    def record(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
-        with self._mode:  # in a backward too, where what the interpreter makes is fake as well
-            return self._meter.record(run)
-
-    def mark(self, name: str) -> None:
-        self._meter.mark(name)
-
-    def _address(self, tensor: torch.Tensor) -> int:
-        return self._meter.address(tensor)
-
-    def _recorded(self, run: Run) -> OperationLog:
-        leaves = run.leaves()
-        return record_operations(lambda: flatten(run.forward(leaves))[0], self.device, self._roofline.time)
-
-    def _proven(self, run: Run, recipe: Recipe, behaviour: Behaviour) -> bool:
+    def _proven(self, stage: WholeStage, recipe: Recipe) -> bool:
         try:
-            self._backward_seconds(Trial(run, recipe, behaviour, self.device))
+            self._backward_seconds(Trial(stage, recipe, self.bench))
         except Exception:  # what fake tensors cannot do, a stage without forms does not need
             return False
         return True
@@ -80,9 +53,9 @@ class FakeFormMeter(FormMeter):
                 leaves = one.leaves()
                 outputs, targets = flatten(one.forward(leaves))[0], one.targets(leaves)
             edges, gradients = get_edges(outputs), ones(outputs)
-            self.mark("backward")
+            self.bench.allocator.mark("backward")
             outputs.clear()
             return backward(edges, gradients, targets)
 
-        self.record(step)
+        self.bench.allocator.log(step)
         return self._seconds()

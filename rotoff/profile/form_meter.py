@@ -1,39 +1,33 @@
-"""Forms of a stage, measured: what each one stores, what its redo and backward take, in bytes and seconds.
+"""Forms of a stage, found and measured: what each one stores, what its redo and backward take, in bytes and seconds.
 
-The measured thing is the interpreter itself, running the plan ``F_sel 1 k``, ``B 1`` of a chain of that one stage, so that
-times and bytes include all that it does. First each form has to prove itself: what its redo makes is compared bit for bit
-with what autograd saved, with whatever nobody should read filled with NaN.
+First each form has to prove itself: what its redo makes is compared bit for bit with what autograd saved, with whatever nobody
+should read filled with NaN. What it takes is measured as the interpreter runs it (`form_trial`).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..capture.operations import OperationLog, record_operations
+from ..capture.operations import OperationLog
 from ..capture.saved_tensors import watch_saved
-from ..capture.stage import Behaviour, SavedKind, flatten, pieces
-from ..chain import Chain, Form, Stage
+from ..capture.stage import SavedKind, flatten
+from ..chain import Form, Stage
 from ..runtime.convolutions import Algorithms
-from ..runtime.interpreter import Step
-from ..runtime.plan import ExecutionPlan, compile_sequence
 from ..runtime.replay import ReplayState, Surroundings
 from ..runtime.selective import Recipe, redo
-from ..sequence import Op, OpKind
-from ..sequence import Sequence as Plan
-from .allocations import AllocationLog, mark, record
+from .bench import Bench
 from .conv_forms import beaten_by, convolves, find_conv_forms
+from .form_trial import Trial, WholeStage
 from .forms import Choice, Policy, StageGraph, structure, unfit
 from .known_times import KnownForms
-from .steady import Repeats, Series
-from .trial import Run, backward, clock, get_edges, handed_over, ones
-
-T = TypeVar("T")
-WORTH = 0.05  # of a stage's saved bytes: a form that frees less is not worth a choice
+from .stage_timing import clock
+from .steady import Series, more_than_first
+from .trial import Run, backward, get_edges, ones
 
 
 @dataclass(frozen=True)
@@ -46,42 +40,27 @@ class FoundForms:
 
 
 class FormMeter:
-    """Finds and measures forms on one device; stages of the same structure share the work.
+    """Finds and measures forms on one bench; stages of the same structure share the work.
 
     Args:
-        repeats: how often each is timed; the median counts. policy: the user's word on what is kept, if any. partial: whether to
-            look for forms that store a part. algorithms: other ones that convolutions may run by (`conv_forms`).
+        policy: the user's word on what is kept, if any. partial: whether to look for forms that store a part. algorithms: other
+            ones that convolutions may run by (`conv_forms`).
     """
 
     recorded = 2  # runs under the recorder, of which each operation's faster time counts
 
     def __init__(
-        self,
-        device: torch.device,
-        repeats: Repeats,
-        policy: Policy | None,
-        partial: bool = True,
-        algorithms: Sequence[Algorithms] = (),
+        self, bench: Bench, policy: Policy | None, partial: bool = True, algorithms: Sequence[Algorithms] = ()
     ) -> None:
-        self.device = device
-        self.repeats = repeats
+        self.bench = bench
         self._policy = policy
         self._partial = partial
         self._algorithms = tuple(algorithms)
         self._shared: dict[Any, tuple[Stage, FoundForms]] = {}
 
-    def find(
-        self,
-        run: Run,
-        costs: Stage,
-        behaviour: Behaviour,
-        carried: int,
-        times: KnownForms | None = None,
-    ) -> FoundForms:
-        """Forms of the stage `run` whose whole costs are `costs`.
-
-        carried: bytes of the input that its output carries on. times: of its forms, where they are known.
-        """
+    def find(self, stage: WholeStage, times: KnownForms | None = None) -> FoundForms:
+        """Forms of `stage`. times: of its forms, where they are known."""
+        run, costs, behaviour = stage.run, stage.costs, stage.behaviour
         if times == ():
             return FoundForms(reason="none was found when its times were measured")
         if (reason := unfit(run.stage)) is not None:
@@ -92,7 +71,7 @@ class FormMeter:
         if no_parts and not self._algorithms:
             return FoundForms(reason=no_parts)
         try:
-            logs = [self._recorded(run) for _ in range(self.recorded)]
+            logs = [self.bench.recorded(run) for _ in range(self.recorded)]
         except Exception as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
             return FoundForms(reason=f"its operations could not be recorded ({type(error).__name__}: {error})")
         log = _fastest(logs)
@@ -112,12 +91,11 @@ class FormMeter:
         elif times is not None:
             choices = [graph.choice(kept) for kept, algorithms in known if not algorithms]
         else:
-            choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= WORTH * costs.saved_bytes]
-        pairs, reason = self._measured(run, costs, behaviour, choices, carried, known)
+            choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= stage.worth]
+        pairs, reason = self._measured(stage, choices, known)
         if self._algorithms and convolves(log):
             smallest = min(pairs, key=lambda pair: pair[0].saved_bytes, default=None)
-            worth = WORTH * costs.saved_bytes
-            pairs += find_conv_forms(self, run, costs, behaviour, self._algorithms, smallest, carried, known, worth)
+            pairs += find_conv_forms(self.bench, stage, self._algorithms, smallest, known)
         whole = costs.form(0)
         kept = [p for p in pairs if not beaten_by(p[0], [whole, *(f for f, _ in pairs if f is not p[0])])]
         kept.sort(key=lambda pair: -pair[0].saved_bytes)
@@ -127,88 +105,31 @@ class FormMeter:
         self._shared[key] = costs, found
         return found
 
-    def _recorded(self, run: Run) -> OperationLog:
-        leaves = run.leaves()
-        return record_operations(lambda: flatten(run.forward(leaves))[0], self.device)
-
     def _measured(
-        self,
-        run: Run,
-        costs: Stage,
-        behaviour: Behaviour,
-        choices: Sequence[Choice],
-        carried: int,
-        times: dict[Any, float],
+        self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
     ) -> tuple[list[tuple[Form, Recipe]], str]:
         """The forms that `choices` make, measured, and why some of them are none."""
         reason = "" if choices else "nothing that could be redone takes enough bytes"
         trials: list[Trial] = []
         for choice in choices:
-            if self._proven(run, choice.recipe, behaviour):
-                trials.append(self.trial(run, choice.recipe, behaviour))
+            if self._proven(stage, choice.recipe):
+                trials.append(Trial(stage, choice.recipe, self.bench))
             else:
                 reason = "a redo does not give what the first run gave"
         known = [times.get(trial.recipe.identity) for trial in trials]
-        redos = iter(self._redo_seconds(run, [trial for trial, at in zip(trials, known, strict=True) if at is None]))
+        redos = iter(self._redo_seconds(stage.run, [trial for trial, at in zip(trials, known, strict=True) if at is None]))
         pairs: list[tuple[Form, Recipe]] = []
         for trial, seconds in zip(trials, known, strict=True):
-            saved_bytes, forward_transient = self.forward_bytes(trial, carried)
-            seconds = costs.backward_time + next(redos) if seconds is None else seconds
-            form = Form(saved_bytes, seconds, forward_transient, self.backward_peak(trial))
-            pairs.append((form, trial.recipe))
+            saved_bytes, forward_transient = trial.forward_bytes()
+            seconds = stage.costs.backward_time + next(redos) if seconds is None else seconds
+            pairs.append((Form(saved_bytes, seconds, forward_transient, trial.backward_peak()), trial.recipe))
         return pairs, reason
 
-    # -- where bytes and contents are seen: here on the device; an estimate has another way
+    # -- what an estimate has another way for
 
-    def record(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
-        """Call `run` and log what is allocated meanwhile."""
-        return record(run, self.device)
-
-    def mark(self, name: str) -> None:
-        """Leave a mark in the log being recorded."""
-        mark(name)
-
-    def _address(self, tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage().data_ptr()
-
-    def _proven(self, run: Run, recipe: Recipe, behaviour: Behaviour) -> bool:
+    def _proven(self, stage: WholeStage, recipe: Recipe) -> bool:
         """Whether a redo makes, bit for bit, what autograd saved in the first run."""
-        return _faithful(run, recipe, behaviour, self.device)
-
-    # -- costs
-
-    def trial(self, run: Run, recipe: Recipe, behaviour: Behaviour) -> Trial:
-        """A form of a stage, to be run."""
-        return Trial(run, recipe, behaviour, self.device)
-
-    def forward_bytes(self, trial: Trial, carried: int) -> tuple[int, int]:
-        """(saved bytes, forward transient bytes)."""
-        (outputs, step), log = self.record(trial.forward)
-        live = log.live()
-        kept = {self._address(t) for t in (*outputs, *step.stored(1))}
-        saved = sum(size for ptr, size in live.items() if ptr in kept)
-        return saved + carried, max(0, log.peak() - sum(live.values()) - carried)
-
-    def backward_peak(self, trial: Trial) -> int:
-        """Bytes above what ā and δ_i hold while ``B`` runs, its redo included; as `Meter` counts them."""
-
-        def step() -> tuple[torch.Tensor | None, ...]:
-            outputs, _ = trial.forward()
-            start = handed_over(outputs, ones(outputs))
-            self.mark("backward")
-            del outputs
-            return backward(*start, trial.targets())
-
-        hooks = [p.register_hook(lambda _, n=n: self.mark(str(n))) for n, p in enumerate(trial.parameters)]
-        try:
-            grads, log = self.record(step)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        fresh = grads[len(grads) - len(trial.parameters) :]
-        return log.after("backward").peak(
-            {self._address(piece): str(n) for n, g in enumerate(fresh) if g is not None for piece in pieces(g)}
-        )
+        return _faithful(stage, recipe, self.bench.device)
 
     def _redo_seconds(self, run: Run, trials: Sequence[Trial]) -> list[float]:
         """Of each trial, the median seconds that its ``B`` takes more than the one of everything kept.
@@ -218,23 +139,19 @@ class FormMeter:
         """
         if not trials:
             return []
-        ticks = clock(self.device)
-        width = 1 + len(trials)
+        ticks = clock(self.bench.device)
 
-        def more_than_whole() -> list[Series]:
-            spans = ticks.spans()[0::2]
-            rounds = [spans[n : n + width] for n in range(0, len(spans) - width + 1, width)]
-            whole = statistics.median(one[0] for one in rounds)
-            return [Series([one[n] - one[0] for one in rounds], whole) for n in range(1, width)]
+        def redos() -> list[Series]:
+            return more_than_first(ticks.spans()[0::2], 1 + len(trials))
 
-        for _ in self.repeats.rounds(more_than_whole):
+        for _ in self.bench.repeats.rounds(redos):
             leaves = run.leaves()
             outputs = flatten(run.forward(leaves))[0]
             self._timed_backward(ticks, outputs, run.targets(leaves))
             for trial in trials:
                 outputs, _ = trial.forward()
                 self._timed_backward(ticks, outputs, trial.targets())
-        return [max(0.0, statistics.median(series.seconds)) for series in more_than_whole()]
+        return [max(0.0, statistics.median(series.seconds)) for series in redos()]
 
     @staticmethod
     def _timed_backward(ticks: Any, outputs: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -245,38 +162,9 @@ class FormMeter:
         ticks.tick()
 
 
-class Trial:
-    """One form of one stage, run by the interpreter."""
-
-    def __init__(self, run: Run, recipe: Recipe, behaviour: Behaviour, device: torch.device) -> None:
-        self._run = run
-        self.recipe = recipe
-        self._behaviour = replace(behaviour, forms=(recipe,))
-        self.device = device
-        self._plan, self._again = _plan_of_one(), _plan_of_one(Op(OpKind.F_CK, 1))
-        self._leaves: list[torch.Tensor] = []
-        self.parameters = run.parameters
-
-    def forward(self, again: bool = False) -> tuple[list[torch.Tensor], Step]:
-        """``F_sel``: the outputs, and the step that waits for their gradients. again: ``F_ck``; the step will do ``F_sel``."""
-        self._leaves = self._run.leaves()
-        step = Step(
-            self._again if again else self._plan, [self._run.stage], [self._behaviour], self.device, None, lambda _: None
-        )
-        return flatten(step.forward(self._run.rebuild(self._leaves)))[0], step
-
-    def targets(self) -> list[torch.Tensor]:
-        """What the backward of the last forward gives gradients of; parameters come last."""
-        return self._run.targets(self._leaves)
-
-
-def _plan_of_one(*before: Op) -> ExecutionPlan:
-    chain = Chain((Stage(forms=(Form(0, 0.0),)),), 1.0, 1.0)
-    return compile_sequence(chain, Plan((*before, Op(OpKind.F_SEL, 1, 1), Op(OpKind.B, 1))))
-
-
-def _faithful(run: Run, recipe: Recipe, behaviour: Behaviour, device: torch.device) -> bool:
+def _faithful(stage: WholeStage, recipe: Recipe, device: torch.device) -> bool:
     """Whether a redo makes, bit for bit, what autograd saved in the first run."""
+    run, behaviour = stage.run, stage.behaviour
     state = ReplayState(Surroundings(device), behaviour.changed_buffers)
     saved: list[torch.Tensor] = []
     with watch_saved(lambda t: saved.append(t.detach())):

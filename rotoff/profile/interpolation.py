@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..runtime.convolutions import flags
-from .known_times import KnownForm, KnownTimes, StageTimes
-from .measure import Profile
+from .known_times import KnownForm, KnownTimes, StageTimes, times_of
+from .model_profile import Profile
 
 APART = 4.0  # times the smaller size, at most, is the larger: further apart, attention's square is no line
 BEYOND = 1.5  # times a measured size, and no further from it than the two are from each other
@@ -45,13 +45,8 @@ class MeasuredTimes:
 
         surroundings: all else that times depend on. stages: which they are.
         """
-        rows = []
-        for stage, tail, behaviour in zip(profile.chain.stages, profile.tail_times, profile.behaviours, strict=True):
-            pairs = zip(behaviour.forms, stage.forms, strict=True)
-            forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
-            rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms))
         key = surroundings, stages, shapes
-        self._rows[key] = tuple(rows)
+        self._rows[key] = times_of(profile)
         self._rows.move_to_end(key)
         while len(self._rows) > KEPT:
             self._rows.popitem(last=False)

@@ -8,18 +8,16 @@ versions and the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cache import Cache
 from ..capture.stage import StageModule
 from ..runtime.convolutions import flags
+from .model_profile import Profile
 from .provenance import device_name
 from .structure import describe, structure
-
-if TYPE_CHECKING:
-    from .measure import Profile
 
 KIND = "times"
 
@@ -51,6 +49,16 @@ class KnownTimes(NamedTuple):
     stages: tuple[StageTimes, ...]
     link: tuple[float, float, bool] | None
     copy_bandwidth: float | None = None
+
+
+def times_of(profile: Profile) -> tuple[StageTimes, ...]:
+    """The times of a measured model's stages."""
+    rows = []
+    for stage, tail, behaviour in zip(profile.chain.stages, profile.tail_times, profile.behaviours, strict=True):
+        pairs = zip(behaviour.forms, stage.forms, strict=True)
+        forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
+        rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms))
+    return tuple(rows)
 
 
 def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
@@ -101,10 +109,6 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
 def keep_times(cache: Cache, key: dict[str, Any] | None, profile: Profile) -> None:
     """Keep the times of a measured model, and which forms its stages have."""
     if key is not None:
-        stages: list[Any] = []
         chain = profile.chain
-        for s, tail, behaviour in zip(chain.stages, profile.tail_times, profile.behaviours, strict=True):
-            forms = [[r.identity, f.backward_time] for f, r in zip(s.forms, behaviour.forms, strict=True)]
-            stages.append([s.name, s.forward_time, s.backward_time, tail, forms])
         link = [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]
-        cache.keep(KIND, key, {"stages": stages, "link": link, "copy_bandwidth": profile.copy_bandwidth})
+        cache.keep(KIND, key, {"stages": times_of(profile), "link": link, "copy_bandwidth": profile.copy_bandwidth})

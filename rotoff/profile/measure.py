@@ -8,175 +8,54 @@ taken with ``torch.autograd.grad``, which adds to no ``.grad``.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..capture.aliasing import merge_aliases
-from ..capture.stage import Behaviour, StageModule, flatten, storage_key
+from ..capture.stage import StageModule, flatten, storage_key
 from ..capture.unsaved import merge_unsaved
-from ..chain import Chain, Form, Stage
+from ..chain import Chain, Stage
 from ..errors import MeasureError
-from ..runtime.convolutions import Algorithms
 from ..runtime.replay import preserved
-from .forms import Policy
+from .allocations import block_bytes
 from .gradients import Charge, charge
 from .known_times import KnownTimes
-from .meter import CUDA_BLOCK, Measured, Meter
-from .skips import Skip, behave_in_place, find_skips, keep_in_place
+from .meter import Measured, Meter
+from .model_profile import Compact, Profile, replay_bytes
+from .skips import find_skips
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
-
-
-class StageForms(NamedTuple):
-    """Smaller forms of the stage `name`, as ``F_sel i 1``, ``F_sel i 2``, ... make them.
-
-    forms: their costs. keeps: of each, the tensors that it keeps, as the operations that made them and shapes. reason: why
-    there are none. algorithms: of each, by which its convolutions run, where that is not the flags' choice.
-    """
-
-    name: str
-    forms: tuple[Form, ...]
-    keeps: tuple[tuple[str, ...], ...]
-    reason: str
-    algorithms: tuple[Algorithms | None, ...] = ()
-
-
-class Compact(NamedTuple):
-    """What becomes of the chain where gradients that wait in a part of a larger storage are copied, so that the rest can go.
-
-    stages: its costs. copied: of each stage, the inputs whose gradients are. staying_bytes: as of `Profile`.
-    """
-
-    stages: tuple[Stage, ...]
-    copied: tuple[tuple[int, ...], ...]
-    staying_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A measured model.
-
-    device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
-    which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every
-    step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the prefix holds,
-    its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the step: all of it,
-    or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
-    stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
-    tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.tails`); none given: 0.
-    gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the next stage's
-    backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs back. rng_bytes: of one
-    state of the generators, on the device. compact: the same with gradients that wait copied, where there are any.
-    copy_bandwidth: of those copies, B/s.
-    """
-
-    device: torch.device
-    chain: Chain
-    prefix: tuple[StageModule, ...]
-    stages: tuple[StageModule, ...]
-    behaviours: tuple[Behaviour, ...]
-    stuck_bytes: int
-    replay_bytes: int
-    prefix_peak_bytes: int = 0
-    resident_input_bytes: int = 0
-    no_forms: tuple[str, ...] = ()
-    rng_bytes: int = 0
-    gone_bytes: tuple[int, ...] = ()
-    skips: tuple[Skip, ...] = ()
-    spare_bytes: tuple[tuple[int, int], ...] = ()
-    staying_bytes: tuple[int, ...] = ()
-    compact: Compact | None = None
-    copy_bandwidth: float | None = None
-    tail_times: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.tail_times:
-            object.__setattr__(self, "tail_times", (0.0,) * len(self.chain))
-
-    def keeping(self, kept: Collection[int], compact: bool = False) -> Profile:
-        """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value.
-
-        compact: whether gradients that wait are copied.
-        """
-        if compact and self.compact is not None:
-            copying = zip(self.behaviours, self.compact.copied, strict=True)
-            return replace(
-                self,
-                chain=replace(self.chain, stages=self.compact.stages),
-                behaviours=tuple(replace(one, copied=copied) for one, copied in copying),
-                staying_bytes=self.compact.staying_bytes,
-                compact=None,
-            ).keeping(kept)
-        if not kept:
-            return self
-        staying = [self.skips[n] for n in sorted(kept)]
-        return replace(
-            self,
-            chain=keep_in_place(self.chain, staying, self.spare_bytes, self.staying_bytes),
-            behaviours=behave_in_place(self.behaviours, staying),
-            stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
-            skips=(),
-            compact=None,
-        )
-
-    def kept_bytes(self, kept: Collection[int]) -> int:
-        """Bytes of the `skips` of these numbers."""
-        return sum(self.skips[n].nbytes for n in kept)
-
-    @property
-    def forms(self) -> tuple[StageForms, ...]:
-        """Of each stage its smaller forms and what they keep, or why it has none."""
-        reasons = self.no_forms or ("",) * len(self.stages)
-        rows = zip(self.chain.stages, self.behaviours, reasons, strict=True)
-        return tuple(
-            StageForms(s.name, s.forms, tuple(r.keeps for r in b.forms), why, tuple(r.algorithms for r in b.forms))
-            for s, b, why in rows
-        )
-
-    def replay_extra(self, replayed: Collection[int]) -> tuple[int, dict[int, int]]:
-        """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held throughout, and while each does."""
-        behaviours = {i: self.behaviours[i - 1] for i in replayed}
-        states = min(len(behaviours), 1 + sum(b.draws for b in self.behaviours))
-        held = states * self.rng_bytes + sum(sum(_buffer_bytes(b)) for b in behaviours.values())
-        beside = {i: 2 * self.rng_bytes + sum(_buffer_bytes(b)) + b.stuck_bytes for i, b in behaviours.items()}
-        return held, beside
 
 
 def measure(
     stages: Sequence[StageModule],
     value: Any,
-    device: torch.device,
+    meter: Meter,
     bandwidth: Callable[[int], tuple[float, float, bool]],
-    repeats: int | None = None,
     progress: Progress | None = None,
-    meter: Meter | None = None,
     known: KnownTimes | None = None,
-    forms: bool | Policy = True,
     named: bool = False,
-    algorithms: Sequence[Algorithms] = (),
 ) -> Profile:
     """Measure `stages` on the sample input `value`.
 
     Args:
         stages: in order; those that alias or overwrite their input are merged with their predecessor, and so are most whose
             input no backward needs (`capture.unsaved`).
-        value: a tensor, or a tuple of them, on `device`.
+        value: a tensor, or a tuple of them, on the device of `meter`.
         bandwidth: given the bytes that typically move, the link's (d2h B/s, h2d B/s, duplex).
-        repeats: timed runs of each stage, of which the median counts; None: until it is steady (`steady.Repeats`). meter: what measures one stage; default: on `device`.
         known: times that need not be measured, where they are of the same stages.
-        forms: whether to find and measure smaller forms (`profile.forms`); a policy says what they keep.
         named: whether the user named the stages, so that they stay apart unless they alias.
-        algorithms: other ones that convolutions may run by (`profile.conv_forms`).
 
     Raises:
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
     """
+    device = meter.bench.device
     if not flatten(value)[0]:
         raise MeasureError("the model's input holds no tensor")
-    meter = meter or Meter(device, repeats, forms, algorithms)
     for tensor in flatten(value)[0]:
         if not meter.plain(tensor):
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
@@ -191,9 +70,8 @@ def measure(
     for n, group in enumerate(groups):
         if progress is not None:
             progress(n, len(groups), group.name)
-        meter.known_time = waiting.get((group.name, n - prefix))
         with preserved(list(group.buffers()), device), torch.enable_grad():
-            result, value = meter.stage(group, value, n + 1 == len(groups))
+            result, value = meter.stage(group, value, n + 1 == len(groups), waiting.get((group.name, n - prefix)))
         if result is None:
             prefix, measured, start = n + 1, [], value
             meter.begin(value)
@@ -230,7 +108,7 @@ def measure(
         stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured)
         + _shared_gradients(groups[prefix:])
         + sum(_loss_bytes(nbytes, device) for nbytes in measured[-1].own_gradient_bytes),
-        replay_bytes=_replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
+        replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         rng_bytes=meter.rng_bytes,
         gone_bytes=tuple(_gone(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
         resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
@@ -309,27 +187,7 @@ def _shared_gradients(stages: Sequence[StageModule]) -> int:
 def _loss_bytes(output_bytes: int, device: torch.device) -> int:
     """What a loss takes that the model returns: its caller holds it to the end, where the machine frees it with the last stage.
     Larger outputs are dropped by whoever makes a loss of them."""
-    most = CUDA_BLOCK if device.type == "cuda" else 8
-    return output_bytes if output_bytes <= most else 0
-
-
-def _replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
-    """What replays hold beside values: every stage's snapshots; the clones that one replay at a time runs on, and what
-    its graph keeps past all hooks, beside what that of the first run does."""
-    snapshots = [sum(_buffer_bytes(b)) for b in behaviours]
-    states = sum(b.draws for b in behaviours) + 3  # the first; a replay's own, and the one that it puts back
-    stuck = max(b.stuck_bytes for b in behaviours)
-    return sum(snapshots) + max(snapshots) + stuck + states * rng_bytes
-
-
-def _buffer_bytes(behaviour: Behaviour) -> list[int]:
-    """Of each buffer that the forward changes, what a copy of it takes."""
-    found = (module._buffers[name] for module, name in behaviour.changed_buffers)
-    return [
-        -(-buffer.nbytes // CUDA_BLOCK) * CUDA_BLOCK if buffer.is_cuda else buffer.nbytes
-        for buffer in found
-        if buffer is not None
-    ]
+    return output_bytes if output_bytes <= max(8, block_bytes(device)) else 0
 
 
 def _prefix_peak(prefix: Sequence[StageModule], value: Any, meter: Meter) -> int:
@@ -342,5 +200,5 @@ def _prefix_peak(prefix: Sequence[StageModule], value: Any, meter: Meter) -> int
             result = stage.run(result)
         return result
 
-    with preserved([found for stage in prefix for found in stage.buffers()], meter.device), torch.enable_grad():
-        return meter.record(run)[1].peak()
+    with preserved([found for stage in prefix for found in stage.buffers()], meter.bench.device), torch.enable_grad():
+        return meter.allocator.log(run)[1].peak()

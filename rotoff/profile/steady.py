@@ -47,6 +47,16 @@ class Series:
         return half_width(self.seconds) <= width * scale
 
 
+def more_than_first(seconds: Sequence[float], width: int) -> list[Series]:
+    """Of `width` things timed in turn, round after round, what each but the first takes more than the first in the same round.
+
+    With times from different moments of a busy machine, what takes a little more might seem to take less.
+    """
+    rounds = [seconds[n : n + width] for n in range(0, len(seconds) - width + 1, width)]
+    scale = statistics.median(one[0] for one in rounds)
+    return [Series([one[n] - one[0] for one in rounds], scale) for n in range(1, width)]
+
+
 @dataclass(frozen=True)
 class Repeats:
     """least, most: runs. seconds: that may go by after the least. width: of the interval's half, relative to the median."""

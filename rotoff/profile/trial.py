@@ -1,8 +1,7 @@
-"""One stage and its sample input: run forward and backward, and clocks for that."""
+"""One stage and its sample input, run forward and backward."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,39 +34,6 @@ class Run:
     def targets(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the backward gives gradients of; parameters come last."""
         return [t for t in leaves if t.requires_grad] + self.parameters
-
-
-class HostClock:
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def tick(self) -> None:
-        self._times.append(time.perf_counter())
-
-    def spans(self) -> list[float]:
-        return [b - a for a, b in zip(self._times, self._times[1:], strict=False)] + [0.0]
-
-
-class CudaClock:
-    """Times on the device's own time line, so that launches run ahead as they do in training."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-
-    def tick(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
-
-    def spans(self) -> list[float]:
-        torch.cuda.synchronize(self._device)
-        return [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)] + [0.0]
-
-
-def clock(device: torch.device) -> HostClock | CudaClock:
-    """A clock that ticks as `device` gets there."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 def backward(

@@ -17,7 +17,7 @@ from ..capture.sharding import shards
 from ..capture.stage import StageModule
 from ..chain import Chain, Form, Stage
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
-from ..profile.measure import Profile
+from ..profile.model_profile import Profile
 from ..profile.provenance import TAIL_TIMES
 from ..profile.skips import Skip
 from ..sequence import Sequence as Plan

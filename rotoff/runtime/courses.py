@@ -21,10 +21,13 @@ from ..cache import Cache
 from ..capture import strategy
 from ..capture.stage import flatten
 from ..errors import BranchError, MeasureError
+from ..profile.bench import Bench
 from ..profile.forms import Forms, read_forms
 from ..profile.interpolation import MeasuredTimes, surroundings
 from ..profile.known_times import find_times, keep_times, times_key
-from ..profile.measure import Profile, Progress, measure
+from ..profile.measure import Progress, measure
+from ..profile.meter import Meter
+from ..profile.model_profile import Profile
 from ..profile.provenance import TAIL_TIMES, provenance
 from .agreement import agree_on_profile, refuse_root_shards
 from .convolutions import other_algorithms, read_conv_algorithms
@@ -159,18 +162,10 @@ class Courses:
             near = self._times.find(shapes, around, names) if self._times and known is None and not timed else None
             if near is not None:
                 logger.info("rotoff: times interpolated between %s", near.between)
-            profile = measure(
-                captured.stages,
-                value,
-                device,
-                bandwidth,
-                repeats,
-                progress,
-                known=near.times if near else known,
-                forms=read_forms(self._forms),
-                named=bool(strategy.named(self._model, self._wanted)),
-                algorithms=other_algorithms(device) if read_conv_algorithms(self._conv_algorithms) else (),
-            )
+            others = other_algorithms(device) if read_conv_algorithms(self._conv_algorithms) else ()
+            meter = Meter(Bench.on(device, repeats), read_forms(self._forms), others)
+            named = bool(strategy.named(self._model, self._wanted))
+            profile = measure(captured.stages, value, meter, bandwidth, progress, near.times if near else known, named)
             if known is None and near is None:
                 keep_times(self._cache, key, profile)
             if near is None and self._times is not None:

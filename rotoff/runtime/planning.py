@@ -11,7 +11,7 @@ from ..bounds import largest_operation, least_time_of, min_mem_limit
 from ..cache import Cache
 from ..chain import Chain
 from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
-from ..profile.measure import Profile
+from ..profile.model_profile import Profile
 from ..profile.skips import choices
 from ..rotor_names import NO_LIMIT
 from ..sequence import FORWARDS, OpKind, Sequence

@@ -1,0 +1,120 @@
+"""How long a stage takes: clocks, and its forward, its backward and its tail timed by them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..capture.saved_tensors import watch_saved
+from ..capture.stage import flatten
+from .steady import Repeats, Series
+from .trial import Run, backward, get_edges, ones
+
+LEAST_TAIL = 0.01  # of a stage's forward: a shorter one is not worth timing, and counts as none
+
+
+class HostClock:
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def tick(self) -> None:
+        self._times.append(time.perf_counter())
+
+    def spans(self) -> list[float]:
+        return [b - a for a, b in zip(self._times, self._times[1:], strict=False)] + [0.0]
+
+
+class CudaClock:
+    """Times on the device's own time line, so that launches run ahead as they do in training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+
+    def tick(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+    def spans(self) -> list[float]:
+        torch.cuda.synchronize(self._device)
+        return [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)] + [0.0]
+
+
+def clock(device: torch.device) -> HostClock | CudaClock:
+    """A clock that ticks as `device` gets there."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class End(NamedTuple):
+    """Where a replay for its own backward alone may end. enough: `Behaviour.enough`. share: of the seconds of the stage's operations,
+    those behind, as they took when they were recorded."""
+
+    enough: int = 0
+    share: float = 0.0
+
+
+def stage_times(run: Run, end: End, repeats: Repeats, device: torch.device) -> tuple[float, float, float]:
+    """Median seconds of the forward, the backward and the tail.
+
+    The tail is the median share that what comes after the last tensor saved has of one forward: the difference of two, each with
+    its own noise, would be of no use where it is small.
+    """
+    tailed = end.share >= LEAST_TAIL and not run.last  # nobody takes the last stage's output from a replay
+    width = 7 if tailed else 4
+    ticks = clock(device)
+
+    def series() -> list[Series]:
+        spans = ticks.spans()
+        found = [Series(spans[0::width]), Series(spans[2::width])]
+        if tailed:
+            parts = zip(spans[4::width], spans[5::width], strict=True)
+            found.append(Series([behind / (before + behind or 1.0) for before, behind in parts], 1.0))
+        return found
+
+    for _ in repeats.rounds(series):
+        leaves = run.leaves()
+        ticks.tick()
+        outputs = flatten(run.forward(leaves))[0]
+        ticks.tick()
+        edges, gradients = get_edges(outputs), ones(outputs)
+        del outputs
+        ticks.tick()
+        backward(edges, gradients, run.targets(leaves))
+        ticks.tick()
+        if tailed:
+            _run_with_tail(run, end.enough, ticks.tick)
+    medians = [statistics.median(one.seconds) for one in series()]
+    return medians[0], medians[1], medians[0] * medians[2] if tailed else 0.0
+
+
+def _run_with_tail(run: Run, enough: int, tick: Callable[[], None]) -> None:
+    """Run a forward; `tick` before it, when it has saved `enough` tensors, and at its end."""
+    leaves = run.leaves()
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> None:
+        saved.append(tensor.detach())
+        if len(saved) == enough:
+            tick()
+
+    with watch_saved(keep):
+        tick()
+        outputs = run.forward(leaves)
+    tick()
+    del outputs
+
+
+def copy_bandwidth(nbytes: float, device: torch.device) -> float:
+    """B/s at which a tensor of `nbytes` is copied on `device`: the median of five, after a first that does not count."""
+    source, ticks = torch.zeros(max(1, int(nbytes)), dtype=torch.uint8, device=device), clock(device)
+    source.clone()
+    for _ in range(5):
+        ticks.tick()
+        source.clone()
+        ticks.tick()
+    return source.numel() / max(statistics.median(ticks.spans()[::2]), 1e-9)
