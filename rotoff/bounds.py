@@ -13,7 +13,7 @@ import numpy as np
 
 from ._bound import ascend
 from ._dp import remat_need
-from .chain import Chain
+from .chain import Chain, check_chain
 from .errors import ChainError, InfeasibleError, OptionError
 from .sizes import format_bytes, parse_bytes
 
@@ -105,8 +105,9 @@ def min_mem_limit(chain: Chain, mode: str) -> int:
     ahead of time and wait on the host. remat: nothing moves; the smallest peak over all recompute trees.
 
     Raises:
-        OptionError: where the mode is unknown.
+        ChainError: where `chain` is none. OptionError: where the mode is unknown.
     """
+    check_chain(chain)
     check_mode(mode)
     return {"joint": _joint_minimum, "remat": _remat_minimum, "offload": _offload_minimum}[mode](chain)
 
@@ -265,6 +266,7 @@ def lower_bound(chain: Chain, mem_limit: int | str) -> float:
         LimitError: where `mem_limit` is not a number of bytes.
         InfeasibleError: where no sequence fits it.
     """
+    check_chain(chain)
     return least_time_of(chain, parse_bytes(mem_limit))
 
 
@@ -288,7 +290,7 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
     least = float(c.u_F[1:].sum() + fastest[1:].sum())
     if L == 1 or least == 0:
         return least
-    seconds, size = least, float(limit)
+    seconds, size = least, float(min(limit, 4 * MOST_BYTES))  # more than any sequence holds
     saved = np.where(real, c.saved, np.inf).min(axis=1)
     entry = np.minimum(c.out, saved) * (np.arange(L + 1) < L)
     entry[0] = 0
@@ -329,8 +331,10 @@ def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[flo
         c.saved[1:L].min(axis=1, where=np.arange(c.saved.shape[1]) < c.n_forms[1:L, None], initial=1 << 62),
     )
     forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())
-    link_out, link_in = saved / chain.d2h_bandwidth, saved / chain.h2d_bandwidth
-    top = np.array([1.0, 1.0, 1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth])
+    most = np.finfo(np.float64).max / 1e9  # seconds of a copy over a link that hardly moves
+    with np.errstate(over="ignore"):
+        link_out, link_in = (np.minimum(saved / bandwidth, most) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
+    top = np.array([1.0, 1.0, min(1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth, most)])
     low, high = np.zeros(3), top
     best = np.zeros(3)
     for _ in range(6):  # the dual is concave, so the best of a grid is never far from the best of all

@@ -27,13 +27,14 @@ class Form:
     """One way of keeping what a stage's backward needs; form 0 is all that autograd saves.
 
     saved_bytes: bytes of ā_i in this form, its output included. backward_time: seconds of B, redo included.
-    forward_transient_bytes, backward_transient_bytes: held beyond all values while F or B runs.
+    forward_transient_bytes, backward_transient_bytes: held beyond all values while F or B runs. extra: a file's unknown fields.
     """
 
     saved_bytes: int
     backward_time: float
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ class Chain:
             put(self, name, _bytes(getattr(self, name), name, "the chain"))
         if not isinstance(self.duplex, bool):
             raise ChainError(f"duplex of the chain is {self.duplex!r}; give true or false")
+        if not math.isfinite(sum(stage.forward_time + stage.backward_time for stage in self.stages)):
+            raise ChainError("the times of the chain's stages come to more than 1e308 seconds; give seconds of one step")
 
     def __len__(self) -> int:
         """L, the number of stages."""
@@ -195,7 +198,7 @@ class Chain:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ChainError(f"{path} is not JSON: {error}") from error
         try:
             return cls.from_dict(data)
@@ -226,7 +229,7 @@ _STAGE_FIELDS = (
 def _stage_to_dict(stage: Stage) -> dict[str, Any]:
     data: dict[str, Any] = {**stage.extra, **{name: getattr(stage, name) for name in _STAGE_FIELDS}}
     if stage.forms:
-        data["forms"] = [{name: getattr(form, name) for name in _FORM_FIELDS} for form in stage.forms]
+        data["forms"] = [{**form.extra, **{name: getattr(form, name) for name in _FORM_FIELDS}} for form in stage.forms]
     return data
 
 
@@ -255,7 +258,8 @@ def _form_from_dict(data: Any, k: int, stage: Stage) -> Form:
         if name not in data:
             raise ChainError(f"form {k} misses the field {name!r}")
     default = {name: getattr(stage, name) for name in ("forward_transient_bytes", "backward_transient_bytes")}
-    return Form(**{name: data.get(name, default.get(name)) for name in _FORM_FIELDS})
+    extra = {key: data[key] for key in data if key not in _FORM_FIELDS}
+    return Form(**{name: data.get(name, default.get(name)) for name in _FORM_FIELDS}, extra=extra)
 
 
 def _checked_form(form: Form, k: int, where: str) -> Form:
@@ -267,6 +271,7 @@ def _checked_form(form: Form, k: int, where: str) -> Form:
         backward_time=_seconds(form.backward_time, "backward_time", where),
         forward_transient_bytes=_bytes(form.forward_transient_bytes, "forward_transient_bytes", where),
         backward_transient_bytes=_bytes(form.backward_transient_bytes, "backward_transient_bytes", where),
+        extra=form.extra,
     )
 
 
@@ -277,7 +282,10 @@ def _default(value: int | None, other: int) -> int:
 def _number(value: Any, name: str, where: str) -> float:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise ChainError(f"{name} of {where} is {value!r}; give a number")
-    real = float(value)
+    try:
+        real = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        raise ChainError(f"{name} of {where} is over 1e308; give a finite number at or above 0") from None
     if not math.isfinite(real) or real < 0:
         raise ChainError(f"{name} of {where} is {value!r}; give a finite number at or above 0")
     return real

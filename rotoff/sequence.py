@@ -17,6 +17,7 @@ from .whole_file import write_whole
 
 FORMAT = "rotoff.sequence"
 VERSION = 1
+MOST_DIGITS = 18  # of a stage's number; Python itself reads no more than 4300
 
 
 class Value(NamedTuple):
@@ -113,7 +114,7 @@ def parse(text: str) -> Op:
 
 
 def _is_number(word: str) -> bool:
-    return word.isascii() and word.isdigit()
+    return word.isascii() and word.isdigit() and len(word) <= MOST_DIGITS
 
 
 def F_all(i: int) -> Op:
@@ -236,7 +237,7 @@ class Sequence:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SequenceFormatError(f"{path} is not JSON: {error}") from error
         try:
             return cls.from_dict(data)

@@ -310,6 +310,8 @@ def simulate(chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None =
     """
     check_chain(chain)
     machine = Machine(chain, None if mem_limit is None else parse_bytes(mem_limit))
-    for op in sequence:
+    for index, op in enumerate(sequence):
+        if not isinstance(op, Op):
+            raise InvalidSequenceError("is no rotoff.Op; make one with rotoff.parse(text)", op, index)
         machine.step(op)
     return machine.finish()

@@ -52,8 +52,9 @@ def _parse_text(text: str, what: str) -> int:
     scale = _UNITS.get(unit.upper() or "B")
     if scale is None:
         raise LimitError(f"{what} is {text!r} with the unknown unit {unit!r}; units are B, kB to PB and KiB to PiB: {_HOW}")
-    number = int(digits) if digits.isdigit() else float(digits)
-    if not math.isfinite(number * scale):
+    # Python reads no integer of more than 4300 digits, and a float none of more than 308.
+    number = int(digits) if digits.isdigit() and len(digits) < 300 else float(digits)
+    if not math.isfinite(float(number) * scale):
         raise LimitError(f"{what} is {text!r}, which is too large: {_HOW}")
     total = math.floor(number * scale)
     if total <= 0:

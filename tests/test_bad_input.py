@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,34 @@ def test_few_slots_still_give_a_plan(slots: int, mode: str) -> None:
     limit = rotoff.min_mem_limit(CHAIN, mode)
     sequence = rotoff.solve(CHAIN, limit, mode=mode, mem_slots=slots)
     assert rotoff.simulate(CHAIN, sequence, limit).peak_bytes <= limit
+
+
+@pytest.mark.parametrize("ask", [lambda x: rotoff.lower_bound(x, 200), lambda x: rotoff.min_mem_limit(x, "joint")])
+def test_what_is_no_chain_is_named(ask: Any) -> None:
+    with pytest.raises(ChainError, match="the chain is 'chain.json'") as caught:
+        ask("chain.json")
+    assert one_sentence(caught.value)
+
+
+def test_a_bound_at_more_bytes_than_a_float_holds_is_that_of_plenty() -> None:
+    assert rotoff.lower_bound(CHAIN, 10**400) == rotoff.lower_bound(CHAIN, 10**12) == CHAIN.compute_time
+
+
+def test_text_in_place_of_operations_is_refused() -> None:
+    with pytest.raises(
+        rotoff.InvalidSequenceError, match=r"op 0 \(F_all 1\): is no rotoff.Op; make one with rotoff.parse"
+    ) as caught:
+        rotoff.simulate(CHAIN, ["F_all 1", "F_all 2"])  # type: ignore[list-item]
+    assert one_sentence(caught.value)
+    with pytest.raises(rotoff.SequenceFormatError, match="is not an operation"):
+        rotoff.parse("F_all " + "1" * 5000)
+
+
+def test_a_link_that_hardly_moves_has_a_bound_without_a_warning() -> None:
+    slow = replace(CHAIN, d2h_bandwidth=5e-324)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert CHAIN.compute_time <= rotoff.lower_bound(slow, 200) <= rotoff.solve(slow, 200).meta["makespan"] * (1 + 1e-9)
 
 
 # -- limits as people write them

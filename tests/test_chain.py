@@ -123,6 +123,14 @@ def test_the_file_has_the_fields_of_the_format(tmp_path: Path) -> None:
     }
 
 
+def test_unknown_fields_of_a_form_are_kept(tmp_path: Path) -> None:
+    form = {"saved_bytes": 12, "backward_time": 2.5, "kept": ["addmm"]}
+    chain = Chain.from_dict(plain_chain(stages=[plain_stage(forms=[form])]))
+    assert chain.stage(1).forms == (Form(12, 2.5),)
+    chain.save(tmp_path / "chain.json")
+    assert json.loads((tmp_path / "chain.json").read_text())["stages"][0]["forms"][0]["kept"] == ["addmm"]
+
+
 def test_unknown_fields_are_kept(tmp_path: Path) -> None:
     data = plain_chain(origin={"by": "hand"}, meta={"device": "cpu"}, stages=[plain_stage(colour="red"), plain_stage()])
     Chain.from_dict(data).save(tmp_path / "chain.json")
@@ -274,6 +282,26 @@ def test_nan_in_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chain.json"
     path.write_text(json.dumps(plain_chain(stages=[plain_stage(forward_time=math.nan)])))
     with pytest.raises(ChainError, match="forward_time of a stage is nan"):
+        Chain.load(path)
+
+
+@pytest.mark.parametrize("name", ["forward_time", "saved_bytes", "output_bytes"])
+def test_numbers_beyond_any_float_are_one_sentence(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "chain.json"
+    path.write_text(json.dumps(plain_chain(stages=[plain_stage(**{name: 10**400})])))
+    with pytest.raises(ChainError, match=f"stage 1: {name} of a stage is over 1e308"):
+        Chain.load(path)
+
+
+def test_times_that_come_to_infinity_are_refused() -> None:
+    with pytest.raises(ChainError, match="times of the chain's stages come to more than 1e308"):
+        Chain.from_dict(plain_chain(stages=[plain_stage(forward_time=1e308), plain_stage(backward_time=1e308)]))
+
+
+def test_a_file_nested_too_deeply_is_a_chain_error(tmp_path: Path) -> None:
+    path = tmp_path / "chain.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ChainError, match="is not JSON"):
         Chain.load(path)
 
 

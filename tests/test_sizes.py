@@ -73,6 +73,8 @@ def test_large_whole_numbers_are_exact() -> None:
         ("0 GiB", "less than one byte"),
         ("0.1 B", "less than one byte"),
         ("1e400 B", "too large"),
+        ("9" * 400, "too large"),
+        ("9" * 5000 + " GiB", "too large"),
         ("nan B", "is 'nan B'"),
     ],
 )

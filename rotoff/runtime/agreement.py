@@ -84,7 +84,8 @@ def _with_common_forms(profile: Profile, chains: list[Chain], found: list[list[l
         forms = []
         for recipe in common:
             same = [c.stages[n].forms[theirs[n].index(recipe.identity)] for c, theirs in zip(chains, found, strict=True)]
-            forms.append(Form(**{f.name: max(getattr(form, f.name) for form in same) for f in fields(Form)}))
+            costs = [f.name for f in fields(Form) if f.compare]
+            forms.append(Form(**{name: max(getattr(form, name) for form in same) for name in costs}))
         stages[n] = replace(stages[n], forms=tuple(forms))
         behaviours[n] = replace(behaviour, forms=tuple(common))
     return replace(profile, chain=replace(profile.chain, stages=tuple(stages)), behaviours=tuple(behaviours))
