@@ -39,6 +39,11 @@ class Cache:
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         self.directory = None if directory is None else Path(directory).expanduser()
 
+    @classmethod
+    def of(cls, directory: str | os.PathLike[str] | bool | None) -> Cache:
+        """The one in `directory`; True: where the environment says. False or None: none."""
+        return cls(default_directory() if directory is True else (directory or None))
+
     def find(self, kind: str, key: Any) -> Any:
         """What was kept for `key` (of JSON values), or None."""
         if self.directory is None:

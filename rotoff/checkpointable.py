@@ -7,16 +7,18 @@ signatures seen last.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from .cache import Cache, default_directory
+from .cache import Cache
 from .capture import sequential, strategy
 from .chain import Chain
 from .errors import MeasureError, OptionError
@@ -36,14 +38,15 @@ from .runtime.interpreter import Step
 from .runtime.link_half import check_offload_dtype
 from .runtime.link_pool import LinkPool
 from .runtime.plan import ExecutionPlan
-from .runtime.planning import Request, expected_bytes, own_bytes, plan_everything
+from .runtime.planning import Request, check_options, expected_bytes, own_bytes, plan_everything
 from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
-from .solver.policies import check_policy
-from .solver.search import check_alone
 
 _PREFIX = "_model."
+ATTACHED = (
+    "_rotoff_attachment"  # where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks
+)
 
 
 class Checkpointable(RotorNames, nn.Module):
@@ -98,6 +101,7 @@ class Checkpointable(RotorNames, nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+        _refuse_planned(model)
         self._model = model
         self._wanted = stages
         read_forms(forms)  # so that anything else is refused here
@@ -108,16 +112,39 @@ class Checkpointable(RotorNames, nn.Module):
         check_offload_dtype(offload_dtype)
         self._check = check
         self._group = _group(process_group)
-        self._cache = _cache(cache_directory)
-        self._links = LinkPool(host_directory, offload_dtype)
-        self._courses = Courses(
-            self, model, stages, forms, self._links, self._group, self._cache, interpolate, conv_algorithms
-        )
-        self._recording: Recording | None = None
+        self._options = (host_directory, offload_dtype, forms, cache_directory, interpolate, conv_algorithms)
+        self._begin()
         self.training = model.training
         self._register_state_dict_hook(_strip_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def _begin(self) -> None:
+        """Take up what no copy shares: threads, files, measurements and plans."""
+        host_directory, offload_dtype, forms, cache_directory, interpolate, conv_algorithms = self._options
+        self._cache = Cache.of(cache_directory)
+        self._links = LinkPool(host_directory, offload_dtype)
+        self._courses = Courses(
+            self, self._model, self._wanted, forms, self._links, self._group, self._cache, interpolate, conv_algorithms
+        )
+        self._recording: Recording | None = None
         weakref.finalize(self, self._links.close)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle: the model, the options and what was asked for. The copy is measured and planned anew."""
+        state = {k: v for k, v in vars(self).items() if k not in ("_cache", "_links", "_courses", "_recording")}
+        if self._group is not None and self._group is torch.distributed.group.WORLD:
+            state["_group"] = True
+        request = self._courses.request
+        return state | {"_asked": None if request is None else replace(request, cache=Cache(None))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        asked = state.pop("_asked")
+        super().__setstate__(state)
+        self._group = _group(self._group) if self._group is True else self._group
+        self._begin()
+        if asked is not None:
+            self._courses.request = replace(asked, cache=self._cache)
+            _leave_to_us()
 
     # -- planning
 
@@ -171,16 +198,14 @@ class Checkpointable(RotorNames, nn.Module):
         """
 
         def limit_here() -> int:
-            _check_options(mode, mem_slots)
-            if policy is not None:
-                check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
-                check_policy(policy, options)
+            check_options(mode, mem_slots, policy, options)
             if isinstance(mem_limit, str) and mem_limit.strip().lower() == "auto":
                 return free_memory(device_of(self._model, None))
             return parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         self._courses.ask(Request(limit, mode, mem_slots, options, policy, self._cache))
+        _leave_to_us()
         return self
 
     # -- what is planned
@@ -265,6 +290,10 @@ class Checkpointable(RotorNames, nn.Module):
         plain = self._courses.plain or self._model
         if not self.training or not torch.is_grad_enabled() or self._courses.request is None:
             return plain(*args, **kwargs)
+        return self._planned(plain, args, kwargs)
+
+    def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A training step, or `plain` where nothing is to be done. `_leave_to_us` keeps it out of the hands of compilers."""
         value = strategy.chain_input(self._model, args, kwargs, self._wanted)
         course = self._courses.take(value)
         if course is None:
@@ -274,6 +303,9 @@ class Checkpointable(RotorNames, nn.Module):
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if plan.keeps_all and not self._check and recording is None:
             return plain(*args, **kwargs)
+        strategy.refuse_passed_by(self._model, attached=self._courses.plain is not None)
+        if plan.replayed and course.captured.state is not None:
+            course.captured.state.refuse_borrowed()
         for stage in profile.prefix:
             value = stage.run(value)
         device = profile.device
@@ -336,6 +368,15 @@ class Checkpointable(RotorNames, nn.Module):
             yield from self._model.named_modules(memo, prefix, remove_duplicate)
 
 
+@functools.cache
+def _leave_to_us() -> None:
+    """Have ``torch.compile`` around a `Checkpointable` leave planned steps alone: hooks and replays are not for its graphs.
+
+    Done once there is a limit, not at import: this loads the compiler, which measuring needs anyway, and takes a second.
+    """
+    Checkpointable._planned = torch.compiler.disable(Checkpointable._planned)  # type: ignore[method-assign]
+
+
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
     inner = prefix + _PREFIX
     for key in [key for key in state if key.startswith(inner)]:
@@ -348,22 +389,23 @@ def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
         state[inner + key[len(prefix) :]] = state.pop(key)
 
 
+def _refuse_planned(model: nn.Module) -> None:
+    if isinstance(model, Checkpointable):
+        raise MeasureError(
+            "the model is a rotoff.Checkpointable already; for another limit call its compute_sequence again, and for other"
+            " options give the model that it was made of"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, Checkpointable) or (module is not model and vars(module).get(ATTACHED) is not None):
+            raise MeasureError(
+                f"{name!r} of the model is planned by rotoff already; plan the outermost module alone, since one limit holds for a"
+                " whole step"
+            )
+
+
 def _group(process_group: Any) -> Any:
     if process_group is None or process_group is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise OptionError("process_group needs torch.distributed.init_process_group to have been called before")
     return torch.distributed.group.WORLD if process_group is True else process_group
-
-
-def _cache(directory: str | os.PathLike[str] | bool | None) -> Cache:
-    if directory is True:
-        return Cache(default_directory())
-    return Cache(None if directory is False else directory)
-
-
-def _check_options(mode: str, mem_slots: int) -> None:
-    if mode not in ("joint", "remat", "offload"):
-        raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
-        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")

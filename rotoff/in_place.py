@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpointable import Checkpointable
+from .checkpointable import ATTACHED, Checkpointable
 from .errors import MeasureError, OptionError
 
-_KEY = "_rotoff_attachment"  # in the model's __dict__, where no state dict, parameter or submodule is looked for
 _OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"model"}
 
 
@@ -27,7 +26,8 @@ def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint",
 
     The model is measured and planned at its first training forward, or by the result's `measure` before. In `eval` mode and
     without gradients its own forward runs. Anything that wraps the forward later (autocast by Accelerate, DDP) stays around
-    the planned one. A deep copy of the model has a plan of its own.
+    the planned one. A deep copy of the model has a plan of its own; what is pickled (``torch.save(model)``) is the model without
+    any, to be attached again where it is loaded.
 
     Args:
         mem_limit, mode, options: as of `Checkpointable.compute_sequence`; those that `Checkpointable` itself takes, such as
@@ -38,26 +38,26 @@ def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint",
     """
     if not isinstance(model, nn.Module):
         raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
-    if _KEY in model.__dict__:
+    if model.__dict__.get(ATTACHED) is not None:
         raise OptionError("the model is attached already; call rotoff.detach(model) first")
     wrapper = {name: options.pop(name) for name in _OF_THE_WRAPPER if name in options}
     planned = Checkpointable(model, **wrapper).compute_sequence(mem_limit, mode=mode, **options)
     attachment = _Attachment(model, planned, wrapper)
-    model.__dict__[_KEY] = attachment
+    model.__dict__[ATTACHED] = attachment
     model.forward = MethodType(_forward_like(attachment.original), model)
     return planned
 
 
 def detach(model: nn.Module) -> None:
     """Give `model` its own forward back; nothing where it is not attached."""
-    attachment = model.__dict__.pop(_KEY, None)
+    attachment = model.__dict__.pop(ATTACHED, None)
     if attachment is not None:
         attachment.restore()
 
 
 def attached(model: nn.Module) -> Checkpointable | None:
     """What plans `model`, or None where it is not attached."""
-    attachment = model.__dict__.get(_KEY)
+    attachment = model.__dict__.get(ATTACHED)
     return None if attachment is None else attachment.planned
 
 
@@ -100,6 +100,10 @@ class _Attachment:
             self.model.forward = self.original
         self.planned.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing: a pickled method is its class's, so that a model that is loaded runs its own forward."""
+        return _nothing, ()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
         """For the copy of the model that is being made: the same request, measured and planned anew."""
         model = memo[id(self.model)]
@@ -111,11 +115,15 @@ class _Attachment:
         return twin
 
 
+def _nothing() -> None:
+    return None
+
+
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
     """A method that runs the attachment of whatever model it is called on, with the signature of `original`."""
 
     @functools.wraps(getattr(original, "__func__", original))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_KEY](*args, **kwargs)
+        return self.__dict__[ATTACHED](*args, **kwargs)
 
     return forward

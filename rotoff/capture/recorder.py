@@ -195,7 +195,9 @@ class Recorder(TorchFunctionMode):
             self._refuse("sets the state of torch's random numbers (manual_seed, fork_rng), which a replay could not follow")
         tensors = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if any(is_functorch_wrapped_tensor(t) for t in tensors):
-            self._refuse(f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through")
+            what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
+            self._leave_to_module(what, [at for at in self._place if not self._taken_whole(at[0])])
+            self._refuse(what)
         versions = [t._version for t in tensors]
         references = substitute((args, kwargs), self._reference)
         grad, autocast = torch.is_grad_enabled(), _autocast()
@@ -267,7 +269,8 @@ class Recorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
             if module is self._model:
                 self._refuse(
-                    "is that of a model that is compiled, scripted or hooked as a whole; do so with the rotoff.Checkpointable around it"
+                    "is that of a model that is compiled, scripted or hooked as a whole; do so with the rotoff.Checkpointable around it,"
+                    " or use rotoff.attach"
                 )
             check_arguments((args, kwargs))
             return self.call(module, args, kwargs)
@@ -311,6 +314,9 @@ class Recorder(TorchFunctionMode):
                 message = f"the forward of {type(self._model).__name__} {what} in module {name!r}"
                 self.trouble = UnrecordableError(message, [self._model.get_submodule(name)])
                 raise self.trouble
+
+    def _taken_whole(self, name: str) -> bool:
+        return bool(name) and self._model.get_submodule(name) in self._whole
 
     def _refuse(self, what: str) -> None:
         where = f" in module {self._place[-1][0]!r}" if self._place and self._place[-1][0] else ""

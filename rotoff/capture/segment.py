@@ -181,12 +181,17 @@ class _Guard:
         self._expected = operation.expected
         where = operation.place[-1][0] if operation.place else ""
         self._what = f"{operation.name} of a tensor in module {where!r}"
+        self._cure = (
+            "name that module, or one around it, in Checkpointable(model, stages=[...]), which takes it as it is"
+            if where
+            else "have the model do the same in each step"
+        )
 
     def __call__(self, value: Any) -> None:
         if not same(value, self._expected):
             raise BranchError(
                 f"the model's forward branches on data: {self._what} was {self._expected!r} when it was recorded and is"
-                f" {value!r} now; rotoff plans one course of a forward"
+                f" {value!r} now; rotoff plans one course of a forward: {self._cure}"
             )
 
 

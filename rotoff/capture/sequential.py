@@ -25,7 +25,7 @@ def stages(model: nn.Module) -> list[StageModule]:
     todo = [(name, module) for name, module in reversed(list(model._modules.items())) if module is not None]
     while todo:
         name, module = todo.pop()
-        if type(module) is nn.Sequential and len(module) > 0 and not _hooked(module):
+        if type(module) is nn.Sequential and len(module) > 0 and not hooked(module):
             todo.extend(
                 (f"{name}.{child}", inner) for child, inner in reversed(list(module._modules.items())) if inner is not None
             )
@@ -36,6 +36,7 @@ def stages(model: nn.Module) -> list[StageModule]:
     return found
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks of its own."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name, None) for name in hooks)

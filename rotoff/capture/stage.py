@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..errors import MeasureError
+
 if TYPE_CHECKING:
     from ..runtime.selective import Recipe
 
@@ -120,8 +122,19 @@ def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What two tensors that share bytes have in common."""
-    return tensor.untyped_storage()._cdata
+    """What two tensors that share bytes have in common.
+
+    Raises:
+        MeasureError: where the tensor has no storage, as sparse ones have none.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        raise MeasureError(
+            f"the model works on a {str(tensor.layout).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}; rotoff counts"
+            " the bytes of dense tensors only: gather rows and add them up (index_select, index_add) in its place, or leave that"
+            " part outside of what is planned"
+        ) from None
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

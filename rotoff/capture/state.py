@@ -1,7 +1,7 @@
 """What a recorded forward could have read of its modules' own Python values, to notice when someone changes it.
 
-A dropout rate, a ``training`` flag of a part, a frozen parameter, a setting in the model's configuration: the recording holds
-what followed from them, so a change makes it another model, which is measured and planned anew.
+A dropout rate, a ``training`` flag of a part, a frozen parameter, a block put in another's place, a setting in the model's
+configuration: the recording holds what followed from them, so a change makes it another model, which is measured and planned anew.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from ..errors import MeasureError
 
 _SCALARS = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -39,17 +41,35 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 class ModuleState:
-    """The plain values held by `model`, its modules and their configurations, and which parameters need a gradient.
+    """The plain values held by `model`, its modules and their configurations, which modules those are, and which parameters need a
+    gradient.
 
     Attributes that are made later, or that the forward itself changes (`settle`), are not watched.
+
+    Args:
+        called: whether the modules themselves are called in each step. Then they read their own settings and run their own
+            hooks, so that only what decides about stages is watched.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, called: bool = False) -> None:
         self._values: list[tuple[dict[str, Any], str, Any]] = []
         self._sizes: list[tuple[dict[Any, Any], int]] = []
         self._parameters: list[tuple[dict[str, Any], str, bool]] = []
+        self._children: list[tuple[dict[str, Any], list[Any]]] = []
         seen: set[int] = set()
         for module in model.modules():
+            if module._modules or not module._parameters:
+                self._children.append((module._modules, list(module._modules.values())))
+            self._parameters += [
+                (module._parameters, name, p.requires_grad) for name, p in module._parameters.items() if p is not None
+            ]
+            if called:
+                self._values.append((vars(module), "training", module.training))
+                if module is model or not isinstance(module, nn.Sequential):
+                    continue
+            self._sizes += [(vars(module)[name], len(vars(module)[name])) for name in _HOOKS]
+            if called:
+                continue
             self._watch(vars(module))
             for value in list(vars(module).values()):
                 if (
@@ -60,10 +80,15 @@ class ModuleState:
                     seen.add(id(value))
                     if not callable(value):
                         self._watch(vars(value))
-            self._sizes += [(vars(module)[name], len(vars(module)[name])) for name in _HOOKS]
-            self._parameters += [
-                (module._parameters, name, p.requires_grad) for name, p in module._parameters.items() if p is not None
-            ]
+
+    def refuse_borrowed(self) -> None:
+        """Raise MeasureError where parameters were put in for the time of a forward, so that a replay would not see them."""
+        for attributes, name, _ in self._parameters:
+            if type(attributes.get(name)) is torch.Tensor:
+                raise MeasureError(
+                    f"parameter {name!r} is a plain tensor in this forward (torch.func.functional_call), which replays in the backward"
+                    " would not see; copy the values into the model's parameters, or plan with mode='offload', which replays nothing"
+                )
 
     def _watch(self, attributes: dict[str, Any]) -> None:
         self._values += [(attributes, k, v) for k, v in attributes.items() if isinstance(v, _SCALARS)]
@@ -86,5 +111,8 @@ class ModuleState:
         for attributes, name, needs in self._parameters:
             parameter = attributes.get(name)
             if parameter is None or parameter.requires_grad != needs:
+                return False
+        for modules, before in self._children:
+            if list(modules.values()) != before:
                 return False
         return all(len(hooks) == size for hooks, size in self._sizes)

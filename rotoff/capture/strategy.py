@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.parameter import is_lazy
 
 from ..errors import MeasureError, OptionError
 from . import cuts, sequential
 from .dataclass_trees import look_into
 from .recording import UnrecordableError, record
 from .segment import Segment
-from .stage import StageModule, flatten
+from .stage import StageModule, flatten, storage_key
 from .state import ModuleState, caches_off
 from .tape import Tape
 
@@ -91,6 +93,44 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     return bound.args, bound.kwargs
 
 
+def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
+    """Raise MeasureError where hooks are registered that a planned step would pass by. attached: whether `model` itself is called."""
+    if _has_any_global_hook():
+        raise MeasureError(
+            "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what modules do"
+            " without calling each of them, so it would be passed by: remove it, or register it on the modules that it is for"
+        )
+    if not attached and is_sequential(model) and sequential.hooked(model):
+        raise MeasureError(
+            "the nn.Sequential is hooked as a whole, and rotoff runs its modules; register the hook on the rotoff.Checkpointable"
+            " around it, or use rotoff.attach"
+        )
+
+
+def check_measurable(model: nn.Module, value: Any) -> None:
+    """Raise MeasureError where `model` cannot be measured on `value` whatever its forward does."""
+    refuse_passed_by(model, attached=True)
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        raise MeasureError(
+            "the model cannot be measured under saved-tensor hooks of somebody else's (torch.utils.checkpoint or save_on_cpu around"
+            " the whole model, say); leave those off, since rotoff recomputes and offloads, or call measure(*sample) before"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise MeasureError(
+                f"{name!r} of the model has no shape before the first forward (a lazy module); run the model once on a sample, as"
+                " it is, before it is measured"
+            )
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            storage_key(tensor)  # so that a sparse one is refused here
+    tensors = flatten(value)[0]
+    if not tensors:
+        raise MeasureError("the model's input holds no tensor")
+    for tensor in tensors:
+        if type(tensor) is torch.Tensor:
+            storage_key(tensor)  # so that a sparse one is refused here
+
+
 def capture(
     model: nn.Module,
     value: Any,
@@ -107,12 +147,11 @@ def capture(
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.
     """
+    check_measurable(model, value)
     if is_sequential(model) and wanted is None:
-        return Captured(sequential.stages(model), "the modules of an nn.Sequential")
+        return Captured(sequential.stages(model), "the modules of an nn.Sequential", ModuleState(model, called=True))
     names = named(model, wanted)
     args, kwargs = value
-    if not flatten(value)[0]:
-        raise MeasureError("the model's input holds no tensor")
     state = ModuleState(model)
     asked_for = "use_cache" in kwargs and kwargs["use_cache"]
     try:

@@ -11,6 +11,7 @@ Ownership: the graph (slots, hooks) owns the step and never the reverse, so that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,11 @@ AGAIN = (
     " one forward); add the losses up, or run the forward again"
 )
 GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
+IN_PART = (
+    "the gradient of an intermediate result is asked for (retain_grad, or a hook on a tensor that the model returns), of which"
+    " rotoff has only what the loss adds there; take it by register_full_backward_hook of the module that makes it, or use the"
+    " plain model"
+)
 TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
 
 
@@ -69,6 +75,7 @@ class Step:
         self._held = HeldValues(link)
         self._runs: dict[int, StageRun] = {}
         self._edges: dict[int, list[torch.Tensor]] = {}  # outputs in the user's graph that the next stage has yet to take
+        self._returned: list[weakref.ref[torch.Tensor]] = []  # outputs of the model that are intermediate results too
         self._rebuild: Rebuild  # what makes one value of those
         self._next = 0  # index of the next op
         self._backward = 0  # stage whose B autograd is running
@@ -84,6 +91,7 @@ class Step:
         try:
             while self._next < self._plan.forward_end:
                 self._execute(self._plan.sequence.ops[self._next])
+            self._returned = self._runs[len(self._stages)].handed_on
             return self._rebuild(self._edges.pop(len(self._stages)))
         except BaseException:
             self._give_up()
@@ -109,6 +117,7 @@ class Step:
             raise ExecutionError(TWICE)
         try:
             if not self._backward:
+                self._refuse_parts()
                 Variable._execution_engine.queue_callback(self.close)
             while True:
                 self._end_backward()
@@ -126,6 +135,14 @@ class Step:
         except BaseException:
             self._give_up()
             raise
+
+    def _refuse_parts(self) -> None:
+        for ref in self._returned:
+            tensor = ref()
+            if tensor is not None and (
+                tensor.retains_grad or len(tensor._backward_hooks or ()) > 1
+            ):  # one is `gradient_arrived`
+                raise ExecutionError(IN_PART)
 
     def _begin_backward(self, op: Op) -> None:
         i, index = op.stage, self._next

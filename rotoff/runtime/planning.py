@@ -10,7 +10,7 @@ from typing import Any
 from ..bounds import largest_operation, least_time_of, min_mem_limit
 from ..cache import Cache
 from ..chain import Chain
-from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
+from ..errors import InfeasibleError, InvalidSequenceError, OptionError, SequenceFormatError
 from ..profile.model_profile import Profile
 from ..profile.skips import choices
 from ..rotor_names import NO_LIMIT
@@ -18,7 +18,8 @@ from ..sequence import FORWARDS, OpKind, Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
-from ..solver.policies import WITHOUT_RECOMPUTE
+from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
+from ..solver.search import check_alone
 from ..summary import in_words
 from .agreement import agree_on_sequence
 from .plan import ExecutionPlan, compile_sequence
@@ -28,6 +29,17 @@ logger = logging.getLogger("rotoff")
 UNPRICED = 0.01  # of a step: what tails may come to before the plan is asked for twice
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 COMPACT = "compact_gradients"  # likewise: whether it is the chain whose waiting gradients are copied
+
+
+def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
+    """Raise OptionError where these are no options of a request."""
+    if mode not in ("joint", "remat", "offload"):
+        raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
+    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
+        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
+    if policy is not None:
+        check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
+        check_policy(policy, options)
 
 
 @dataclass(frozen=True)

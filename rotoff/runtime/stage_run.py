@@ -64,7 +64,7 @@ class StageRun:
 
     in_backward: whether its ``B`` runs, so that what it saved may be read. recipe: of the form in which ā exists, where it is a
     smaller one. stored: what that form stores, whatever becomes of the graph that saved it. kept: by number, outputs that lie
-    in skip connections kept in place.
+    in skip connections kept in place. handed_on: outputs of the first run that an earlier stage made.
 
     Args:
         rebuild: makes the stage's input. requires_grad: of the input's tensors. replay: for a stage that runs again.
@@ -84,6 +84,7 @@ class StageRun:
         self.recipe: Recipe | None = None
         self.stored: dict[int, Slot] = {}
         self.kept: dict[int, torch.Tensor] = {}
+        self.handed_on: list[weakref.ref[torch.Tensor]] = []
         self._stage = stage
         self._behaviour = behaviour
         self._rebuild = rebuild
@@ -177,6 +178,7 @@ class StageRun:
                 if not own and n not in self._behaviour.kept:
                     continue  # the batch's, say: its gradient is whole much later
                 outputs[n] = outputs[n].view_as(outputs[n])  # a skip connection: its bytes may come and go on their own
+                self.handed_on.append(weakref.ref(outputs[n]))
             if outputs[n].grad_fn is not None:
                 outputs[n].register_hook(partial(step.gradient_arrived, self.i))
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]

@@ -1,0 +1,163 @@
+"""A model that its user changes between steps: frozen and thawed parts, other blocks, borrowed parameters. Right, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Residual, same
+from test_runtime import smallest
+from torch import nn
+
+import rotoff
+
+Change = Callable[[nn.Module, int], None]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(16) for _ in range(4)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*[Residual(16) for _ in range(4)], nn.Linear(16, 4))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(32, 16)
+
+
+def steps(model: nn.Module, inner: nn.Module, change: Change, count: int) -> list[torch.Tensor]:
+    """Gradients of `count` steps, before each of which `change` is made to `inner`."""
+    torch.manual_seed(1)
+    seen = []
+    for n in range(count):
+        change(inner, n)
+        model(batch()).square().mean().backward()
+        seen += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in inner.parameters()]
+        inner.zero_grad()
+    return seen
+
+
+def compare(make: Callable[[], nn.Module], change: Change, count: int, limit: str) -> rotoff.Checkpointable:
+    torch.manual_seed(0)
+    plain, planned = make(), make()
+    planned.load_state_dict(plain.state_dict())
+    wrapped = rotoff.Checkpointable(planned, check=True).compute_sequence(limit)
+    got, expected = steps(wrapped, planned, change, count), steps(plain, plain, change, count)
+    assert same(got, expected)
+    return wrapped
+
+
+@pytest.mark.parametrize("make", [Net, chain])
+def test_parts_are_thawed_and_frozen(make: Callable[[], nn.Module]) -> None:
+    """As in fine-tuning that unfreezes a model from its end; each of its states gets a plan of its own."""
+
+    def change(model: nn.Module, n: int) -> None:
+        frozen = (14, 7, 0, 7)[n]
+        for i, p in enumerate(model.parameters()):
+            p.requires_grad_(i >= frozen)
+
+    wrapped = compare(make, change, 4, "60 KiB")
+    assert not wrapped._plan.keeps_all
+
+
+@pytest.mark.parametrize("make", [Net, chain])
+def test_a_block_in_anothers_place_is_the_one_that_is_trained(make: Callable[[], nn.Module]) -> None:
+    def change(model: nn.Module, n: int) -> None:
+        if n == 1:
+            torch.manual_seed(2)
+            blocks = model.blocks if isinstance(model, Net) else model
+            blocks[1] = Residual(16)
+        if n == 2 and isinstance(model, Net):
+            model.blocks.append(Residual(16))
+
+    compare(make, change, 3, "60 KiB")
+
+
+def test_a_part_of_a_sequential_in_eval_mode() -> None:
+    def change(model: nn.Module, n: int) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.train(n != 1)  # in eval mode it saves nothing
+
+    compare(chain, change, 3, "60 KiB")
+
+
+def test_borrowed_parameters_are_refused_where_stages_are_replayed() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    theirs = {name: p.detach().mul(2).requires_grad_() for name, p in wrapped.named_parameters()}
+    x = batch()
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    with pytest.raises(rotoff.MeasureError, match=r"'weight' is a plain tensor.*functional_call.*mode='offload'"):
+        torch.func.functional_call(wrapped, theirs, (x,))
+    wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
+    torch.manual_seed(3)
+    torch.func.functional_call(wrapped, theirs, (x,)).sum().backward()
+    got = [p.grad for p in theirs.values()]
+    plain = {name: p.detach().clone().requires_grad_() for name, p in theirs.items()}
+    torch.manual_seed(3)
+    torch.func.functional_call(model, plain, (x,)).sum().backward()
+    assert same(got, [p.grad for p in plain.values()])
+
+
+class Hidden(Net):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:  # type: ignore[override]
+        hidden = []
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x)
+        return self.head(x), hidden
+
+
+@pytest.mark.parametrize("how", ["retain_grad", "register_hook"])
+def test_a_gradient_of_an_intermediate_result_is_refused_rather_than_given_in_part(how: str) -> None:
+    model = rotoff.Checkpointable(Hidden()).measure(batch())
+    model.compute_sequence(smallest(model, "remat"), mode="remat")
+    y, hidden = model(batch())
+    (y.mean() + hidden[1].sin().mean()).backward()  # hidden states in the loss are right
+    y, hidden = model(batch())
+    hidden[1].retain_grad() if how == "retain_grad" else hidden[1].register_hook(lambda g: g)
+    with pytest.raises(rotoff.ExecutionError, match="gradient of an intermediate result.*register_full_backward_hook"):
+        (y.mean() + hidden[1].sin().mean()).backward()
+    y, hidden = model(batch())
+    y.mean().backward()
+
+
+def test_lazy_modules_are_run_once_before() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(16), Residual(16), nn.LazyLinear(4))
+    wrapped = rotoff.Checkpointable(lazy)
+    with pytest.raises(rotoff.MeasureError, match=r"'0.weight'.*no shape before the first forward.*run the model once"):
+        wrapped.measure(batch())
+    lazy(batch())
+    wrapped.measure(batch())
+
+
+def test_sparse_tensors_are_refused_in_a_sentence() -> None:
+    class Graph(nn.Module):
+        def __init__(self, matrix: torch.Tensor | None = None) -> None:
+            super().__init__()
+            self.matrix, self.linear = matrix, nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, matrix: torch.Tensor | None = None) -> torch.Tensor:
+            return torch.sparse.mm(self.matrix if matrix is None else matrix, self.linear(x)).relu()
+
+    matrix = torch.eye(32).to_sparse()
+    with pytest.raises(
+        rotoff.MeasureError, match=r"sparse_coo tensor of shape \(32, 32\); rotoff counts the bytes of dense"
+    ):
+        rotoff.Checkpointable(Graph()).measure(batch(), matrix)
+    with pytest.raises(
+        rotoff.MeasureError, match=r"sparse_coo tensor of shape \(32, 32\); rotoff counts the bytes of dense"
+    ):
+        rotoff.Checkpointable(Graph(matrix)).measure(batch())
