@@ -1,5 +1,5 @@
-"""Bytes really allocated while something runs, by means that rotoff does not use: the profiler's flat list of memory events,
-a count of the storages alive, and one after every operation."""
+"""Bytes really allocated while something runs, by means that rotoff does not use: the profiler's flat list of memory events, the
+CUDA allocator's peak, a count of the storages alive, and one after every operation."""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ def peak_bytes(run: Callable[[], object]) -> int:
         level += size
         most = max(most, level)
     return most
+
+
+def cuda_step_peak(model: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> int:
+    """The most bytes that the CUDA allocator held during a step of `model` on `x`, above the start; `gradient` is the caller's, of
+    the output."""
+    peak = 0
+    for _ in range(2):  # the first step makes the parameters' gradients and the caches
+        torch.cuda.synchronize()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        output = model(x)
+        output.backward(gradient)
+        peak = torch.cuda.max_memory_allocated() - before
+        del output
+    return peak
 
 
 def live_bytes() -> int:

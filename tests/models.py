@@ -64,6 +64,22 @@ class Join(nn.Module):
         return torch.cat(pair, dim=1)
 
 
+class Fails(torch.autograd.Function):
+    """Its backward fails where it is told to."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Fails.now:
+            raise MemoryError("injected")
+        return gradient
+
+
 class Stash(torch.autograd.Function):
     """Keeps what it needs on ctx, past all hooks."""
 

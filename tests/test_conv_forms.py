@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import fresh, plain, same, train
+from models import Fails, fresh, plain, same, train
 from random_programs import random_sequence
 from test_forms import every_form
 from test_runtime import step_peak, with_sequence
@@ -162,22 +162,6 @@ def test_any_legal_sequence_runs_within_its_bytes(name: str, by: Algorithms) -> 
         with_sequence(wrapped, sequence)
         assert same(train(wrapped, batch, steps=2), plain(name, steps=2))
         assert step_peak(wrapped, batch) <= wrapped.get_expected_memory()
-
-
-class Fails(torch.autograd.Function):
-    """Its backward fails where it is told to."""
-
-    now = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if Fails.now:
-            raise MemoryError("injected")
-        return gradient
 
 
 class Failing(Block):

@@ -117,10 +117,10 @@ class TimedAllocator(FakeAllocator):
 class FakeMeter(Meter):
     """Costs of stages over fake tensors, as they would be on `device`."""
 
-    def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy = True) -> None:
+    def __init__(self, device: Device, mode: FakeTensorMode) -> None:
         roofline = Roofline(device)
         self._timed = TimedAllocator(device, mode, roofline)
-        super().__init__(Bench(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
+        super().__init__(Bench(_CPU, self._timed, Repeats(1, 1), roofline.time), forms=True)
         self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # read and written
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
         self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}

@@ -285,9 +285,9 @@ class StageGraph:
                 never.add(storage)
         return frozenset(always), frozenset(never)
 
-    def choices(self, policy: Policy | None = None, most: int = MOST) -> list[Choice]:
-        """At most `most` forms worth measuring, from most to fewest bytes."""
-        points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0), most)
+    def choices(self, policy: Policy | None = None) -> list[Choice]:
+        """At most `MOST` forms worth measuring, from most to fewest bytes."""
+        points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0), MOST)
         return [Choice(self.recipe(kept), nbytes, seconds) for kept, nbytes, seconds in points]
 
     def choice(self, slots: Iterable[int]) -> Choice:

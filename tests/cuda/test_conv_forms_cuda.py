@@ -6,7 +6,6 @@ form (bytes and milliseconds of a step) are written beside the test's result.
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from allocated import cuda_step_peak
+from models import Fails
 from torch import nn
 
 import rotoff
@@ -29,22 +30,6 @@ pytestmark = pytest.mark.cuda
 STANDIN = "STANDIN" in os.environ
 WIDTH, BATCH, SIDE = (8, 4, 16) if STANDIN else (96, 32, 56)
 Record = Callable[[str, object], None]
-
-
-class Fails(torch.autograd.Function):
-    """Its backward fails where it is told to."""
-
-    now = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if Fails.now:
-            raise MemoryError("injected")
-        return gradient
 
 
 class Block(nn.Module):
@@ -94,20 +79,6 @@ def apart(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return (differences / sum(float(b.double().square().sum()) for b in expected)) ** 0.5
 
 
-def step_peak(model: nn.Module, x: torch.Tensor) -> int:
-    peak, ones = 0, torch.ones(BATCH, 10, device="cuda")  # the caller's
-    for _ in range(2):  # the first step makes the gradients and the caches
-        torch.cuda.synchronize()
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        output = model(x)
-        output.backward(ones)
-        peak = torch.cuda.max_memory_allocated() - before
-        del output
-    return peak
-
-
 def step_milliseconds(model: nn.Module, x: torch.Tensor) -> float:
     spans = []
     for _ in range(2 if STANDIN else 12):
@@ -153,7 +124,7 @@ def test_every_form_keeps_to_its_bytes_and_nearly_to_the_gradients(record_proper
             if STANDIN:  # whose other algorithms round otherwise
                 assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) == (by is None)
             assert flags() == (True, False, False)
-            peak = step_peak(wrapped, x)
+            peak = cuda_step_peak(wrapped, x, torch.ones(BATCH, 10, device="cuda"))
             assert peak <= wrapped.get_expected_memory(), (by, whole)
             name = f"{'flags' if by is None else by.value}, {'whole' if whole else 'smallest'}"
             record_property(f"{name}: peak bytes, predicted", f"{peak}, {wrapped.get_expected_memory()}")
@@ -187,7 +158,7 @@ def test_plans_stay_within_their_limit_which_may_be_smaller_than_without_the_cho
         wrapped.compute_sequence(limit, mode="remat")
         recipes = [wrapped.profile.behaviours[op.stage - 1].forms[op.form - 1] for op in wrapped.sequence if op.form]
         used += sum(recipe.algorithms is not None for recipe in recipes)
-        peak = step_peak(wrapped, x)
+        peak = cuda_step_peak(wrapped, x, torch.ones(BATCH, 10, device="cuda"))
         assert peak <= limit, (share, peak, limit)
         assert flags() == (True, False, False)
     if STANDIN:  # the least bytes are those of another algorithm

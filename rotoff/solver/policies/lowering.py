@@ -22,8 +22,6 @@ from ...chain import Chain
 from ...fractional import needs
 from ...sequence import B, F_all, Op, abar, free, offload, prefetch, wait
 
-RELEASES = ("copied", "needed", "next")
-
 
 @dataclass(frozen=True)
 class Schedule:
