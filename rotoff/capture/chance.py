@@ -1,7 +1,9 @@
-"""Questions that a forward asks of random numbers alone (LayerDrop: ``if torch.rand([]) < p``), and whether they turn out differently.
+"""Questions that a forward asks of random numbers alone (LayerDrop: ``if torch.rand([]) < p``), and whether they turn out
+differently.
 
-A recording holds one course of the forward. Where a question's answer follows from numbers drawn and nothing else, it cannot be
-asked before the step: which numbers are drawn depends on all that draws before it. So it must have one answer: with p = 0 it has.
+A recording holds one course of the forward. Where a question's answer follows from numbers drawn and nothing else, it cannot
+be asked before the step: which numbers are drawn depends on all that draws before it. So it must have one answer: with p = 0
+it has.
 """
 
 from __future__ import annotations

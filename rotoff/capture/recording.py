@@ -18,7 +18,7 @@ weak references, so recording takes about what a forward without gradients does.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,16 +35,18 @@ from .tape import Tape, same
 TRIES = 4  # recordings, two of which in a row must be equal
 
 
-def record(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    whole: Collection[nn.Module] = (),
-    varying: Collection[nn.Module] = (),
-) -> Tape:
-    """What `forward`, of `model`, does when called with `args` and `kwargs`; the model and all generators are left as they were.
+class Call(NamedTuple):
+    """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`."""
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+
+
+def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn.Module] = ()) -> Tape:
+    """What `call` does; the model and all generators are left as they were.
 
     Args:
         whole: modules that are not to be looked into. varying: others of that sort, whose work depends on data.
@@ -53,18 +55,19 @@ def record(
         MeasureError: where its forward fails, or depends on what a replay could not give back. An `UnrecordableError` where that
             might be well if some modules were taken whole.
     """
+    model = call.model
     before: Tape | None = None
     difference: str | None = None
     modules: Collection[nn.Module] = ()
     begun = [(m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items()]
     for attempt in range(TRIES):  # the first runs may fill caches
-        tape, replaced = _once(model, forward, args, kwargs, device, (whole, varying), attempt)
+        tape, replaced = _once(call, (whole, varying), attempt)
         if replaced:
             names = dict.fromkeys(f"buffer {name!r} of {type(m).__name__}" for m, name in replaced)
             before, difference = None, f"it replaces {', '.join(names)}; change it in place"
             modules = [m for m, _ in replaced if m is not model]
         elif before is None:
-            chance.check(tape, type(model).__name__, device)
+            chance.check(tape, type(model).__name__, call.device)
             before, difference = tape, ""
         else:
             difference, place = _difference(before, tape)
@@ -79,15 +82,10 @@ def record(
 
 
 def _once(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    whole: tuple[Collection[nn.Module], Collection[nn.Module]],
-    attempt: int,
+    call: Call, whole: tuple[Collection[nn.Module], Collection[nn.Module]], attempt: int
 ) -> tuple[Tape, list[tuple[nn.Module, str]]]:
     """A tape, and which buffers the forward replaced by others; those stay, being caches or a reason to give up."""
+    model, forward, args, kwargs, device = call
     given, rebuild = flatten((args, kwargs))
     check_arguments((args, kwargs))
     given = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]  # the forward may change them

@@ -80,10 +80,11 @@ class Behaviour:
     saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
     each buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
-    hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the
+    hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end.
+    forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the
     outputs that lie in skip connections kept in place; a replay hands on those of the first run. copied: the inputs whose
-    gradients are copied where they lie in a part of a larger storage. varying: what it saves follows from data, and was like that
-    in the measured run alone.
+    gradients are copied where they lie in a part of a larger storage. varying: what it saves follows from data, and was like
+    that in the measured run alone.
     """
 
     saved: tuple[SavedKind, ...]

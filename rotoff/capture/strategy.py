@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import MeasureError, OptionError
 from . import cuts, sequential
 from .dataclass_trees import look_into
-from .recording import UnrecordableError, record
+from .recording import Call, UnrecordableError, record
 from .segment import Segment
 from .stage import StageModule, flatten, storage_key
 from .state import ModuleState, caches_off
@@ -156,7 +156,8 @@ def capture(
     asked_for = "use_cache" in kwargs and kwargs["use_cache"]
     try:
         with nullcontext() if asked_for else caches_off(model):
-            tape = _recorded(model, forward or model, args, kwargs, device, [model.get_submodule(name) for name in names])
+            call = Call(model, forward or model, args, kwargs, device)
+            tape = _recorded(call, [model.get_submodule(name) for name in names])
     except Exception as error:  # the model's own forward may fail in any way
         tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
@@ -172,21 +173,14 @@ def capture(
     return Captured(found, how, state, questions, tuple(tape.attributes))
 
 
-def _recorded(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    whole: Sequence[nn.Module],
-) -> Tape:
+def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
     """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it succeeds."""
     varying: list[nn.Module] = []
     while True:
         try:
-            return record(model, forward, args, kwargs, device, whole, varying)
+            return record(call, whole, varying)
         except UnrecordableError as error:
-            inner = {m for outer in (model, *whole, *varying) for m in ([outer] if outer is model else outer.modules())}
+            inner = {m for outer in (*whole, *varying) for m in outer.modules()} | {call.model}
             further = [m for m in dict.fromkeys(error.modules) if m not in inner]
             if not further:
                 raise

@@ -50,10 +50,11 @@ class Operation:
     """One call of a function of torch, of a custom autograd Function, or of a module taken as a whole.
 
     outputs: the variable of each tensor that it returns, None for parameters and buffers. reads: variables among the
-    arguments. writes: storages that it changes in place. writes_owned: parameters and buffers that it changes. draws: whether
-    it draws random numbers. grad: whether gradients were on. autocast: (device type, enabled, dtype) where that differs
-    from what was set around the model. expected: for a call that turns tensors into a Python value (``bool(x.any())``), that
-    value. returned: of a module taken whole, its result's leaves, with (shape, dtype) for a tensor. effect: to be run though nobody uses what it returns. place: the modules around it, outermost first, each call of
+    arguments. writes: storages that it changes in place. writes_owned: parameters and buffers that it changes. draws:
+    whether it draws random numbers. grad: whether gradients were on. autocast: (device type, enabled, dtype) where that
+    differs from what was set around the model. expected: for a call that turns tensors into a Python value
+    (``bool(x.any())``), that value. returned: of a module taken whole, its result's leaves, with (shape, dtype) for a
+    tensor. effect: to be run though nobody uses what it returns. place: the modules around it, outermost first, each call of
     a module as (name, number of the call).
     """
 

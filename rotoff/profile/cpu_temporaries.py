@@ -1,10 +1,11 @@
 """What kernels on the CPU take and give back inside, as the profiler's memory events show it.
 
-oneDNN's convolutions in float32: a convolution reorders its input, weight and output into a layout blocked by channels, padded to whole blocks (8 numbers with
-AVX2, 16 with AVX-512): the blocked copies stand beside each other while it computes, then its output is allocated and filled
-from the blocked one. Inputs of up to 3 channels stay as they are. The backward does so twice: for the input's gradient and for the weight's.
-1×1 convolutions of stride 1 are one matrix product and need no copies. Scratch beyond these (up to a few copies of the
-weight, for some shapes) is not known from outside, nor is that of convolutions and matrix products in half precision.
+oneDNN's convolutions in float32: a convolution reorders its input, weight and output into a layout blocked by channels,
+padded to whole blocks (8 numbers with AVX2, 16 with AVX-512): the blocked copies stand beside each other while it computes,
+then its output is allocated and filled from the blocked one. Inputs of up to 3 channels stay as they are. The backward does
+so twice: for the input's gradient and for the weight's. 1×1 convolutions of stride 1 are one matrix product and need no
+copies. Scratch beyond these (up to a few copies of the weight, for some shapes) is not known from outside, nor is that of
+convolutions and matrix products in half precision.
 
 Batch norm's backward makes the input's gradient twice and lets the first go. Fused attention has blocks for each thread.
 """

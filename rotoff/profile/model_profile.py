@@ -46,15 +46,15 @@ class Profile:
 
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every
-    step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the prefix holds,
-    its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the step: all of it,
-    or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
+    step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
+    prefix holds, its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the
+    step: all of it, or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
-    tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.tails`); none given: 0.
-    gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the next stage's
-    backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs back. rng_bytes: of one
-    state of the generators, on the device. compact: the same with gradients that wait copied, where there are any.
-    copy_bandwidth: of those copies, B/s.
+    tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.tails`); 0 by
+    default. gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
+    next stage's backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs
+    back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients that wait copied, where
+    there are any. copy_bandwidth: of those copies, B/s.
     """
 
     device: torch.device

@@ -80,7 +80,8 @@ class Courses:
     runs the model as it is, where that is not a call of it (`rotoff.attach`).
 
     Args:
-        root: the module that is called; `model` where nothing is around it. wanted, forms: as `stages` and `forms` of `Checkpointable`. links: to the host, of which the bandwidth is measured.
+        root: the module that is called; `model` where nothing is around it. wanted, forms: as `stages` and `forms` of
+            `Checkpointable`. links: to the host, of which the bandwidth is measured.
         interpolate: whether times of unseen sizes may come from two measured ones. conv_algorithms: as of `Checkpointable`.
     """
 

@@ -23,11 +23,12 @@ class ExecutionPlan:
     """What the interpreter follows.
 
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
-    replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the plain model, since neither what
-    they save nor their input goes before their backward. closing: op index of each ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab.
-    host_bytes: size of the slab. trace: the prediction; replays that end early leave their tails out. keeps_all: nothing is moved
-    or run twice. kept: numbers of the profile's skip connections that stay in place; the sequence is one of the chain without
-    their bytes. compact: whether gradients that wait are copied.
+    replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the
+    plain model, since neither what they save nor their input goes before their backward. closing: op index of each ``F_all``
+    again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes: size of the
+    slab. trace: the prediction; replays that end early leave their tails out. keeps_all: nothing is moved or run twice.
+    kept: numbers of the profile's skip connections that stay in place; the sequence is one of the chain without their bytes.
+    compact: whether gradients that wait are copied.
     """
 
     sequence: Sequence

@@ -208,7 +208,8 @@ class StageRun:
     def again(self, given: list[torch.Tensor], keep: bool, recipe: Recipe | None, alone: bool) -> list[torch.Tensor]:
         """Run on the input's tensors `given` and fill the slots of the first run where `keep`; returns the outputs.
 
-        alone: for the stage's own backward. Nobody takes its outputs then; it ends at the last tensor that autograd saved and returns none.
+        alone: for the stage's own backward. Nobody takes its outputs then; it ends at the last tensor that autograd saved
+        and returns none.
         """
         enough = self._behaviour.enough if alone else 0
         inputs, places = self._detached(given)

@@ -117,7 +117,8 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
 
 
 def fill(table: Costs) -> Kernel:
-    """Both tables, in two threads, OC only at the states that its answer can lead to; the interpreter runs between rows, so that Ctrl-C is seen."""
+    """Both tables, in two threads, OC only at the states that its answer can lead to; the interpreter runs between rows, so
+    that Ctrl-C is seen."""
     L, N, X = table.L, table.N, table.K + 1
     C = np.full((max(1, L * (L - 1) // 2), N + 1, N + 1), math.inf)
     OC = np.empty((L + 1, X, N + 1, N + 1, N + 1))  # only states that can be reached are ever read

@@ -65,8 +65,8 @@ def solve(
         options: of that policy.
 
     Returns:
-        A `Sequence` with `mode` (the policy's name where one was given) and `mem_limit`; its `meta` holds the predicted makespan, peak_bytes, host_peak_bytes and
-        the source of the plan. It passes ``simulate(chain, sequence, mem_limit)``.
+        A `Sequence` with `mode` (the policy's name where one was given) and `mem_limit`; its `meta` holds the predicted
+        makespan, peak_bytes, host_peak_bytes and the source of the plan. It passes ``simulate(chain, sequence, mem_limit)``.
 
     Raises:
         InfeasibleError: where nothing fits; its `min_mem_limit` does (with a `host_limit`: without it, or none was found).

@@ -29,7 +29,8 @@ STEPS = 12  # limits where none are given
 class Row:
     """One limit in one mode; makespan and what depends on it are None where nothing fits.
 
-    mode: or the policy. limit, peak_bytes, host_peak_bytes: bytes. makespan, bound: seconds. overhead: makespan over the keep-all time, less 1.
+    mode: or the policy. limit, peak_bytes, host_peak_bytes: bytes. makespan, bound: seconds. overhead: makespan over the
+    keep-all time, less 1.
     """
 
     limit: int
