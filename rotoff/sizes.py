@@ -44,10 +44,15 @@ def parse_bytes(value: Any, what: str = "mem_limit") -> int:
 
 def _parse_text(text: str, what: str) -> int:
     match = _TEXT.fullmatch(text)
+    if text.strip().endswith("%"):
+        raise LimitError(
+            f"{what} is {text!r}, a share; limits are absolute: {_HOW}, or int(0.5 * model.keep_all_memory) for half of what"
+            " keeping everything takes"
+        )
     if match is None:
         raise LimitError(f"{what} is {text!r}: {_HOW}")
     digits, unit = match.groups()
-    if not unit and not digits.isdigit():
+    if not unit and not digits.isdigit() and not (float(digits).is_integer() and float(digits) > 1):
         raise LimitError(f"{what} is {text!r}, a number without a unit: {_HOW}")
     scale = _UNITS.get(unit.upper() or "B")
     if scale is None:

@@ -13,7 +13,15 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from rotoff import Checkpointable, InfeasibleError, LimitError, MeasureError, OptionError  # noqa: E402
+from rotoff import (  # noqa: E402
+    Checkpointable,
+    InfeasibleError,
+    LimitError,
+    MeasureError,
+    OptionError,
+    RotoffError,
+    estimate,
+)
 
 MODES = ("joint", "remat", "offload")
 
@@ -202,3 +210,29 @@ def test_an_empty_batch() -> None:
     model.compute_sequence(tight(model, "joint"))
     model(torch.randn(0, 32)).sum().backward()
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ({"memslots": 5}, "memslots is no option; a mode has refine, host_limit, progress"),
+        ({"refine": "yes"}, "refine is 'yes'"),
+        ({"host_limit": -5}, "host_limit is -5"),
+    ],
+)
+def test_options_are_checked_even_where_everything_fits(option: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RotoffError, match=re.escape(sentence)):
+        Checkpointable(nn.Sequential(nn.Linear(4, 4))).compute_sequence("1 GiB", **option)
+
+
+def test_a_model_on_the_meta_device_is_for_estimates() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.empty(2, 4)
+    with pytest.raises(MeasureError, match=r"on the meta device, where nothing runs.*rotoff.estimate"):
+        Checkpointable(model).measure(x)
+    assert len(estimate(model, x, device="H200")) > 0
+
+
+def test_measuring_within_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(MeasureError, match=r"within torch.inference_mode"):
+        Checkpointable(nn.Sequential(nn.Linear(4, 4))).measure(torch.randn(2, 4))

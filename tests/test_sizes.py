@@ -41,6 +41,11 @@ def test_sizes_as_numbers(value: object, number: int) -> None:
     assert type(parsed) is int
 
 
+def test_a_whole_number_written_with_an_exponent_is_bytes() -> None:
+    assert rotoff.parse_bytes("2e9") == 2_000_000_000
+    assert rotoff.parse_bytes("1.5e3") == 1500
+
+
 def test_large_whole_numbers_are_exact() -> None:
     assert rotoff.parse_bytes(f"{2**60 + 1}") == 2**60 + 1
     assert rotoff.parse_bytes(2**60 + 1) == 2**60 + 1
@@ -69,6 +74,8 @@ def test_large_whole_numbers_are_exact() -> None:
         ("6 XB", "unknown unit 'XB'"),
         ("6 GiB 2", "is '6 GiB 2'"),
         ("1.5", "without a unit"),
+        ("1e0", "without a unit"),
+        ("50%", "a share; limits are absolute.*keep_all_memory"),
         ("0", "less than one byte"),
         ("0 GiB", "less than one byte"),
         ("0.1 B", "less than one byte"),

@@ -110,6 +110,15 @@ def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
 def check_measurable(model: nn.Module, value: Any) -> None:
     """Raise MeasureError where `model` cannot be measured on `value` whatever its forward does."""
     refuse_passed_by(model, attached=True)
+    if torch.is_inference_mode_enabled():
+        raise MeasureError(
+            "the model cannot be measured within torch.inference_mode(); measure it outside, it switches gradients on"
+        )
+    if any(t.is_meta for t in (*model.parameters(), *flatten(value)[0])):
+        raise MeasureError(
+            "the model or its input is on the meta device, where nothing runs and no time passes; give real ones, or use"
+            ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which reckon'
+        )
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         raise MeasureError(
             "the model cannot be measured under saved-tensor hooks of somebody else's (torch.utils.checkpoint or save_on_cpu around"
@@ -161,9 +170,11 @@ def capture(
     except Exception as error:  # the model's own forward may fail in any way
         tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
-        kind = "" if isinstance(error, MeasureError) else f"{type(error).__name__}: "
-        said = kind + (reason[0] if reason else type(error).__name__)
-        raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {CURE}") from error
+        said = reason[0] if reason else type(error).__name__
+        cure = CURE
+        if not isinstance(error, MeasureError):  # most often the model's own, on a sample that is not for it
+            said, cure = f"{type(error).__name__}: {said}", f"see that model(*sample) runs by itself; where it does, {CURE}"
+        raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
     state.settle(tape.attributes)
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found, questions = cuts.stages(tape, count, names)

@@ -16,7 +16,7 @@ from ..errors import ExecutionError
 IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})  # a file there is RAM, which offloading is meant to free
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MOUNTS = Path("/proc/self/mountinfo")
-_CURE = 'give a directory on a disk with room, such as directory="/data/tmp", or ask for mode="remat"'
+_CURE = 'give a directory on a disk with room, such as host_directory="/data/tmp", or ask for mode="remat"'
 
 
 def filesystem_of(directory: str | os.PathLike[str]) -> str:
@@ -52,7 +52,9 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
     """
     path = Path(directory)
     if not path.is_dir():
-        raise ExecutionError(f"the offload directory {path} does not exist; {_CURE}")
+        raise ExecutionError(
+            f"the offload directory {path} {'is no directory' if path.exists() else 'does not exist'}; {_CURE}"
+        )
     kind = filesystem_of(path)
     if kind in IN_RAM:
         raise ExecutionError(f"the offload directory {path} is in RAM ({kind}), where offloading frees nothing; {_CURE}")

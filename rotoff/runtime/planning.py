@@ -19,7 +19,7 @@ from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
-from ..solver.search import check_alone
+from ..solver.search import check_alone, check_mode_options
 from ..summary import in_words
 from .agreement import agree_on_sequence
 from .plan import ExecutionPlan, compile_sequence
@@ -37,7 +37,9 @@ def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[s
         raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
     if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
         raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
-    if policy is not None:
+    if policy is None:
+        check_mode_options(options)
+    else:
         check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
         check_policy(policy, options)
 

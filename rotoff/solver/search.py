@@ -37,6 +37,9 @@ class Candidate:
     source: str
 
 
+_OF_MODES = ("refine", "host_limit", "progress")
+
+
 def solve(
     chain: Chain,
     mem_limit: int | str,
@@ -119,6 +122,16 @@ def check_alone(policy: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not defaults[name] and value != defaults[name]:
             raise OptionError(f"{name} is {value!r}, but policy {policy!r} decides alone; leave out {name} or the policy")
+
+
+def check_mode_options(options: Mapping[str, Any]) -> None:
+    """Raise OptionError or LimitError where `options` are none of `solve` for a mode, beside the mode and the slots."""
+    for name in options:
+        if name not in _OF_MODES:
+            raise OptionError(f"{name} is no option; a mode has {', '.join(_OF_MODES)}, and others go with a policy")
+    if (host_limit := options.get("host_limit")) is not None:
+        parse_host_limit(host_limit)
+    Budget.of(options.get("refine", True))
 
 
 def parse_host_limit(host_limit: int | str) -> int:
