@@ -8,6 +8,7 @@ needs most by itself, which is what the smallest limit in mode joint comes to, a
 
     python benchmarks/reach.py --out benchmarks/results/reach.json          # a few minutes, no device
     python benchmarks/reach.py --run --out benchmarks/results/reach.json    # also a step of each on CUDA, held to 12 GB
+    python benchmarks/reach.py --run --known benchmarks/results/reach.json --out OUT  # the steps alone
 
 Searches start at the paper's size; a few estimates find the largest.
 """
@@ -303,10 +304,20 @@ def run(row: Row) -> str:
     return f"not executed{failures}"
 
 
+def known_rows(path: Path, only: list[str]) -> list[Row]:
+    """The rows of the networks `only`, or of all, as an earlier run found them; sizes depend on no machine."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["memory_bytes"] == K40.memory_bytes
+    return [Row(**row) for row in found["rows"] if row["name"] in (only or [row["name"]])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], choices=[*PAPER, "deepest"], metavar="NAME", help="these networks")
     parser.add_argument("--run", action="store_true", help="also execute a step of each on CUDA, held to 12 GB")
+    parser.add_argument(
+        "--known", type=Path, metavar="JSON", help="take the sizes from there in place of searching for them"
+    )
     parser.add_argument("--out", type=Path, help="JSON; rows of other networks that are in it stay")
     parser.add_argument("--step", nargs=2, metavar=("NAME", "SIZE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -315,10 +326,12 @@ def main() -> None:
         return
     if options.run and not torch.cuda.is_available():
         parser.error("--run needs a CUDA device, and torch finds none; leave it out to plan")
-    made = rows(options.only)
+    made = rows(options.only) if options.known is None else known_rows(options.known, options.only)
     for row in made if options.run else []:
         row.ran = run(row)
         print(f"{row.name}: {row.ran}", flush=True)
+        if options.out:  # a run that is stopped has said what it knows
+            _write(options.out, made)
     if options.out:
         _write(options.out, made)
 

@@ -27,22 +27,6 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return most
 
 
-def cuda_step_peak(model: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> int:
-    """The most bytes that the CUDA allocator held during a step of `model` on `x`, above the start; `gradient` is the caller's, of
-    the output."""
-    peak = 0
-    for _ in range(2):  # the first step makes the parameters' gradients and the caches
-        torch.cuda.synchronize()
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        output = model(x)
-        output.backward(gradient)
-        peak = torch.cuda.max_memory_allocated() - before
-        del output
-    return peak
-
-
 def live_bytes() -> int:
     """Bytes of all storages that some Python tensor keeps alive."""
     while gc.collect():  # what a finalizer lets go may be garbage only in the next round

@@ -3,9 +3,9 @@
     python -m benchmarks.grid.run --suite cpu --out benchmarks/results/grid_cpu.json
     python -m benchmarks.grid.run --suite cuda --minutes 9 --out benchmarks/results/grid_cuda.json   # again until it says "complete"
 
-Cells of one workload: plain, and plain beside itself; the peers; rotoff joint at --limits (percent of the plain peak) and at each peer's own peak, named
-``joint@PEER``; rotoff remat and offload; with --compiled, `torch.compile` with its memory budgets and rotoff over compiled
-blocks. A cell that is in the file already, from the same machine and versions, is not run again (--again CELL forces it; each
+Cells of one workload: plain; rotoff joint at --limits (percent of the plain peak); joint with room for everything, and plain beside
+itself; each peer, and rotoff joint at its peak, named ``joint@PEER``; rotoff remat and offload; with --compiled, `torch.compile`
+with its memory budgets and rotoff over compiled blocks. A cell that is in the file already, from the same machine and versions, is not run again (--again CELL forces it; each
 keeps the commit that ran it). Cells go round by method, so that no method has the machine's best hour.
 
 Times of stages that one cell has measured serve the later ones of the same call (rotoff's own cache, in a folder that lives
@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from . import methods, workloads
-from .aims import EVERYTHING, ITSELF
+from .aims import EVERYTHING, ITSELF, OVERHEAD
+
+AIMED = {limit for _, limit in OVERHEAD}
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class Grid:
         options = self.options
         chosen = [w.name for w in workloads.SUITES[options.suite] if w.name in (options.workloads or [w.name])]
         compiled = chosen if options.compiled == [] else [name for name in chosen if name in (options.compiled or ())]
-        yield from self._peers(chosen, ("plain", *methods.PEERS))
+        yield from self._peers(chosen, ("plain",))
         yield from self._at_limits(chosen, "joint")
         # with room for everything, twice over: what rotoff costs where it has nothing to do; and plain beside itself, which says
         # how much of that is the measurement's. Differences are small here, so there are more pairs.
@@ -119,7 +121,9 @@ class Grid:
                 yield from self._new(f"{workload}/joint@{EVERYTHING}", workload, "joint", 2 * plain, pairs=2)
         for workload in chosen:
             yield from self._new(f"{workload}/{ITSELF}", workload, ITSELF, None, pairs=2)
-        yield from self._in_their_bytes(chosen, "joint", methods.PEERS)
+        for peer in methods.PEERS:
+            yield from self._peers(chosen, (peer,))
+            yield from self._in_their_bytes(chosen, "joint", (peer,))
         for mode in ("remat", "offload"):
             yield from self._at_limits(chosen, mode)
         yield from self._peers(compiled, methods.BUDGETS)
@@ -131,7 +135,8 @@ class Grid:
                 yield from self._new(f"{workload}/{method}", workload, method, None)
 
     def _at_limits(self, chosen: list[str], mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        for percent in self.options.limits:
+        # where time is short, those first that the aims speak of
+        for percent in sorted(self.options.limits, key=lambda percent: f"{percent:g}%" not in AIMED):
             for workload in chosen:
                 if (plain := self._peak(f"{workload}/plain")) is not None:
                     yield from self._new(f"{workload}/{mode}@{percent:g}%", workload, mode, int(plain * percent / 100))
@@ -176,6 +181,9 @@ class Grid:
             killed = done.returncode in (-9, 137)
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             result = {"status": "out of memory" if killed else "failed", "note": last[:500]}
+            print(
+                f"{name} died with exit code {done.returncode}:\n{done.stderr[-4000:]}", flush=True
+            )  # the file has one line of it
         kept = {key: value for key, value in cell.items() if key != "host_directory"}
         empty = {"peak_allocated": None, "ratio": None}
         record = {"cell": kept, "commit": commit(), "load_before": load, "seconds": round(time.time() - begin, 1)}

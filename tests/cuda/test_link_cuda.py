@@ -124,6 +124,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("deaf", [DeafCompute, DeafCopies])
     @pytest.mark.concurrent
+    @pytest.mark.alone
     def test_these_programs_would_show_a_missing_wait(self, deaf: type[CudaStreams], device: torch.device):
         wrong = 0
         with opened(StreamLink(deaf(device))) as link:
@@ -197,6 +198,7 @@ class TestHostNeverWaits:
             assert [got for got, of in program.seen if not torch.equal(got.cpu(), pattern(*of))] == []
 
     @pytest.mark.concurrent
+    @pytest.mark.alone
     def test_the_host_is_through_before_the_device_has_begun(self, device: torch.device):
         with opened(CudaLink(device)) as link:
             link.reserve(64 * MIB)
@@ -212,6 +214,7 @@ class TestHostNeverWaits:
             assert [got for got, of in program.seen if not torch.equal(got.cpu(), pattern(*of))] == []
 
 
+@pytest.mark.alone
 class TestSpeed:
     SIZE = 256 * MIB
 
