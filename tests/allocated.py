@@ -1,5 +1,5 @@
-"""Bytes really allocated while something runs, by means that rotoff does not use: the profiler's flat list of memory events, the
-CUDA allocator's peak, a count of the storages alive, and one after every operation."""
+"""Bytes really allocated while something runs, by means that rotoff does not use: the profiler's flat list of memory events,
+a count of the storages alive, and one after every operation."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import rotoff
 from rotoff.profile import form_meter
-from rotoff.profile.measure import StageForms
+from rotoff.profile.model_profile import StageForms
 from rotoff.runtime.plan import compile_sequence
 
 Vague = Callable[[int, torch.Tensor], torch.Tensor]  # the number of the run and a tensor, to what is saved beside it
