@@ -89,7 +89,7 @@ run() { # name, limit in seconds, command...
     say "== $name: exit code $code after $(awk "BEGIN { printf \"%.0f\", $(date +%s.%N) - $begin }") s"
 }
 
-build() { run build "$1" "$python" setup.py build_ext --inplace; }
+build() { run build "$1" "$python" setup.py build_ext --inplace -j 8; }
 
 if [ "$mode" != checks ]; then
     build 60
@@ -109,16 +109,16 @@ if [ "$mode" != checks ]; then
     exit "$code"
 fi
 
-build 60
+build 90
 tests=("$python" -m pytest -p no:cacheprovider --durations=15 -o faulthandler_timeout=100 -o console_output_style=classic
     -o junit_family=xunit1)
 beside=$(has xdist && echo "-n 4 --dist worksteal")
 export ROTOFF_TESTS_END=$(($(date +%s) + 40)) # tests that have not begun by then are skipped, so that the others' results are written
 run alone 60 "${tests[@]}" -m "cuda and alone" --junitxml "$out/alone.xml" tests/cuda
-export ROTOFF_TESTS_END=$(($(date +%s) + 190))
+export ROTOFF_TESTS_END=$(($(date +%s) + 170))
 # shellcheck disable=SC2086
-run tests 230 "${tests[@]}" $beside -m "cuda and not alone" --junitxml "$out/tests.xml" tests/cuda
-run prediction 90 "$python" benchmarks/prediction.py --device cuda --seconds 2 --pairs 5 --layers 12 --width 1024 \
+run tests 210 "${tests[@]}" $beside -m "cuda and not alone" --junitxml "$out/tests.xml" tests/cuda
+run prediction 110 "$python" benchmarks/prediction.py --device cuda --seconds 2 --pairs 5 --layers 12 --width 1024 \
     --heads 16 --context 1024 --batch 8 --out "$out/prediction.json"
 run compare_modes 70 "$python" examples/compare_modes.py --device cuda --json "$out/compare_modes.json"
 run interpreter_cost 20 "$python" benchmarks/interpreter_cost.py --device cuda --repeats 100 --json "$out/interpreter_cost.json"
