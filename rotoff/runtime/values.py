@@ -126,22 +126,24 @@ class Held:
         Raises:
             ExecutionError: where the storages exceed the `room` bytes planned, or one was changed in place.
         """
-        self.check_unmodified()
+        slots = self.slots()
+        self._refuse_modified(slots)
         keys: dict[int, int] = {}
-        sources: list[torch.Tensor] = []
+        storages: list[torch.UntypedStorage] = []
         kinds: list[torch.dtype | None] = []  # of each storage, None where it is seen as several
-        self._layout = []
-        for slot in self.slots():
-            if slot.tensor is None:
+        self._layout = layout = []
+        for slot in slots:
+            if (tensor := slot.tensor) is None:
                 continue
-            key = storage_key(slot.tensor)
-            if key not in keys:
-                keys[key] = len(sources)
-                sources.append(bytes_of(slot.tensor.untyped_storage()))
-                kinds.append(slot.tensor.dtype)
-            elif kinds[keys[key]] is not slot.tensor.dtype:
-                kinds[keys[key]] = None
-            self._layout.append((weakref.ref(slot), keys[key], View.of(slot.tensor)))
+            storage = tensor.untyped_storage()
+            index = keys.setdefault(storage._cdata, len(storages))
+            if index == len(storages):
+                storages.append(storage)
+                kinds.append(tensor.dtype)
+            elif kinds[index] is not tensor.dtype:
+                kinds[index] = None
+            layout.append((weakref.ref(slot), index, View.of(tensor)))
+        sources = [bytes_of(storage) for storage in storages]
         self._sizes = [source.numel() for source in sources]
         if sum(self._sizes) > room:
             raise ExecutionError(
@@ -198,7 +200,10 @@ class Held:
 
     def check_unmodified(self) -> None:
         """Raise as autograd would where a tensor was changed in place, since its host copy would not show it."""
-        if any(slot.modified() for slot in self.slots()):
+        self._refuse_modified(self.slots())
+
+    def _refuse_modified(self, slots: Sequence[Slot]) -> None:
+        if any(slot.modified() for slot in slots):
             raise RuntimeError(
                 f"one of the tensors of {self.name} has been modified by an inplace operation after it was saved for backward;"
                 " clone it before changing it"
@@ -273,7 +278,7 @@ class HeldValues(dict[Value, Held]):
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """`storage` as a 1-d uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def compact(gradient: torch.Tensor) -> torch.Tensor | None:
