@@ -100,3 +100,12 @@ def test_a_long_chain_needs_no_recursion() -> None:
     chain = Chain(tuple(Stage("", 1.0, 2.0, 10, 30) for _ in range(1200)), 10.0, 10.0, input_bytes=5)
     limit = simulate(chain, keep_all(chain)).peak_bytes // 2
     assert simulate(chain, solve(chain, limit, "offload", refine=0.1), limit).makespan > 0
+
+
+def test_a_limit_one_byte_too_small_for_everything_is_used_as_well_as_a_smaller_one() -> None:
+    """A plan over the limit by one byte of terabytes must not hold the search; what fits is much slower here."""
+    large = Stage("large", 0.8, 1.1, 14 * 10**12, 52 * 10**12, None, 14 * 10**12, 29 * 10**12, 4 * 10**12)
+    chain = Chain((large, Stage("small", 0.8, 1.9, 10**12, 5 * 10**12)), 37e12, 370e12, input_bytes=14 * 10**12)
+    peak = simulate(chain, keep_all(chain)).peak_bytes
+    below = solve(chain, peak - 3 * 10**11, refine=0.1).meta["makespan"]
+    assert chain.compute_time < solve(chain, peak - 1, refine=0.1).meta["makespan"] <= below

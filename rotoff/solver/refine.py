@@ -28,9 +28,11 @@ RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MO
 # first thread polishes the best plan, the second one leaves its valley.
 ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
 # A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed. As long
-# as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more.
+# as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more; and what is
+# over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for nothing.
 OVER_WEIGHTS = (5.0, 50.0)
 GROWTH = 10.0
+NEAREST = 0.1
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,11 @@ def refined(
     weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
     evaluators = [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)]
 
+    excess: list[int] = []  # bytes over the limit, of each plan
+
     def score(codes: np.ndarray) -> tuple[bool, float]:
         makespan, _, _, over = evaluators[0].evaluate(codes)
+        excess.append(over)
         return bool(over), makespan + weights[0] * over
 
     scores = [score(codes) for codes in pool_codes]
@@ -98,8 +103,8 @@ def refined(
                 if math.isfinite(_result(job, stop)):
                     pool_codes.append(best)
                     scores.append(score(best))
-            if all(over for over, _ in scores):
-                weights = [GROWTH * weight for weight in weights]
+            if all(excess):
+                weights = [max(GROWTH * weight, NEAREST * scale / min(excess)) for weight in weights]
             if progress is not None:
                 progress((turn + 1) / len(ROUNDS), min(scores)[1])
     winner = min(range(len(scores)), key=lambda x: scores[x])
