@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -92,6 +93,40 @@ def test_what_depends_on_data_runs_as_its_own_code(block: type[nn.Module], share
     except rotoff.InfeasibleError as error:
         wrapped.compute_sequence(error.min_mem_limit, mode="remat", refine=False)
     got = trained(wrapped, batches)
+    assert len(got) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    wrapped.close()
+
+
+class Paced(nn.Module):
+    """Goes by a count of the steps that it has made, read before it counts."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = 1 / (1 + (self.steps + 1).item())
+        self.steps += 1
+        return x * share
+
+
+@pytest.mark.parametrize("block", [Paced, lambda: nn.BatchNorm1d(8, momentum=None)], ids=["Paced", "BatchNorm1d"])
+def test_a_count_of_the_steps_is_no_reason_to_measure_each_of_them(block: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    pieces = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]
+    model = Around(nn.Sequential(*pieces[:2], block(), *pieces[2:]))
+    batches = [part * torch.randn(400, 8) for part in (1, 3, 0)]
+    twin = copy.deepcopy(model)
+    expected = trained(model, batches)
+    wrapped = rotoff.Checkpointable(twin, cache_directory=None).measure(batches[0], repeats=1)
+    with pytest.raises(rotoff.InfeasibleError) as least:
+        wrapped.compute_sequence(1, mode="remat", refine=False)
+    wrapped.compute_sequence(least.value.min_mem_limit, mode="remat", refine=False)
+    course = wrapped._courses.latest
+    got = trained(wrapped, batches)
+    assert wrapped._courses.latest is course
+    assert wrapped.sequence.meta["source"] != "keep-all"
     assert len(got) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     wrapped.close()

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import MeasureError
 from ..runtime.replay import preserved
-from . import chance
+from . import chance, counters
 from .outside import other_generators, put_other_generators, seen_calls
 from .recorder import Recorder, UnrecordableError, check_arguments
 from .stage import flatten
@@ -66,6 +66,10 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
             names = dict.fromkeys(f"buffer {name!r} of {type(m).__name__}" for m, name in replaced)
             before, difference = None, f"it replaces {', '.join(names)}; change it in place"
             modules = [m for m, _ in replaced if m is not model]
+        elif counted := counters.readers(tape, model):
+            before, modules = None, counted
+            difference = f"a {type(counted[0]).__name__} goes on with a number from a buffer that it changes in each step"
+            break
         elif before is None:
             chance.check(tape, type(model).__name__, call.device)
             before, difference = tape, ""
