@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
+from rotoff._bound import ascend
 from rotoff.bounds import largest_operation
 from rotoff.solver import keep_all
 
@@ -60,3 +62,49 @@ def test_refusals() -> None:
     least = min_mem_limit(chain, "joint")
     with pytest.raises(InfeasibleError, match=f"needs at least 115 B \\({least} bytes\\) in mode joint; the limit is 114 B"):
         lower_bound(chain, least - 1)
+
+
+def _dual(lam: np.ndarray, p: np.ndarray, r: np.ndarray, costs: tuple) -> float:
+    """The dual that `_bound` ascends, at given prices, every way of every ā_q written out."""
+    duplex, out_rate, in_rate, room, work, u_F, saved, slower, entry, n_forms = costs
+    n, L = len(lam), len(lam) // 2
+    alpha, inward = (1 - p - r, r) if duplex else (1 - p, p)
+    value = float(alpha @ work - lam @ room)
+    for q in range(1, L):
+        first, last = q, n - q - 1
+        ends, late = entry[q] * lam[first], entry[q] * lam[last]
+        ways = []
+        for k in range(n_forms[q]):
+            size, slow = saved[q, k], alpha[n - q] * slower[q, k]
+            held = [[size * lam[a : b + 1].sum() for b in range(n)] for a in range(n + 1)]
+            left = [size * p[first - 1] * out_rate]
+            left += [size * p[a] * out_rate + held[first][a] - ends for a in range(first, n)]
+            back = [size * inward[b] * in_rate + held[b + 1][last] - late for b in range(first - 1, last)]
+            back += [size * inward[last] * in_rate]
+            ways += [held[first][last] - ends - late + slow, min(left) + min(back) + slow]
+            for b in range(first - 1, last + 1):
+                off = (late if b < last else 0.0) + (ends if b < first else 0.0)
+                ways.append(alpha[b] * u_F[q] + held[b + 1][last] - off + slow)
+                moved = min(size * p[a] * out_rate + held[b + 1][a] for a in range(b, n)) + min(back) - late - ends
+                ways.append(alpha[b] * u_F[q] + moved + slow)
+        value += min(ways)
+    return value
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_dual_is_that_of_every_way_written_out(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    L, K, duplex = int(rng.integers(2, 9)), int(rng.integers(1, 4)), bool(rng.integers(2))
+    n, link = 2 * L, 10 ** rng.uniform(-1, 1)
+    entry = rng.random(L + 1) * 0.1
+    saved = entry[:, None] + rng.random((L + 1, K)) * 0.3
+    costs = (duplex, link, link * rng.uniform(0.5, 2), rng.random(n), rng.random(n), rng.random(L + 1) / L, saved)
+    costs += (rng.random((L + 1, K)) * 0.1, entry, rng.integers(1, K + 1, L + 1).astype(np.int32))
+    for _ in range(20):
+        lam, p = rng.random(n) * (rng.random(n) < 0.7), rng.random(n) * rng.uniform(0.1, 0.5)
+        r = rng.random(n) * 0.5 if duplex else np.zeros(n)
+        given_prices = [lam.copy(), p.copy(), r.copy()]
+        assert ascend(lam, p, r, 1, 0.1, 10, 0.4, *costs) == pytest.approx(_dual(*given_prices, costs), rel=1e-9)
+        assert all(
+            (x == y).all() for x, y in zip((lam, p, r), given_prices, strict=True)
+        )  # those of the best value, its only
