@@ -92,3 +92,13 @@ def test_time_limits_of_a_call_of_the_grid_add_up_to_nine_and_a_half_minutes() -
         if "run " in line and '"$python"' in line
     }
     assert build + max(limits["grid"], limits["reach"]) + limits["page"] + 5 <= 570
+
+
+def test_so_do_those_of_the_checks_which_write_few_files() -> None:
+    checks = SCRIPT.read_text().split("\nfi\n")[-1].splitlines()
+    limits = [
+        int(line.split()[2 if line.startswith("run ") else 1]) for line in checks if line.startswith(("run ", "build "))
+    ]
+    assert len(limits) == 6
+    assert sum(limits) <= 570
+    assert sum(line.count('"$out/') for line in checks) <= 8 - 2  # beside log.txt and summary.json
