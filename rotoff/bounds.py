@@ -98,11 +98,13 @@ def check_mode(mode: str) -> None:
 
 
 def min_mem_limit(chain: Chain, mode: str) -> int:
-    """The smallest limit in bytes at which a sequence of `mode` exists; one byte less is infeasible.
+    """The smallest limit in bytes in which `solve` finds a sequence of `mode`; one byte less is refused.
 
     offload: every stage runs forward once (``F_all``) and everything else may be on the host, so it is the largest need of
     one operation with its own operands. joint: the same with the cheapest operands that can be made: any value may be made
-    ahead of time and wait on the host. remat: nothing moves; the smallest peak over all recompute trees.
+    ahead of time and wait on the host. remat: nothing moves; the smallest peak over recompute trees,
+    in which a saved set may also outlive its input. With large `checkpoint_transient_bytes`, or forms whose transients differ,
+    there may be sequences that fit a few percent less (``policy="nonpersistent"`` finds them on short chains).
 
     Raises:
         ChainError: where `chain` is none. OptionError: where the mode is unknown.
