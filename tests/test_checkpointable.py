@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import threading
 
 import pytest
@@ -170,13 +171,15 @@ def test_threads_and_files_go_with_the_module() -> None:
 
 def test_what_is_said_of_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
-    limit = half(wrapped)
     with caplog.at_level(logging.INFO, logger="rotoff"):
+        wrapped = rotoff.Checkpointable(model).measure(batch())
+        limit = half(wrapped)
         wrapped.compute_sequence(limit)
-    (record,) = caplog.records
+    measured, planned = caplog.records
+    assert re.fullmatch(rf"rotoff: measured {len(wrapped.chain)} stages in \d+\.\d s", measured.message)
     for part in ("mode joint", rotoff.format_bytes(limit), "predicted peak", "over keeping everything"):
-        assert part in record.message
+        assert part in planned.message
+    assert re.search(r"planned in mode joint in \d+\.\d s, limit", planned.message)
 
 
 def test_joint_is_never_behind_offload_alone_though_replays_need_snapshots() -> None:

@@ -125,6 +125,11 @@ def test_step_time_against_bytes_shows_modes_bound_and_smallest_limits() -> None
     for limit, seconds in zip(bound.get_xdata(), bound.get_ydata(), strict=True):
         assert seconds == rotoff.lower_bound(CHAIN, int(limit))
     assert list(lines["keeping everything"].get_ydata()) == [CHAIN.compute_time]
+    top = figure.axes[0].get_ylim()[1]
+    assert top > CHAIN.compute_time * 1.02  # a difference of nothing looks like nothing
+    slow = [row for row in made if row.makespan is not None and row.makespan <= 1.2 * CHAIN.compute_time]
+    assert slow
+    assert all(row.makespan < top for row in slow)  # 20 % more is never cut off
     with pytest.raises(OptionError, match="nothing in these rows fits"):
         plot.tradeoff(CHAIN, rotoff.sweep(CHAIN, [200], refine=False))
 

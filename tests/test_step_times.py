@@ -126,7 +126,8 @@ def test_a_plan_without_measurement_says_what_to_do() -> None:
 def test_one_line_says_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="rotoff"):
         model, _ = planned(mode="remat")
-    (line,) = [record.getMessage() for record in caplog.records]
+    measured, line = [record.getMessage() for record in caplog.records]
+    assert measured.startswith("rotoff: measured ")
     runs: dict[int, int] = {}
     for op in model.sequence:
         if op.kind in COMPUTES and op.kind is not OpKind.B:

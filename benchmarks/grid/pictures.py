@@ -26,7 +26,7 @@ def draw(runs: list[Run], title: str, path: Path) -> None:
     plain = next((run.result["peak_allocated"] for run in runs if run.method == "plain" and run.ok), None)
     if plain is None:
         return
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.0, 3.8), layout="constrained")
     for mode, (colour, marker, dashes) in STYLES.items():
         points = timed(runs, lambda r, mode=mode: r.method == mode)  # type: ignore[misc]
         points.sort(key=lambda r: r.result["peak_allocated"])
@@ -46,11 +46,17 @@ def draw(runs: list[Run], title: str, path: Path) -> None:
         axes.plot(*zip(*bound, strict=True), color="#666666", linewidth=1, label="certified bound of the chain")
     for run in timed(runs, lambda r: r.method in PEER_MARKERS and not r.limit):
         place = (run.result["peak_allocated"] / plain, run.result["ratio"])
-        axes.plot(*place, color="black", marker=PEER_MARKERS[run.method], linestyle="", label=run.method)
+        axes.plot(
+            *place,
+            color="black",
+            marker=PEER_MARKERS[run.method],
+            linestyle="",
+            label=run.method.replace("budget:", "compiled, budget "),
+        )
     axes.plot(1, 1, color="black", marker="*", markersize=10, linestyle="", label="plain PyTorch")
     axes.set(xlabel="peak bytes of a step, over plain's", ylabel="step time, over plain's", title=title)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)  # within the axes it would lie over points
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)

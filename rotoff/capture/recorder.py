@@ -295,7 +295,8 @@ class Recorder(TorchFunctionMode):
         reference = self._tensors.reference(leaf)
         if reference is None:
             self._refuse(
-                f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) made by something that rotoff cannot see"
+                f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) made by something that rotoff cannot see: a hook that"
+                " collects what a module makes inside (output_attentions=True), or code outside of torch"
             )
         return reference
 

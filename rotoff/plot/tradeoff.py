@@ -16,7 +16,9 @@ from ..solver import Row, keep_all
 from . import style
 
 _BOUND_POINTS = 24
-_CUT = 4.0  # the axis ends at so many times what the best mode costs at most
+_CUT = 4.0  # the axis ends at so many times what the best mode costs at most,
+_LEAST_CUT = 0.2  # but never lower than this share above keeping everything,
+_LEAST_SPAN = 0.02  # and shows at least this share, so that a difference of nothing looks like nothing
 
 
 def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
@@ -72,10 +74,11 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     hardest = max(
         min(r.makespan or 0.0 for r in made if r.limit == limit) for limit in limits
     )  # the best mode's slowest step
-    cut = base + _CUT * (hardest - base)
+    cut = base + max(_CUT * (hardest - base), _LEAST_CUT * base)
     if slowest > cut > base:  # one bad mode must not press the others flat
         axis.set_title(f"lines that leave the top: up to {slowest:.3g} s", loc="right", fontsize=8)
         slowest = cut
+    slowest = max(slowest, base * (1 + _LEAST_SPAN))
     room = slowest - base or base
     axis.set_ylim(base - 0.18 * room, slowest + 0.06 * room)
     length, seconds = style.time_unit(slowest)

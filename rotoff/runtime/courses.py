@@ -7,6 +7,7 @@ batch, and the model's own state. A new one is measured and planned on sight; th
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -124,7 +125,9 @@ class Courses:
             found.append(captured)
             return profile
 
+        began = time.perf_counter()
         profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
+        logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
         course = self.latest = Course(profile, found[0])
         self._known.setdefault(signature(value), deque(maxlen=_OF_ONE_SIGNATURE)).appendleft(course)
         while len(self._known) > _SIGNATURES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,13 +162,15 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
         def search() -> Sequence:
             return _best(asked, ways)
 
+        began = time.perf_counter()
         sequence = search() if group is None else agree_on_sequence(search, group)
+        seconds = time.perf_counter() - began
     except InfeasibleError as error:
         raise _infeasible(request, max(least, error.min_mem_limit), ways) from None
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     chain = profile.keeping(kept, compact).chain
     plan = compile_sequence(chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times)
-    _report(profile, request, plan)
+    _report(profile, request, plan, seconds)
     return plan
 
 
@@ -313,12 +316,13 @@ def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> int:
     return max(max(map(sum, zip(levels, again, strict=True))) + held + constant, profile.prefix_peak_bytes)
 
 
-def _report(profile: Profile, request: Request, plan: ExecutionPlan) -> None:
+def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float = 0.0) -> None:
     trace, base = plan.trace, profile.chain.compute_time
     logger.info(
-        "rotoff: planned %s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
+        "rotoff: planned %s in %.1f s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
         " %.4g s recomputed; %s%s",
         request,
+        seconds,
         "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),
         format_bytes(expected_bytes(profile, plan)),
         trace.makespan,
