@@ -68,9 +68,10 @@ def test_any_legal_sequence_with_forms(name: str) -> None:
 def test_moved_forms_have_no_race(name: str, eagerness: float) -> None:
     """What a form stores travels; what it does not is redone after it has arrived."""
     expected = plain(name, steps=2)
+    wrapped, _ = measured(name)
     for seed in range(3):
         link = RecordingLink(eagerness, seed)
-        got, sequence = over(link, name, seed)
+        got, sequence = over(link, wrapped, name, seed)
         assert link.check() == [], str(sequence)
         assert same(got, expected), str(sequence)
         link.close()
@@ -79,10 +80,11 @@ def test_moved_forms_have_no_race(name: str, eagerness: float) -> None:
 def test_a_wait_for_a_form_that_is_left_out_is_noticed() -> None:
     expected, noticed = plain("residual", steps=2), 0
     counting = Counting()
-    over(counting, "residual", 0)
+    wrapped, _ = measured("residual")
+    over(counting, wrapped, "residual", 0)
     for n in range(1, counting.waits + 1):
         link = Forgetful(n)
-        got, _ = over(link, "residual", 0)
+        got, _ = over(link, wrapped, "residual", 0)
         if link.check():
             noticed += 1
         else:
@@ -90,9 +92,13 @@ def test_a_wait_for_a_form_that_is_left_out_is_noticed() -> None:
     assert noticed > 0
 
 
-def over(link: RecordingLink, name: str, seed: int) -> tuple[list[torch.Tensor], rotoff.Sequence]:
-    """Train with every stage in some form, moved out and back, over `link`."""
-    wrapped, batch = measured(name)
+def over(
+    link: RecordingLink, wrapped: rotoff.Checkpointable, name: str, seed: int
+) -> tuple[list[torch.Tensor], rotoff.Sequence]:
+    """Train the model `name`, from its beginning, with every stage in some form, moved out and back, over `link`."""
+    model, batch = fresh(name)
+    wrapped.load_state_dict(model.state_dict())
+    wrapped.zero_grad()
     ops: list[Op] = []
     chain, L = wrapped.chain, len(wrapped.chain)
     for i, stage in enumerate(chain.stages, start=1):
