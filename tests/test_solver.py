@@ -109,3 +109,13 @@ def test_a_limit_one_byte_too_small_for_everything_is_used_as_well_as_a_smaller_
     peak = simulate(chain, keep_all(chain)).peak_bytes
     below = solve(chain, peak - 3 * 10**11, refine=0.1).meta["makespan"]
     assert chain.compute_time < solve(chain, peak - 1, refine=0.1).meta["makespan"] <= below
+
+
+def test_the_search_ends_at_what_nothing_beats() -> None:
+    """With a link that hides every copy the proposals take no longer than the compute; any effort is then enough."""
+    chain = Chain(tuple(Stage(f"s{i}", 0.01, 0.02, 10, 100) for i in range(12)), 1e6, 1e6)
+    limit = simulate(chain, keep_all(chain)).peak_bytes * 2 // 3
+    shares: list[float] = []
+    sequence = solve(chain, limit, mode="offload", refine=1e9, progress=lambda share, _: shares.append(share))
+    assert sequence.meta["makespan"] == pytest.approx(chain.compute_time, rel=1e-12)
+    assert shares == [1.0]

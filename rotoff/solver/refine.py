@@ -32,6 +32,7 @@ ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), 
 # over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for nothing.
 OVER_WEIGHTS = (5.0, 50.0)
 GROWTH = 10.0
+FLOAT_ERROR = 1e-12  # of a step time, as a share
 NEAREST = 0.1
 
 
@@ -66,7 +67,8 @@ def refined(
 ) -> np.ndarray | None:
     """The best plan that fits, found from `starts` (which need not fit); None where none was found.
 
-    Every round runs a chain of changes in each thread: one from the best plan so far, one from the next start.
+    Every round runs a chain of changes in each thread: one from the best plan so far, one from the next start. None runs once a
+    plan takes no longer than its compute, which nothing can beat.
     """
     starts = [codes for codes in starts if codes.shape[1] <= WIDEST]
     if not starts or budget.seconds == 0:
@@ -77,6 +79,7 @@ def refined(
     stop = np.zeros(1, dtype=np.int8)
     masks = np.array(RULES[mode], dtype=np.int16)
     scale = chain.compute_time or 1.0
+    least = sum(s.forward_time + min(s.form(k).backward_time for k in range(1 + len(s.forms))) for s in chain.stages)
     weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
     evaluators = [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)]
 
@@ -90,6 +93,10 @@ def refined(
     scores = [score(codes) for codes in pool_codes]
     with ThreadPoolExecutor(THREADS) as pool:
         for turn, heats in enumerate(ROUNDS):
+            if min(scores) <= (False, least * (1 + FLOAT_ERROR)):
+                if progress is not None:
+                    progress(1.0, min(scores)[1])
+                break
             order = sorted(range(len(scores)), key=lambda x: scores[x])
             firsts = [order[0], order[(1 + turn) % len(order)]]
             jobs = []
