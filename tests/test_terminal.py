@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -131,5 +133,26 @@ def test_a_trace_file_holds_every_operation_that_takes_time() -> None:
         "device to host",
         "host to device",
     }
-    both = rotoff.chrome_trace(c, MOVING, measured=trace)["traceEvents"]
-    assert {event["pid"] for event in both} == {1, 2}
+
+
+def measured(c: rotoff.Chain) -> rotoff.Trace:
+    """A step of `MOVING` in which the compute took twice the time."""
+    slower = [replace(stage, forward_time=2.0, backward_time=4.0) for stage in c.stages]
+    return rotoff.simulate(replace(c, stages=tuple(slower)), MOVING)
+
+
+def test_a_trace_file_shows_a_measured_step_beside_the_predicted_one(tmp_path: Path) -> None:
+    c = chain(3)
+    rotoff.save_chrome_trace(tmp_path / "step.json", c, MOVING, measured=measured(c))
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    ends = {pid: max(e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["pid"] == pid) for pid in (1, 2)}
+    assert ends[1] == pytest.approx(rotoff.simulate(c, MOVING).makespan * 1e6)
+    assert ends[2] == pytest.approx(measured(c).makespan * 1e6)
+
+
+def test_a_measured_step_is_shown_in_place_of_the_predicted_one() -> None:
+    c = chain(3)
+    predicted, shown = (rotoff.render(c, MOVING, width=100, colour=False, measured=m) for m in (None, measured(c)))
+    assert predicted.splitlines()[0] != shown.splitlines()[0]
+    assert f"{measured(c).makespan:g} s" in " ".join(shown.split())
+    assert f"{measured(c).makespan:g} s" not in " ".join(predicted.split())
