@@ -31,14 +31,9 @@ def test_keeping_everything_is_checked_too() -> None:
     model, batch = fresh("residual")
     wrapped = rotoff.Checkpointable(model, check=True).measure(batch()).compute_sequence(1 << 40)
     assert same(train(wrapped, batch, steps=1), plain("residual", steps=1))
-    model[2].dropout = Greedy()
+    model[2].dropout.forward = lambda x: x.tanh().tanh()  # a module put in its place would be noticed, and planned anew
     with pytest.raises(rotoff.ExecutionError, match="saved other tensors"):
         wrapped(batch())
-
-
-class Greedy(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.tanh().tanh()
 
 
 class Growing(nn.Module):
