@@ -279,8 +279,8 @@ def _bandwidth(runs: list[Run], device: str) -> Aim | None:
         f" least {worst[0]:.2f} ({worst[1].workload}, {worst[1].title})."
     )
     cause = (
-        "The link is a file, behind the system's cache of it: its bandwidth is measured while nothing computes, and in a step its thread"
-        " shares the memory with compute."
+        "The link is a file, behind the system's cache of it: its bandwidth is measured over more bytes than the processor's caches hold,"
+        " but while nothing computes, and in a step its thread shares the memory with compute."
         if device == "cpu" and enough < len(shares)
         else ""
     )

@@ -69,7 +69,7 @@ def estimate_profile(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     with cuda_variants(device):
         stages = strategy.stages(copied, value, _CPU)
         stages = [StageModule(s.name, tuple(InMode(m, mode) for m in s.modules)) for s in stages]
-        profile = measure(stages, value, FakeMeter(device, mode), lambda _: link(device))
+        profile = measure(stages, value, FakeMeter(device, mode), lambda *_: link(device))
     meta = {**provenance(model, value, device), TAIL_TIMES: list(profile.tail_times)}
     chain = replace(profile.chain, name=type(model).__name__, meta=meta)
     return replace(profile, chain=chain)

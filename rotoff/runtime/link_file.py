@@ -86,6 +86,7 @@ class FileLink(Link):
     """
 
     duplex = False
+    cached = True
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         self.device = torch.device("cpu")

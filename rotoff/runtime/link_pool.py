@@ -62,11 +62,14 @@ class LinkPool:
                 return
         link.close()
 
-    def bandwidth(self, device: torch.device, nbytes: int) -> tuple[float, float, bool]:
-        """(device to host, host to device) in bytes per second for copies of `nbytes`, and whether both can run at once."""
+    def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
+        """(device to host, host to device) in bytes per second for copies of `nbytes`, and whether both can run at once.
+
+        step_bytes: as of `measure_bandwidth`.
+        """
         link = self.take(device, nbytes)
         try:
-            return *measure_bandwidth(link, nbytes), link.duplex
+            return *measure_bandwidth(link, nbytes, step_bytes), link.duplex
         finally:
             self.give_back(link)
 

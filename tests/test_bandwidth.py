@@ -1,0 +1,122 @@
+"""What the link's bandwidth is measured over: as many bytes as a step moves, where copies run through the processor's caches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+import rotoff
+from rotoff.runtime import bandwidth
+from rotoff.runtime.bandwidth import COLD_BYTES, measure_bandwidth
+from rotoff.runtime.link import Link
+from rotoff.runtime.link_cuda import CudaLink
+from rotoff.runtime.link_file import FileLink
+from rotoff.runtime.link_pool import LinkPool
+
+HOT, COLD, CACHE_BYTES = 12e9, 5e9, 8 << 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class CachedLink(Link):
+    """Copies at HOT B/s what it copied within the last CACHE_BYTES, at COLD B/s all else; the first of each takes a second more."""
+
+    duplex, cached = False, True
+
+    def __init__(self, clock: Clock, room: int = 1 << 40) -> None:
+        self.device = torch.device("cpu")
+        self.capacity = 0
+        self._clock, self._room = clock, room
+        self._recent: OrderedDict[int, int] = OrderedDict()  # offset -> bytes
+        self._seen: set[tuple[int, bool]] = set()
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes > self._room:
+            raise rotoff.ExecutionError("no room")
+        self.capacity = max(self.capacity, nbytes)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _copy(self, data: torch.Tensor, offset: int, out: bool) -> int:
+        nbytes = data.numel()
+        assert offset + nbytes <= self.capacity
+        later = list(self._recent.items())[::-1]
+        between = next((n for n, (place, _) in enumerate(later) if place == offset), None)
+        hot = between is not None and sum(size for _, size in later[: between + 1]) <= CACHE_BYTES
+        self._clock.now += nbytes / (HOT if hot else COLD) + ((offset, out) not in self._seen)
+        self._seen.add((offset, out))
+        self._recent[offset] = nbytes
+        self._recent.move_to_end(offset)
+        return 0
+
+    def copy_out(self, sources: Any, offset: int) -> int:
+        return self._copy(sources[0], offset, True)
+
+    def copy_in(self, targets: Any, offset: int, after: Any) -> int:
+        return self._copy(targets[0], offset, False)
+
+    def wait(self, ticket: Any) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(bandwidth, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(("step_bytes", "rate"), [(0, HOT), (4 << 20, HOT), (48 << 20, COLD), (1 << 40, COLD)])
+def test_copies_go_round_what_a_step_moves(clock: Clock, step_bytes: int, rate: float) -> None:
+    link = CachedLink(clock)
+    out, back = measure_bandwidth(link, 3 << 20, step_bytes)
+    assert (out, back) == (pytest.approx(rate), pytest.approx(rate))
+    assert link.capacity == max(3 << 20, -(-min(step_bytes, COLD_BYTES) // (3 << 20)) * (3 << 20))
+
+
+def test_a_link_past_the_caches_is_measured_with_one_value(clock: Clock) -> None:
+    link = CachedLink(clock)
+    link.cached = False
+    out, back = measure_bandwidth(link, 3 << 20, 1 << 40)
+    assert (out, back) == (pytest.approx(HOT), pytest.approx(HOT))
+    assert link.capacity == 3 << 20
+    assert (FileLink.cached, CudaLink.cached) == (True, False)
+
+
+def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
+    link = CachedLink(clock, room=5 << 20)
+    assert measure_bandwidth(link, 3 << 20, 1 << 40) == (pytest.approx(HOT), pytest.approx(HOT))
+    assert link.capacity == 3 << 20
+    with pytest.raises(rotoff.ExecutionError, match="no room"):
+        measure_bandwidth(link, 6 << 20, 1 << 40)
+
+
+def test_the_file_link_is_measured_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    real = LinkPool.bandwidth
+
+    def spy(self: LinkPool, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
+        asked.append((nbytes, step_bytes))
+        return real(self, device, nbytes, step_bytes)
+
+    monkeypatch.setattr(LinkPool, "bandwidth", spy)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(5)])
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(32, 64), repeats=1)
+    saved = [stage.saved_bytes for stage in wrapped.chain.stages]
+    assert asked == [(sorted(saved)[len(saved) // 2], sum(saved))]
+    assert 1e6 < wrapped.chain.d2h_bandwidth < 1e12
+    assert 1e6 < wrapped.chain.h2d_bandwidth < 1e12
+    wrapped.close()
