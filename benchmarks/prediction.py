@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import rotoff
-from rotoff.runtime.tails import expected_trace
+from rotoff.runtime.plan import expected_step
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import compare_modes  # after the path that it lies on
@@ -90,7 +90,7 @@ def link_now(model: rotoff.Checkpointable) -> rotoff.Chain:
 
 def expected(model: rotoff.Checkpointable, chain: rotoff.Chain) -> rotoff.Trace:
     """What `model.get_expected_makespan` reckons with, over `chain`."""
-    return expected_trace(chain, model.sequence.ops, model.profile.tail_times)
+    return expected_step(chain, model.sequence, model.profile.tail_times, model._latest.planned.upkeep)
 
 
 def measure(comparison: compare_modes.Comparison, limit: float, mode: str, seconds: float, least: int) -> Row | None:

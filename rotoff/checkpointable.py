@@ -266,7 +266,8 @@ class Checkpointable(RotorNames, nn.Module):
         return self._courses.latest
 
     def get_expected_makespan(self) -> float:
-        """Seconds that the planned step is expected to take: what the machine says, less what replays leave out that end early."""
+        """Seconds that the planned step is expected to take: what the machine says, less what replays leave out that
+        end early, plus what the runtime itself takes on the CPU."""
         return self._plan.trace.makespan
 
     def get_expected_memory(self) -> int:

@@ -20,9 +20,8 @@ from rotoff.capture.stage import Behaviour, SavedKind
 from rotoff.chain import Chain, Form, Stage
 from rotoff.profile.skips import Lying, Skip, behave_in_place, choices, find_skips, keep_in_place
 from rotoff.runtime.link_recording import RecordingLink
-from rotoff.runtime.plan import compile_sequence
+from rotoff.runtime.plan import compile_sequence, expected_step
 from rotoff.runtime.planning import Request, least_limit
-from rotoff.runtime.tails import expected_trace
 
 KiB = 1024
 
@@ -432,7 +431,7 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit() -> None:
         limit = max(int(share * everything), min(limits.values()))
         wrapped.compute_sequence(limit, mode="remat")
         sequence = wrapped.sequence
-        trace = expected_trace(wrapped.chain, sequence.ops, profile.tail_times)
+        trace = expected_step(wrapped.chain, sequence, profile.tail_times, wrapped._latest.planned.upkeep)
         assert wrapped.get_expected_makespan() == trace.makespan
         assert list(wrapped._plan.kept) == sequence.meta.get("kept_skips", [])
         assert wrapped._plan.compact == sequence.meta.get("compact_gradients", False)
@@ -440,7 +439,7 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit() -> None:
             more = alone.resident_input_bytes - alone.stuck_bytes - alone.replay_bytes
             if limit >= limits[way]:
                 alternative = rotoff.solve(alone.chain, limit + more, mode="remat")
-                other = expected_trace(alone.chain, alternative.ops, profile.tail_times)
+                other = expected_step(alone.chain, alternative, profile.tail_times, alone.upkeep)
                 assert trace.makespan <= other.makespan
     wrapped.compute_sequence(everything)
     assert wrapped._plan.keeps_all

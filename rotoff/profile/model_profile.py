@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..capture.stage import Behaviour, StageModule
+from ..capture.stage import Behaviour, SavedKind, StageModule
 from ..chain import Chain, Form, Stage
 from ..runtime.convolutions import Algorithms
+from ..runtime.upkeep import NO_UPKEEP, Upkeep, UpkeepTimes
 from .allocations import block_bytes, rounded
 from .skips import Skip, behave_in_place, keep_in_place
 
@@ -54,7 +55,7 @@ class Profile:
     default. gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
     next stage's backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs
     back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients that wait copied, where
-    there are any. copy_bandwidth: of those copies, B/s.
+    there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor.
     """
 
     device: torch.device
@@ -75,6 +76,7 @@ class Profile:
     compact: Compact | None = None
     copy_bandwidth: float | None = None
     tail_times: tuple[float, ...] = ()
+    upkeep_times: UpkeepTimes = NO_UPKEEP
 
     def __post_init__(self) -> None:
         if not self.tail_times:
@@ -104,6 +106,16 @@ class Profile:
             stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
             skips=(),
             compact=None,
+        )
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """What the runtime itself takes in a step."""
+        return Upkeep(
+            self.upkeep_times,
+            saved=[len(b.saved) for b in self.behaviours],
+            own=[b.saved.count(SavedKind.OWN) for b in self.behaviours],
+            outputs=[sum(b.own_outputs) for b in self.behaviours],
         )
 
     def kept_bytes(self, kept: Collection[int]) -> int:

@@ -29,7 +29,8 @@ from ..profile.known_times import find_times, keep_times, times_key
 from ..profile.measure import Progress, measure
 from ..profile.meter import Meter
 from ..profile.model_profile import Profile
-from ..profile.provenance import TAIL_TIMES, provenance
+from ..profile.provenance import TAIL_TIMES, UPKEEP_TIMES, provenance
+from ..profile.upkeep_times import measure_upkeep
 from .agreement import agree_on_profile, refuse_root_shards
 from .convolutions import other_algorithms, read_conv_algorithms
 from .link_pool import LinkPool
@@ -178,9 +179,12 @@ class Courses:
             if near is not None:
                 meta["times"] = f"interpolated between those measured at {near.between}"
             meta[TAIL_TIMES] = list(profile.tail_times)
+            own = sum(profile.upkeep.own)
+            upkeep = measure_upkeep(device, sum(s.saved_bytes for s in profile.chain.stages) / max(1, own))
+            meta[UPKEEP_TIMES] = upkeep._asdict()
             chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
             stuck = profile.stuck_bytes + self._links.staging_bytes
-            return captured, replace(profile, chain=chain, stuck_bytes=stuck)
+            return captured, replace(profile, chain=chain, stuck_bytes=stuck, upkeep_times=upkeep)
         finally:
             if not was_training:
                 self._model.eval()

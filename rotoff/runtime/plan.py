@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..chain import Chain
 from ..sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
 from ..simulator import Machine, Trace
 from .tails import closing_replays, expected_trace
+from .upkeep import Upkeep
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,17 @@ def compile_sequence(
     kept: tuple[int, ...] = (),
     compact: bool = False,
     tail_times: tuple[float, ...] = (),
+    upkeep: Upkeep | None = None,
 ) -> ExecutionPlan:
     """Check `sequence` on the machine and lay out its host memory.
 
     kept: the skips that `chain` leaves out. compact: whether it is the one whose gradients are copied where they wait.
-    tail_times: what closing replays spare, of each stage.
+    tail_times: what closing replays spare, of each stage. upkeep: what the runtime takes.
 
     Raises:
         InvalidSequenceError: where the machine refuses it.
     """
-    trace = expected_trace(chain, sequence.ops, tail_times, mem_limit)
+    trace = expected_step(chain, sequence, tail_times, upkeep, mem_limit)
     runs: dict[int, int] = {}
     for op in sequence:
         if op.kind in FORWARDS:
@@ -82,6 +85,24 @@ def compile_sequence(
         kept=kept,
         compact=compact,
     )
+
+
+def expected_step(
+    chain: Chain,
+    sequence: Sequence,
+    tail_times: Iterable[float] = (),
+    upkeep: Upkeep | None = None,
+    mem_limit: int | None = None,
+) -> Trace:
+    """`tails.expected_trace`, with what the runtime itself takes.
+
+    Raises:
+        InvalidSequenceError: where the machine refuses `sequence`.
+    """
+    tails = tuple(tail_times)
+    if upkeep is None:
+        return expected_trace(chain, sequence.ops, tails, mem_limit)
+    return expected_trace(chain, sequence.ops, tails, mem_limit, upkeep.of(sequence.ops, _untouched(chain, sequence)))
 
 
 def _forward_end(sequence: Sequence, L: int) -> int:

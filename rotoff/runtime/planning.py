@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +24,9 @@ from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
 from ..solver.search import check_alone, check_mode_options
 from ..summary import in_words
 from .agreement import agree_on_sequence
-from .plan import ExecutionPlan, compile_sequence
-from .tails import expected_trace, tails_in_backward
+from .plan import ExecutionPlan, compile_sequence, expected_step
+from .tails import tails_in_backward
+from .upkeep import Upkeep
 
 logger = logging.getLogger("rotoff")
 UNPRICED = 0.01  # of a step: what tails may come to before the plan is asked for twice
@@ -113,7 +115,7 @@ class Way:
     """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
     kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that wait are
-    copied. tail_times: of the profile. shifted: whether the solver sees them in the backward.
+    copied. tail_times: of the profile. shifted: whether the solver sees them in the backward. upkeep: of the profile.
     """
 
     kept: tuple[int, ...]
@@ -123,6 +125,7 @@ class Way:
     more: int
     tail_times: tuple[float, ...] = ()
     shifted: bool = False
+    upkeep: Upkeep | None = None
 
     @property
     def least(self) -> int:
@@ -168,8 +171,8 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     except InfeasibleError as error:
         raise _infeasible(request, max(least, error.min_mem_limit), ways) from None
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
-    chain = profile.keeping(kept, compact).chain
-    plan = compile_sequence(chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times)
+    chosen = profile.keeping(kept, compact)
+    plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep)
     _report(profile, request, plan, seconds)
     return plan
 
@@ -220,11 +223,13 @@ def _ways(profile: Profile, request: Request) -> list[Way]:
         offset = chosen.resident_input_bytes - chosen.stuck_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
         for mode in ("joint", "remat") if unpriced and request.mode == "joint" else (request.mode,):
-            ways.append(Way(kept, compact, chosen.chain, replace(request, mode=mode), more, profile.tail_times))
+            asked = replace(request, mode=mode)
+            ways.append(Way(kept, compact, chosen.chain, asked, more, profile.tail_times, upkeep=chosen.upkeep))
             if unpriced:
                 ways.append(replace(ways[-1], shifted=True))
         if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
-            ways.append(Way(kept, compact, chosen.chain, replace(request, mode="offload"), offset, profile.tail_times))
+            asked = replace(request, mode="offload")
+            ways.append(Way(kept, compact, chosen.chain, asked, offset, profile.tail_times, upkeep=chosen.upkeep))
     return ways
 
 
@@ -241,10 +246,11 @@ def _best(asked: int, ways: list[Way]) -> Sequence:
         InfeasibleError: where none fits; `min_mem_limit` is in the user's terms.
     """
     best: tuple[float, Sequence] | None = None
+    least_on_lanes = math.inf  # of those solved, without upkeep
     least: list[int] = []
     for way in ways:
-        if best is not None and best[0] <= way.chain.compute_time:
-            break  # nothing can be faster
+        if least_on_lanes <= way.chain.compute_time:
+            break  # nothing can be faster but by upkeep
         try:
             if asked + way.more <= 0:
                 raise InfeasibleError("", min_mem_limit(way.chain, way.request.mode))
@@ -254,7 +260,8 @@ def _best(asked: int, ways: list[Way]) -> Sequence:
         except InfeasibleError as error:
             least.append(error.min_mem_limit - way.more)
             continue
-        time = expected_trace(way.chain, sequence.ops, way.tail_times).makespan
+        time = expected_step(way.chain, sequence, way.tail_times, way.upkeep).makespan
+        least_on_lanes = min(least_on_lanes, expected_step(way.chain, sequence, way.tail_times).makespan)
         if best is None or time < best[0]:
             said = ({KEPT: list(way.kept)} if way.kept else {}) | ({COMPACT: True} if way.compact else {})
             best = time, replace(sequence, meta={**sequence.meta, **said})

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ..chain import Chain, Stage
 from ..sequence import FORWARDS, Op, OpKind, Value
-from ..simulator import Machine, Trace
+from ..simulator import Event, Machine, Trace
 
 
 def closing_replays(operations: Iterable[Op], L: int) -> frozenset[int]:
@@ -40,18 +40,26 @@ def closing_replays(operations: Iterable[Op], L: int) -> frozenset[int]:
 
 
 def expected_trace(
-    chain: Chain, operations: Sequence[Op], tail_times: Sequence[float] = (), mem_limit: int | None = None
+    chain: Chain,
+    operations: Sequence[Op],
+    tail_times: Sequence[float] = (),
+    mem_limit: int | None = None,
+    longer: Sequence[float] = (),
 ) -> Trace:
     """What the machine sees of `operations`, closing replays without their tails.
 
     Args:
-        tail_times: seconds of each stage's tail; none at all: as of 0 s. mem_limit: bytes, or None.
+        tail_times: seconds of each stage's tail; none at all: as of 0 s. mem_limit: bytes, or None. longer: seconds that each
+            operation takes of the compute lane beyond what the chain says (`upkeep`).
 
     Raises:
         InvalidSequenceError: where the machine refuses them.
     """
     closing = closing_replays(operations, len(chain)) if any(tail_times) else frozenset()
-    machine = _Shorter(chain, mem_limit, {n: tail_times[operations[n].stage - 1] for n in closing})
+    more = {n: seconds for n, seconds in enumerate(longer) if seconds}
+    for n in closing:
+        more[n] = more.get(n, 0.0) - tail_times[operations[n].stage - 1]
+    machine = _Expected(chain, mem_limit, more)
     for op in operations:
         machine.step(op)
     return machine.finish()
@@ -69,12 +77,18 @@ def tails_in_backward(chain: Chain, tail_times: Sequence[float]) -> Chain:
     return replace(chain, stages=tuple(map(shifted, chain.stages, tail_times)))
 
 
-class _Shorter(Machine):
-    """The machine, where operation n takes ``less[n]`` seconds less than the chain says."""
+class _Expected(Machine):
+    """The machine, where operation n takes ``more[n]`` seconds more than the chain says; a move takes them of the compute lane, before
+    its copy."""
 
-    def __init__(self, chain: Chain, mem_limit: int | None, less: Mapping[int, float]) -> None:
+    def __init__(self, chain: Chain, mem_limit: int | None, more: Mapping[int, float]) -> None:
         super().__init__(chain, mem_limit)
-        self._less = less
+        self._more = more
+
+    def step(self, op: Op) -> Event:
+        if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH):
+            self._clock["compute"] += self._more.get(len(self.events), 0.0)
+        return super().step(op)
 
     def _compute(self, duration: float, dropped: list[Value]) -> tuple[float, float]:
-        return super()._compute(max(0.0, duration - self._less.get(len(self.events), 0.0)), dropped)
+        return super()._compute(max(0.0, duration + self._more.get(len(self.events), 0.0)), dropped)
