@@ -15,9 +15,8 @@ import torch
 from ..errors import ExecutionError
 from .link import Link
 
-COLD_BYTES = (
-    64 << 20
-)  # as many on both sides: on a server with 2 MiB a core and large shared caches, 32 MiB were as slow as 256
+# As many on both sides: on a server with 2 MiB a core and large shared caches, 32 MiB were as slow as 256.
+COLD_BYTES = 64 << 20
 
 
 def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
