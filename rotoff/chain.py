@@ -7,16 +7,14 @@ o_F and o_B the transient bytes, β the bandwidths.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .errors import ChainError
-from .whole_file import write_whole
+from .json_file import load_json, save_json
 
 FORMAT = "rotoff.chain"
 VERSION = 1
@@ -187,7 +185,7 @@ class Chain:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the chain as JSON to `path`, whole or not at all."""
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        save_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Chain:
@@ -196,14 +194,7 @@ class Chain:
         Raises:
             ChainError: where the file is not a chain. OSError: where it cannot be read.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ChainError(f"{path} is not JSON: {error}") from error
-        try:
-            return cls.from_dict(data)
-        except ChainError as error:
-            raise ChainError(f"{path}: {error}") from error
+        return load_json(path, cls.from_dict, ChainError)
 
 
 def check_chain(chain: Any) -> None:

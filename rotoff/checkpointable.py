@@ -44,9 +44,8 @@ from .sequence import Sequence
 from .sizes import parse_bytes
 
 _PREFIX = "_model."
-ATTACHED = (
-    "_rotoff_attachment"  # where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks
-)
+# Where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks.
+ATTACHED = "_rotoff_attachment"
 
 
 class Checkpointable(RotorNames, nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,12 +12,12 @@ from torch import nn
 from .bounds import MODES, check_mode
 from .chain import Chain
 from .errors import InfeasibleError, LimitError, OptionError
+from .json_file import save_json
 from .profile.devices import Device, find
 from .profile.estimate import estimate_profile
 from .profile.model_profile import Profile
 from .runtime.planning import Request, least_limit, least_time, make_plan, own_bytes, plan_everything
 from .sizes import format_bytes, parse_bytes
-from .whole_file import write_whole
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
 MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what the allocator cannot use
@@ -101,7 +100,7 @@ class PlannedModes:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` as JSON to `path`."""
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        save_json(path, self.to_dict())
 
     def __str__(self) -> str:
         head = f"{'mode':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest limit':>15}"

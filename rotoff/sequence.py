@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from .errors import LimitError, SequenceFormatError
+from .json_file import load_json, save_json
 from .sizes import parse_bytes
-from .whole_file import write_whole
 
 FORMAT = "rotoff.sequence"
 VERSION = 1
@@ -226,7 +224,7 @@ class Sequence:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sequence as JSON to `path`, whole or not at all."""
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        save_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Sequence:
@@ -235,11 +233,4 @@ class Sequence:
         Raises:
             SequenceFormatError: where the file is not a sequence. OSError: where it cannot be read.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise SequenceFormatError(f"{path} is not JSON: {error}") from error
-        try:
-            return cls.from_dict(data)
-        except SequenceFormatError as error:
-            raise SequenceFormatError(f"{path}: {error}") from error
+        return load_json(path, cls.from_dict, SequenceFormatError)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import Any
 
 from ..bounds import MODES, lower_bound, min_mem_limit
 from ..chain import Chain
 from ..errors import InfeasibleError, OptionError
+from ..json_file import save_json
 from ..progress_bar import Bar
 from ..simulator import Trace, simulate
 from ..sizes import format_bytes
 from ..solver import Sweep, keep_all, solve, sweep
 from ..solver.policies import POLICIES
 from ..terminal import render
-from ..whole_file import write_whole
 from .command import (
     Command,
     Stop,
@@ -269,7 +268,7 @@ def _write_sweep(chain: Chain, made: Sweep, rows: list[dict[str, Any]], path: st
         made.save(path)
     elif suffix == ".json":
         table = {"chain": chain.name, "keep_all": chain.compute_time, "rows": rows}
-        write_whole(path, json.dumps(table, indent=1) + "\n")
+        save_json(path, table)
     else:
         from .. import plot
 

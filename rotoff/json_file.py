@@ -1,0 +1,34 @@
+"""JSON files of one value: written whole or not at all, and read with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .whole_file import write_whole
+
+T = TypeVar("T")
+
+
+def save_json(path: str | os.PathLike[str], data: Any) -> None:
+    """Write `data` to `path`, a field a line."""
+    write_whole(path, json.dumps(data, indent=1) + "\n")
+
+
+def load_json(path: str | os.PathLike[str], build: Callable[[Any], T], error: type[Exception]) -> T:
+    """What `build` makes of the JSON in the file at `path`.
+
+    Raises:
+        error: where it is no JSON, or `build` raises one; the sentence begins with the file. OSError: where it cannot be read.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{path} is not JSON: {reason}") from reason
+    try:
+        return build(data)
+    except error as reason:
+        raise error(f"{path}: {reason}") from reason
