@@ -105,18 +105,21 @@ def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
 
 
 def test_the_file_link_is_measured_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, ...]] = []
     real = LinkPool.bandwidth
 
-    def spy(self: LinkPool, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
-        asked.append((nbytes, step_bytes))
-        return real(self, device, nbytes, step_bytes)
+    def spy(self: LinkPool, device: torch.device, *nbytes: int) -> tuple[float, float, bool]:
+        asked.append(nbytes)
+        return real(self, device, *nbytes)
 
     monkeypatch.setattr(LinkPool, "bandwidth", spy)
-    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(5)])
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(32, 64), repeats=1)
-    saved = [stage.saved_bytes for stage in wrapped.chain.stages]
-    assert asked == [(sorted(saved)[len(saved) // 2], sum(saved))]
-    assert 1e6 < wrapped.chain.d2h_bandwidth < 1e12
-    assert 1e6 < wrapped.chain.h2d_bandwidth < 1e12
-    wrapped.close()
+    for layers in (5, 10):
+        model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(layers)])
+        wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(32, 64), repeats=1)
+        saved = [stage.saved_bytes for stage in wrapped.chain.stages]
+        assert asked[-1][:2] == (sorted(saved)[len(saved) // 2], sum(saved))
+        assert 1e6 < wrapped.chain.d2h_bandwidth < 1e12
+        assert 1e6 < wrapped.chain.h2d_bandwidth < 1e12
+        wrapped.close()
+    (_, _, few), (_, _, many) = asked
+    assert max(saved) <= few == many  # on the device, of one stage

@@ -35,7 +35,7 @@ def measure(
     stages: Sequence[StageModule],
     value: Any,
     meter: Meter,
-    bandwidth: Callable[[int, int], tuple[float, float, bool]],
+    bandwidth: Callable[[int, int, int], tuple[float, float, bool]],
     progress: Progress | None = None,
     known: KnownTimes | None = None,
     named: bool = False,
@@ -83,7 +83,8 @@ def measure(
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
     sizes = [m.costs.saved_bytes for m in measured]
     typical = statistics.median(sizes)
-    d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes))
+    largest = max(m.costs.saved_bytes + m.costs.output_bytes + m.costs.backward_transient_bytes for m in measured)
+    d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes), largest)
     starts = flatten(start)[0]
     given = {storage_key(t) for t in flatten(batch)[0]}
     lying = [(m.gradients, m.own_gradient_bytes) for m in measured]

@@ -19,18 +19,21 @@ from .link import Link
 COLD_BYTES = 64 << 20
 
 
-def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
+def measure_bandwidth(
+    link: Link, nbytes: int, step_bytes: int = 0, device_bytes: int = 0, repeats: int = 5
+) -> tuple[float, float]:
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
     link: idle, since its first host bytes are reserved and overwritten. nbytes: the size of the copies that count. step_bytes: that a
-    step may move in all.
+    step may move in all. device_bytes: that may be taken meanwhile, where they are more than `nbytes`.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
     """
     nbytes = max(int(nbytes), 1)
     places = _reserve(link, nbytes, -(-min(int(step_bytes), COLD_BYTES) // nbytes) if link.cached else 1)
-    values = [_value(link, nbytes) for _ in range(places)]
+    held = [_value(link, nbytes) for _ in range(max(1, min(places, int(device_bytes) // nbytes)))]
+    values = [held[n % len(held)] for n in range(places)]
     rounds = max(2, -(-repeats // places)) if places > 1 else repeats
     outward, inward = [], []
     for _ in range(1 + rounds):
