@@ -9,8 +9,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def watch_saved(look: Callable[[torch.Tensor], None]) -> saved_tensors_hooks:
-    """Within this, `look` is called with each tensor that autograd saves, in order, and nothing of it stays in the graph."""
+def watch_saved(look: Callable[[torch.Tensor], object]) -> saved_tensors_hooks:
+    """Within this, `look` is called with each tensor that autograd saves, in order; what it returns stays in the graph in its place."""
     return saved_tensors_hooks(look, _never)
 
 

@@ -15,7 +15,7 @@ import torch
 from ..errors import ExecutionError
 from .link import Link
 
-# As many on both sides: on a server with 2 MiB a core and large shared caches, 32 MiB were as slow as 256.
+# Many times what a core's own caches hold.
 COLD_BYTES = 64 << 20
 
 
