@@ -6,7 +6,9 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ..bounds import largest_operation, least_time_of, min_mem_limit
@@ -16,7 +18,7 @@ from ..errors import InfeasibleError, InvalidSequenceError, OptionError, Sequenc
 from ..profile.model_profile import Profile
 from ..profile.skips import choices
 from ..rotor_names import NO_LIMIT
-from ..sequence import FORWARDS, OpKind, Sequence
+from ..sequence import FORWARDS, Op, OpKind, Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
@@ -24,6 +26,7 @@ from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
 from ..solver.search import check_alone, check_mode_options
 from ..summary import in_words
 from .agreement import agree_on_sequence
+from .form_replays import replay_forms
 from .plan import ExecutionPlan, compile_sequence, expected_step
 from .tails import tails_in_backward
 from .upkeep import Upkeep
@@ -134,10 +137,23 @@ class Way:
 
     def solve(self, asked: int) -> Sequence:
         """A sequence within the user's limit `asked`."""
-        if not self.shifted:
-            return self.request.solve(self.chain, asked + self.more)
-        found = self.request.solve(tails_in_backward(self.chain, self.tail_times), asked + self.more)
-        return replace(found, meta={**found.meta, "makespan": simulate(self.chain, found).makespan})
+        if self.shifted:
+            found = self.request.solve(tails_in_backward(self.chain, self.tail_times), asked + self.more)
+        else:
+            found = self.request.solve(self.chain, asked + self.more)
+            if self.request.policy is not None or not self.request.replays:
+                return found
+            exchanged = replay_forms(found.ops, partial(self._expected, found))
+            if exchanged == found.ops:
+                return found
+            found = replace(found, ops=exchanged)
+        trace = simulate(self.chain, found)
+        said = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
+        return replace(found, meta={**found.meta, **said})
+
+    def _expected(self, found: Sequence, operations: Iterable[Op]) -> float:
+        sequence = replace(found, ops=tuple(operations))
+        return expected_step(self.chain, sequence, self.tail_times, self.upkeep, sequence.mem_limit).makespan
 
     def bound(self, asked: int) -> float:
         """Seconds that no sequence within the user's limit `asked` can beat."""

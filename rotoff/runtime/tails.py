@@ -4,10 +4,11 @@ The last product of a transformer block, say, is needed by the next stage and no
 for that backward alone ("closing") ends before it. The machine charges every ``F_all`` a whole forward_time; here is what is
 expected instead, the tail less for each closing replay.
 
-How the planner knows: the form that stores nothing is the same thing at the right price, since its redo ends there too. Stages
-without forms have the chain with `tails_in_backward`, where closing replays are charged rightly, and too little those whose output is
-needed; plans lean on these, so what it gives only competes. (With forms it is not asked for: on estimates of GPT, ViT and a
-U-Net, in 20 to 60 % of the memory, its plans were never better in what is expected of them, and up to 9 % slower.)
+How the planner knows: the form that stores nothing is the same thing at the right price, since its redo ends there too; where a
+replay is expected to take less still, `form_replays` puts it for the form. Stages without forms have the chain with
+`tails_in_backward`, where closing replays are charged rightly, and too little those whose output is needed; plans lean on these, so
+what it gives only competes. (With forms it is not asked for: on estimates of GPT, ViT and a U-Net, in 20 to 60 % of the memory, its
+plans were never better in what is expected of them, and up to 9 % slower.)
 """
 
 from __future__ import annotations
