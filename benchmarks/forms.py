@@ -32,6 +32,7 @@ from benchmarks.grid import memory, methods, models, workloads
 from benchmarks.grid.cell import Runner
 from benchmarks.grid.run import commit, machine
 from benchmarks.prediction import keep_freed_memory
+from rotoff.bounds import least_time_of
 
 PEERS = ("checkpoint", "selective")
 SHARES = (0.6, 0.45, 0.3)
@@ -150,7 +151,7 @@ class Comparison:
         limit, chain = ours.sequence.mem_limit, ours.chain
         if row.method == "remat":  # the bound is of all modes; a link of no use leaves recompute alone
             chain = replace(chain, d2h_bandwidth=1.0, h2d_bandwidth=1.0)
-        row.bound = rotoff.lower_bound(chain, limit) / kept if limit else None
+        row.bound = least_time_of(chain, limit, ours.profile.tail_times) / kept if limit else None
 
     def _time(self, runner: Runner, row: Row, seconds: float) -> None:
         both = (runner, self.plain)
