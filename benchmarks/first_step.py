@@ -1,6 +1,6 @@
 """How long the first training step takes without and with what an earlier process left on disk, as JSON.
 
-    python benchmarks/first_step.py [--rounds 3] [--json FILE]
+    python benchmarks/first_step.py [--rounds 3] [--layers 4] [--json FILE]
 
 Each round starts two processes, one after the other, with one new cache directory: the first finds nothing there, the second
 the times and the plan. Both wrap the same model, plan for 60 % of its keep-all bytes and run one step; importing torch and
@@ -23,14 +23,14 @@ from torch import nn
 
 import rotoff
 
-LAYERS, WIDTH, LENGTH, BATCH = 4, 128, 64, 8
+WIDTH, LENGTH, BATCH = 128, 64, 8
 SHARE = 0.6  # of the keep-all bytes
 
 
-def first_step(directory: str, device: str) -> dict[str, float]:
+def first_step(directory: str, device: str, depth: int) -> dict[str, float]:
     """Seconds of measuring, planning and the step itself."""
     torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True, norm_first=True) for _ in range(LAYERS)]
+    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True, norm_first=True) for _ in range(depth)]
     model = nn.Sequential(*layers).to(device)
     x = torch.randn(BATCH, LENGTH, WIDTH, device=device)
     model(x).sum().backward()  # libraries load what they need
@@ -54,8 +54,8 @@ def now(x: torch.Tensor) -> float:
     return time.perf_counter()
 
 
-def fresh_process(directory: str, device: str) -> dict[str, float]:
-    command = [sys.executable, __file__, "--one", directory, "--device", device]
+def fresh_process(directory: str, device: str, depth: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", directory, "--device", device, "--layers", str(depth)]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode:
         raise SystemExit(ran.stderr)
@@ -70,21 +70,22 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", metavar="FILE", type=Path)
     parser.add_argument("--one", metavar="DIRECTORY", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(first_step(options.one, options.device)))
+        print(json.dumps(first_step(options.one, options.device, options.layers)))
         return
     without, found = [], []
     for n in range(options.rounds):
         with tempfile.TemporaryDirectory() as directory:
-            without.append(fresh_process(directory, options.device))
-            found.append(fresh_process(directory, options.device))
+            without.append(fresh_process(directory, options.device, options.layers))
+            found.append(fresh_process(directory, options.device, options.layers))
         print(f"round {n + 1}: {without[-1]['all']:.2f} s without, {found[-1]['all']:.2f} s with", file=sys.stderr)
     result = {
-        "what": f"first step of {LAYERS} encoder layers of width {WIDTH}, batch {BATCH} x {LENGTH}, at {SHARE:.0%} of keep-all",
+        "what": f"first step of {options.layers} encoder layers of width {WIDTH}, batch {BATCH} x {LENGTH}, at {SHARE:.0%} of keep-all",
         "machine": f"{platform.machine()} {platform.processor()}".strip(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "cpus": os.cpu_count(),

@@ -46,13 +46,13 @@ from .terminal import render as render
 
 if TYPE_CHECKING:
     from .checkpointable import Checkpointable as Checkpointable
+    from .estimation import estimate as estimate
     from .found_stages import stages as stages
     from .in_place import attach as attach
     from .in_place import detach as detach
     from .planned_modes import PlannedMode as PlannedMode
     from .planned_modes import PlannedModes as PlannedModes
     from .planned_modes import plan as plan
-    from .profile.estimate import estimate as estimate
 
 __version__ = "0.1.0"
 _NEED_TORCH = {
@@ -61,7 +61,7 @@ _NEED_TORCH = {
     "PlannedModes": "planned_modes",
     "attach": "in_place",
     "detach": "in_place",
-    "estimate": "profile.estimate",
+    "estimate": "estimation",
     "plan": "planned_modes",
     "stages": "found_stages",
 }

@@ -7,7 +7,6 @@ signatures seen last.
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,11 +18,11 @@ import torch
 from torch import nn
 
 from .cache import Cache
-from .capture import sequential, strategy
+from .capture import strategy
 from .chain import Chain
 from .errors import MeasureError, OptionError
 from .profile.allocations import block_bytes
-from .profile.forms import Forms, read_forms
+from .profile.forms import Forms
 from .profile.measure import Progress
 from .profile.model_profile import Profile
 from .profile.steady import Repeats
@@ -31,12 +30,11 @@ from .progress_bar import Bar
 from .rotor_names import NO_LIMIT, RotorNames
 from .runtime.agreement import agree_on_limit
 from .runtime.check import Checker
-from .runtime.convolutions import read_conv_algorithms
 from .runtime.courses import Course, Courses, device_of
 from .runtime.free_memory import free_memory
 from .runtime.interpreter import Step
-from .runtime.link_half import check_offload_dtype
 from .runtime.link_pool import LinkPool
+from .runtime.options import Options
 from .runtime.plan import ExecutionPlan
 from .runtime.planning import Request, check_options, expected_bytes, own_bytes, plan_everything
 from .runtime.step_times import Recording
@@ -102,16 +100,18 @@ class Checkpointable(RotorNames, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
         _refuse_planned(model)
         self._model = model
-        self._wanted = stages
-        read_forms(forms)  # so that anything else is refused here
-        read_conv_algorithms(conv_algorithms)
-        strategy.named(model, stages)  # so that names that are none are refused here
-        if strategy.is_sequential(model) and stages is None:
-            sequential.stages(model)  # so that an empty one is refused here
-        check_offload_dtype(offload_dtype)
+        self._options = Options(
+            stages=stages,
+            forms=forms,
+            conv_algorithms=conv_algorithms,
+            interpolate=interpolate,
+            offload_dtype=offload_dtype,
+            host_directory=host_directory,
+            cache_directory=cache_directory,
+        )
+        self._options.check(model)
         self._check = check
         self._group = _group(process_group)
-        self._options = (host_directory, offload_dtype, forms, cache_directory, interpolate, conv_algorithms)
         self._begin()
         self.training = model.training
         self._register_state_dict_hook(_strip_prefix)
@@ -119,12 +119,9 @@ class Checkpointable(RotorNames, nn.Module):
 
     def _begin(self) -> None:
         """Take up what no copy shares: threads, files, measurements and plans."""
-        host_directory, offload_dtype, forms, cache_directory, interpolate, conv_algorithms = self._options
-        self._cache = Cache.of(cache_directory)
-        self._links = LinkPool(host_directory, offload_dtype)
-        self._courses = Courses(
-            self, self._model, self._wanted, forms, self._links, self._group, self._cache, interpolate, conv_algorithms
-        )
+        self._cache = Cache.of(self._options.cache_directory)
+        self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
+        self._courses = Courses(self, self._model, self._options, self._links, self._group, self._cache)
         self._recording: Recording | None = None
         weakref.finalize(self, self._links.close)
 
@@ -143,7 +140,6 @@ class Checkpointable(RotorNames, nn.Module):
         self._begin()
         if asked is not None:
             self._courses.request = replace(asked, cache=self._cache)
-            _leave_to_us()
 
     # -- planning
 
@@ -164,7 +160,7 @@ class Checkpointable(RotorNames, nn.Module):
             MeasureError: where the model cannot be measured on this input.
         """
         Repeats.read(repeats)  # so that what is no number is refused here
-        value = strategy.chain_input(self._model, sample, kwargs, self._wanted)
+        value = strategy.chain_input(self._model, sample, kwargs, self._options.stages)
         if progress is not True:
             self._courses.measure(value, progress or None, repeats)
         else:
@@ -204,7 +200,6 @@ class Checkpointable(RotorNames, nn.Module):
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         self._courses.ask(Request(limit, mode, mem_slots, options, policy, self._cache))
-        _leave_to_us()
         return self
 
     # -- what is planned
@@ -290,11 +285,13 @@ class Checkpointable(RotorNames, nn.Module):
         plain = self._courses.plain or self._model
         if not self.training or not torch.is_grad_enabled() or self._courses.request is None:
             return plain(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _left_alone(self, plain, args, kwargs)
         return self._planned(plain, args, kwargs)
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A training step, or `plain` where nothing is to be done. `_leave_to_us` keeps it out of the hands of compilers."""
-        value = strategy.chain_input(self._model, args, kwargs, self._wanted)
+        """A training step, or `plain` where nothing is to be done."""
+        value = strategy.chain_input(self._model, args, kwargs, self._options.stages)
         course = self._courses.take(value)
         if course is None:
             return plain(*args, **kwargs)
@@ -368,13 +365,13 @@ class Checkpointable(RotorNames, nn.Module):
             yield from self._model.named_modules(memo, prefix, remove_duplicate)
 
 
-@functools.cache
-def _leave_to_us() -> None:
-    """Have ``torch.compile`` around a `Checkpointable` leave planned steps alone: hooks and replays are not for its graphs.
+def _by_itself(wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return wrapped._planned(plain, args, kwargs)
 
-    Done once there is a limit, not at import: this loads the compiler, which measuring needs anyway, and takes a second.
-    """
-    Checkpointable._planned = torch.compiler.disable(Checkpointable._planned)  # type: ignore[method-assign]
+
+# What ``torch.compile`` around a `Checkpointable` meets: planned steps run outside of it, since hooks and replays are not for its
+# graphs. `torch.compiler.disable` is the public way, but loads the compiler at once, which takes a second that few need.
+_left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(_by_itself)
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:

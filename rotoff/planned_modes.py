@@ -12,9 +12,9 @@ from torch import nn
 from .bounds import MODES, check_mode
 from .chain import Chain
 from .errors import InfeasibleError, LimitError, OptionError
+from .estimation import estimated
 from .json_file import save_json
 from .profile.devices import Device, find
-from .profile.estimate import estimate_profile
 from .profile.model_profile import Profile
 from .runtime.planning import Request, least_limit, least_time, make_plan, own_bytes, plan_everything
 from .sizes import format_bytes, parse_bytes
@@ -160,7 +160,7 @@ def plan(
     for mode in modes:
         check_mode(mode)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
-    profile = estimate_profile(model, sample, kwargs, target)
+    profile = estimated(model, sample, kwargs, target)
     resident = _resident_bytes(profile, optimizer)
     limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
     if limit <= 0:

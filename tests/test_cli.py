@@ -16,7 +16,7 @@ from rotoff.cli import main, parser
 
 STAGE = {"forward_time": 0.1, "backward_time": 0.2, "output_bytes": 2**20, "saved_bytes": 4 * 2**20}
 CHAIN = rotoff.Chain(tuple(rotoff.Stage(f"s{i}", **STAGE) for i in range(8)), 1e8, 1e8, input_bytes=2**20, name="eight")
-COMMANDS = ("profile", "estimate", "stages", "solve", "compare", "sweep", "simulate", "show", "plot")
+COMMANDS = ("profile", "estimate", "plan", "stages", "solve", "compare", "sweep", "simulate", "show", "plot")
 QUICK = ["--no-refine"]
 
 
@@ -191,9 +191,18 @@ def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.Ca
     elsewhere = json.loads(out(capsys, "estimate", "my_models_of_the_test:build", "--device", "H200", "--json"))
     assert [row["output_bytes"] for row in elsewhere["stages"]] == [stage.output_bytes for stage in made.stages]
     assert elsewhere["meta"]
+    cut = json.loads(out(capsys, "estimate", "my_models_of_the_test:build", "--device", "H200", "--stages", "2", "--json"))
+    assert [row["saved_bytes"] for row in cut["stages"]] == [row["saved_bytes"] for row in fewer["stages"]]
     assert "device is 'abacus'" in error(capsys, "estimate", "my_models_of_the_test:build", "--device", "abacus")
     text = out(capsys, "profile", "my_models_of_the_test:build", "--repeats", "1", "--name", "mine")
     assert "mine: 8 stages" in text
+    plan = "plan", "my_models_of_the_test:build", "--device", "A100", "--mem-limit"
+    found = json.loads(out(capsys, *plan, "128 KiB", "--optimizer", "sgd", "--json"))
+    assert [row["mode"] for row in found["modes"]] == ["joint", "remat", "offload"]
+    assert found["mem_limit"] == 128 * 1024 > max(row["peak_bytes"] for row in found["modes"] if row["peak_bytes"])
+    assert "joint" in out(capsys, *plan, "128 KiB", "--stages", "4")
+    assert main([*plan, "1 KiB"]) == 1
+    assert "does not fit" in capsys.readouterr().out
     said = error(capsys, "profile", "my_models_of_the_test:broken")
     assert "raised RuntimeError: no such weights" in said
     assert "it must return (model, sample)" in error(capsys, "profile", "my_models_of_the_test:wrong")

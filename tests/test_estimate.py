@@ -65,6 +65,28 @@ def test_gradients_of_a_value_used_twice_are_added_in_place_as_the_engine_does()
     assert estimated.stages[1].backward_transient_bytes == 3 * tensor
 
 
+@pytest.mark.parametrize("wanted", [3, 12, ["1", "3"], "modules"])
+def test_a_checkpointables_stages_are_those_estimated(wanted: Any) -> None:
+    model, batch = fresh("residual")
+    if wanted == "modules":
+        wanted = [model.get_submodule("1"), model.get_submodule("2")]
+    wrapped = rotoff.Checkpointable(model, stages=wanted)
+    estimated = rotoff.estimate(wrapped, batch(), device="CPU")
+    wrapped.measure(batch(), repeats=1)
+    wrapped.close()
+    assert values(estimated) == values(wrapped.chain)
+    assert len(estimated) != len(rotoff.estimate(model, batch(), device="CPU"))
+
+
+def test_a_checkpointables_forms_are_those_estimated() -> None:
+    model, batch = fresh("residual")
+    assert any(stage.forms for stage in rotoff.estimate(model, batch(), device="CPU").stages)
+    without = rotoff.Checkpointable(model, forms=False)
+    assert not any(stage.forms for stage in rotoff.estimate(without, batch(), device="CPU").stages)
+    planned = rotoff.plan(without, batch(), mem_limit="1 GiB", device="CPU")
+    assert not any(stage.forms for stage in planned.chain.stages)
+
+
 def test_nothing_is_allocated_and_nothing_changed() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Dropout(0.1), nn.Linear(1024, 1024))
     x = torch.randn(4096, 1024)

@@ -30,7 +30,13 @@ MAY_IMPORT = {
     "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
     "nn": {"errors"},
 }
-MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "checkpointable", "in_place", "nn", "found_stages", "planned_modes"}
+MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "nn"} | {
+    "checkpointable",
+    "in_place",
+    "estimation",
+    "found_stages",
+    "planned_modes",
+}
 
 
 def layer(path: Path) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,3 +111,68 @@ def test_one_changing_line_is_shown_on_a_terminal_only(
     assert shown == ([("0", "0"), ("50", "1"), ("100", "")] if terminal else [])
     assert said.err.endswith("\r\x1b[2K") is terminal
     assert "\n" not in said.err
+
+
+class Alike(nn.Module):
+    """Of which all are of one kind; counts the forwards of all."""
+
+    ran = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).ran += 1
+        return torch.tanh(self.inner(x))
+
+
+def forwards(model: nn.Module, repeats: int | None) -> int:
+    Alike.ran = 0
+    rotoff.Checkpointable(model, forms=False).measure(torch.randn(512, 256), repeats=repeats)
+    return Alike.ran
+
+
+def test_stages_of_one_kind_have_one_time_and_later_ones_need_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*[Alike() for _ in range(12)])
+    monkeypatch.setattr(Series, "steady", lambda self, width: True)
+    fewest = forwards(model, 1)  # one timed run of each
+    assert forwards(model, 4) == fewest + 12 * 3
+    # three of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); one of the others
+    assert forwards(model, None) == fewest + 3 * 2
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(512, 256))
+    stages = wrapped.chain.stages
+    assert len({(s.forward_time, s.backward_time) for s in stages[1:-1]}) == 1
+    assert len({tuple(form.backward_time for form in s.forms) for s in stages[1:-1]}) == 1
+    assert len(set(wrapped.profile.tail_times[1:-1])) == 1
+    assert stages[1].backward_time != stages[-1].backward_time
+
+
+def test_stages_of_other_kinds_are_timed_by_themselves() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 65), nn.Tanh(), nn.Linear(65, 64), nn.Tanh())
+    wrapped = rotoff.Checkpointable(model, stages=[str(n) for n in range(6)]).measure(torch.randn(512, 64))
+    assert len({s.forward_time for s in wrapped.chain.stages}) == 6
+
+
+def test_measuring_and_training_need_no_compiler() -> None:
+    """Importing ``torch._dynamo`` takes seconds; a dispatch mode does so unless it says that it need not."""
+    program = """
+import sys, torch, rotoff
+from torch import nn
+block = lambda: nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = block()
+    def forward(self, x):
+        return x + self.inner(x)
+model, x = nn.Sequential(*[Block() for _ in range(4)]), torch.randn(256, 64)
+wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+assert any(stage.forms for stage in wrapped.chain.stages)
+wrapped.compute_sequence(int(0.6 * wrapped.keep_all_memory), mode="remat", refine=False)
+wrapped(x).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..runtime.replay import Generators, uncached_autocast
 from ..runtime.selective import QUERIES
 from ..runtime.values import View
+from .eager_mode import EagerMode
 from .saved_tensors import watch_saved
 
 
@@ -99,7 +99,7 @@ def record_operations(
     return OperationLog(tuple(recorder.operations), tuple(recorder.packs), tuple(recorder.nbytes), recorder.made, numbers)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(EagerMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.operations: list[Operation] = []

@@ -1,4 +1,4 @@
-"""Commands that look at models, with torch: profile, estimate, stages."""
+"""Commands that look at models, with torch: profile, estimate, plan, stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..chain import Chain
 from ..profile.devices import devices, find
 from ..progress_bar import Bar
 from ..sizes import format_bytes
-from .command import Command, Stop, add_json, print_json
+from .command import Command, Stop, add_json, print_json, size
 from .pictures import stage_table
 
 _TARGET = (
@@ -97,11 +97,16 @@ def _profile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_device(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(device.name for device in devices())
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
     parser.add_argument("--device", default="H200", metavar="NAME", help=f"one of {names} (default: H200)")
+
+
+def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+    _add_device(parser)
     parser.add_argument("--name", default="", help="of the chain (default: the model's class)")
+    _add_cut(parser)
     parser.add_argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
     add_json(parser)
 
@@ -109,13 +114,54 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
 def _estimate(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from ..profile.estimate import estimate
+    from ..checkpointable import Checkpointable
+    from ..estimation import estimate
 
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
-    chain = estimate(model, *args, device=options.device, **kwargs)
+    chain = estimate(Checkpointable(model, stages=_wanted(options)), *args, device=options.device, **kwargs)
     _give(replace(chain, name=options.name or chain.name or type(model).__name__), options)
     return 0
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+    _add_device(parser)
+    parser.add_argument(
+        "--mem-limit",
+        type=size,
+        metavar="SIZE",
+        help="that a step may allocate beyond what is resident (default: all that the device has left)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adam",
+        metavar="NAME",
+        help="whose states are resident: sgd, momentum, adam or adamw (default: adam)",
+    )
+    _add_cut(parser)
+    add_json(parser)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from ..checkpointable import Checkpointable
+    from ..planned_modes import plan
+
+    find(options.device)  # an unknown device is refused before the model is made
+    model, args, kwargs = load_target(options.target)
+    found = plan(
+        Checkpointable(model, stages=_wanted(options)),
+        *args,
+        mem_limit=options.mem_limit,
+        device=options.device,
+        optimizer=options.optimizer,
+        **kwargs,
+    )
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    return 0 if any(row.step_time is not None for row in found) else 1
 
 
 def _give(chain: Chain, options: argparse.Namespace, note: str = "") -> None:
@@ -187,6 +233,14 @@ COMMANDS = (
         _estimate_arguments,
         _estimate,
         f'{_TARGET}\nTensors may be on the device "meta": neither the device nor memory is needed.',
+    ),
+    Command(
+        "plan",
+        "what a training step costs in each mode within a limit, on a device that is not at hand",
+        'rotoff plan my_models:build --device "RTX 4090" --mem-limit "12 GiB"',
+        _plan_arguments,
+        _plan,
+        f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit.',
     ),
     Command(
         "stages",

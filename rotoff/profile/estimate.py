@@ -16,25 +16,24 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..capture import strategy
 from ..capture.stage import StageModule, flatten, storage_key
-from ..chain import Chain
 from ..runtime.convolutions import Algorithms
 from ..runtime.replay import RNG_BYTES
 from . import cpu_temporaries
 from .allocations import CUDA_BLOCK, AllocationLog
 from .bench import Bench
 from .cuda_kernels import cuda_variants
-from .devices import Device, find
+from .devices import Device
 from .fake import FakeAllocator, InMode, fake_copy, fake_mode
 from .fake_forms import FakeFormMeter
 from .form_meter import FormMeter
-from .forms import Policy
+from .forms import Forms, Policy, read_forms
 from .known_times import StageTimes
 from .measure import measure
 from .meter import Measured, Meter
 from .model_profile import Profile
 from .provenance import TAIL_TIMES, provenance
 from .roofline import Roofline
-from .stage_timing import End
+from .stage_timing import End, Timings
 from .steady import Repeats
 from .structure import describe, structure
 from .trial import Run
@@ -43,33 +42,25 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")  # of all fake tensors
 
 
-def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kwargs: Any) -> Chain:
-    """The chain of `model` as it would be measured on `device`, with no device and no memory taken.
-
-    Bytes are exact but for temporaries inside kernels (docs/profiles.md lists them); times are estimates from operation
-    counts and the device's data sheet. The chain's ``meta`` says so.
-
-    Args:
-        model, sample, kwargs: what is trained and what it is called with; tensors may be real, on ``meta``, or fake, and stay
-            untouched. Autocast, where it is on for the CPU or CUDA, counts.
-        device: a name (``rotoff.devices()`` lists them) or a `Device`.
-
-    Raises:
-        OptionError: for an unknown device, naming those that are known.
-        MeasureError: where the model's stages cannot be found, or what it does depends on its tensors' contents.
-    """
-    return estimate_profile(model, sample, kwargs, find(device)).chain
-
-
-def estimate_profile(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
-    """What `measure` would return on `device`, over a fake copy of the model."""
+def estimate_profile(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: Device,
+    wanted: strategy.Wanted = None,
+    forms: Forms = True,
+) -> Profile:
+    """What `measure` would return on `device`, over a fake copy of the model. wanted, forms: as `stages` and `forms` of `Checkpointable`."""
+    wanted = strategy.named(model, wanted) or wanted  # modules would be those of the model, not of its copy
     mode = fake_mode(device.capability is not None)
     copied = fake_copy(model, mode).train()
-    value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
+    value = fake_copy(strategy.chain_input(model, args, kwargs, wanted), mode)
     with cuda_variants(device):
-        stages = strategy.stages(copied, value, _CPU)
+        stages = strategy.stages(copied, value, _CPU, wanted)
         stages = [StageModule(s.name, tuple(InMode(m, mode) for m in s.modules)) for s in stages]
-        profile = measure(stages, value, FakeMeter(device, mode), lambda *_: link(device))
+        meter = FakeMeter(device, mode, read_forms(forms))
+        named = bool(strategy.named(copied, wanted))
+        profile = measure(stages, value, meter, lambda *_: link(device), named=named)
     meta = {**provenance(model, value, device), TAIL_TIMES: list(profile.tail_times)}
     chain = replace(profile.chain, name=type(model).__name__, meta=meta)
     return replace(profile, chain=chain)
@@ -117,10 +108,10 @@ class TimedAllocator(FakeAllocator):
 class FakeMeter(Meter):
     """Costs of stages over fake tensors, as they would be on `device`."""
 
-    def __init__(self, device: Device, mode: FakeTensorMode) -> None:
+    def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy) -> None:
         roofline = Roofline(device)
         self._timed = TimedAllocator(device, mode, roofline)
-        super().__init__(Bench(_CPU, self._timed, Repeats(1, 1), roofline.time), forms=True)
+        super().__init__(Bench(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
         self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # read and written
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
         self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}
@@ -154,11 +145,11 @@ class FakeMeter(Meter):
     def plain(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, FakeTensor)
 
-    def _times(self, run: Run, end: End) -> tuple[float, float, float]:
+    def _times(self, run: Run, end: End) -> Timings:
         """Of the runs recorded before: the first is a forward, one ends with the backward."""
         forward = self._timed.seconds[0].get("", 0.0)
         backward = next(spans["backward"] for spans in self._timed.seconds if "backward" in spans)
-        return forward, backward, 0.0 if run.last else end.share * forward
+        return Timings([forward], [backward], [] if run.last else [end.share])
 
     def copy_bandwidth(self, nbytes: float) -> float:
         return self._copy_bandwidth

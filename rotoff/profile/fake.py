@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..capture.eager_mode import EagerMode
 from ..capture.stage import pieces
 from ..errors import MeasureError
 from ..runtime.selective import QUERIES
@@ -106,7 +106,7 @@ class InMode(nn.Module):
         return self.module.modules()
 
 
-class FakeAllocator(TorchDispatchMode):
+class FakeAllocator(EagerMode):
     """Logs, while active, the storages that operations make and let go.
 
     Args:
@@ -231,7 +231,7 @@ def _engine_references() -> tuple[int, int, int]:
     """References to a gradient that the engine is about to add to and that nobody else holds, seen at one such moment."""
     seen: list[tuple[int, int, int]] = []
 
-    class Watch(TorchDispatchMode):
+    class Watch(EagerMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.add.Tensor:
                 seen.append(_references(args, 0))

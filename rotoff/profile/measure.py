@@ -81,6 +81,7 @@ def measure(
         progress(len(groups), len(groups), "")
     if not measured:
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
+    measured = [one.timed() for one in measured]
     sizes = [m.costs.saved_bytes for m in measured]
     typical = statistics.median(sizes)
     largest = max(m.costs.saved_bytes + m.costs.output_bytes + m.costs.backward_transient_bytes for m in measured)

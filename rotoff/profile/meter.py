@@ -25,7 +25,8 @@ from .forms import Policy, unfit
 from .gradients import GradientPlace
 from .known_times import StageTimes
 from .skips import Lying, lying
-from .stage_timing import End, copy_bandwidth, stage_times
+from .stage_timing import End, Timings, copy_bandwidth, time_stage
+from .structure import describe, structure
 from .trial import Run, backward, get_edges, ones, permuted
 
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
@@ -60,7 +61,8 @@ class Measured:
     each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
     staying_bytes: of the backward, as of `BackwardBytes`. strange_bytes: what the backward holds more where the gradients given
     are not contiguous. no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
-    alone leaves out (`runtime.tails`).
+    alone leaves out (`runtime.tails`). timings: of the stages of its kind, in which those that come later are still missing; None
+    where the times were known.
     """
 
     costs: Stage
@@ -73,6 +75,17 @@ class Measured:
     strange_bytes: int = 0
     no_forms: str = ""
     tail_time: float = 0.0
+    timings: Timings | None = None
+
+    def timed(self) -> Measured:
+        """With the times of all stages of its kind, once these are measured."""
+        if self.timings is None:
+            return self
+        forward, backward, tail = self.timings.medians()
+        costs, more = self.costs, backward - self.costs.backward_time
+        forms = tuple(replace(form, backward_time=max(0.0, form.backward_time + more)) for form in costs.forms)
+        costs = replace(costs, forward_time=forward, backward_time=backward, forms=forms)
+        return replace(self, costs=costs, tail_time=tail)
 
 
 class Meter:
@@ -90,6 +103,7 @@ class Meter:
         policy = None if isinstance(forms, bool) else forms
         self._forms = self.form_meter(policy, bool(forms), algorithms) if forms or algorithms else None
         self._lasting: set[int] = set()  # storages that are there throughout the step
+        self._timings: dict[Any, Timings] = {}  # by what stages of one kind have in common
 
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
         """What finds and measures smaller forms."""
@@ -175,7 +189,12 @@ class Meter:
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
         dropping = self._dropping(run, shapes)
         end = self._end(run, kinds)
-        times = (known.forward_time, known.backward_time, known.tail_time) if known else self._times(run, end)
+        timings = None if known else self._times(run, end)
+        if timings is not None:
+            times = timings.medians()
+        else:
+            assert known is not None
+            times = known.forward_time, known.backward_time, known.tail_time
         above = log.peak() - saved_bytes - stuck, dropping.peak() - output_bytes - stuck
         lies = lies._replace(spare=(max(0, -above[0]), max(0, -above[1])))
         costs = Stage(
@@ -206,6 +225,7 @@ class Meter:
             strange_bytes=strange_bytes,
             no_forms=reason,
             tail_time=times[2],
+            timings=timings,
         )
         return measured, outputs
 
@@ -245,9 +265,14 @@ class Meter:
             )
         return log
 
-    def _times(self, run: Run, end: End) -> tuple[float, float, float]:
-        """Seconds of the forward, the backward and the tail."""
-        return stage_times(run, end, self.bench.repeats, self.bench.device)
+    def _times(self, run: Run, end: End) -> Timings:
+        """Seconds of the forward, the backward and the tail, with those of the stages before that are of the same kind."""
+        timings, repeats = Timings(), self.bench.repeats
+        if not run.stage.varying:
+            kind = structure(run.stage.modules), describe(run.rebuild(run.tensors)), end.enough, run.last
+            timings = self._timings.setdefault(kind, timings)
+        time_stage(run, end, repeats.of_known_kind if timings.forward else repeats, self.bench.device, timings)
+        return timings
 
     def copy_bandwidth(self, nbytes: float) -> float:
         """B/s at which a tensor of `nbytes` is copied on the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -58,23 +59,43 @@ class End(NamedTuple):
     share: float = 0.0
 
 
-def stage_times(run: Run, end: End, repeats: Repeats, device: torch.device) -> tuple[float, float, float]:
-    """Median seconds of the forward, the backward and the tail.
+@dataclass
+class Timings:
+    """Seconds that the stages of one kind took, run by run. tails: shares that what a replay may leave out has of a forward."""
 
-    The tail is the median share that what comes after the last tensor saved has of one forward: the difference of two, each with
-    its own noise, would be of no use where it is small.
-    """
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    tails: list[float] = field(default_factory=list)
+
+    def series(self) -> list[Series]:
+        found = [Series(self.forward), Series(self.backward)]
+        return [*found, Series(self.tails, 1.0)] if self.tails else found
+
+    def medians(self) -> tuple[float, float, float]:
+        """Of the forward, the backward and the tail.
+
+        The tail is the median share of one forward: the difference of two, each with its own noise, would be of no use where it
+        is small.
+        """
+        forward, backward = statistics.median(self.forward), statistics.median(self.backward)
+        return forward, backward, forward * statistics.median(self.tails) if self.tails else 0.0
+
+
+def time_stage(run: Run, end: End, repeats: Repeats, device: torch.device, timings: Timings) -> None:
+    """Run the stage's forward and backward, and its forward with the tail apart, until `timings` are steady, and add to them."""
     tailed = end.share >= LEAST_TAIL and not run.last  # nobody takes the last stage's output from a replay
     width = 7 if tailed else 4
     ticks = clock(device)
+    before = replace(timings, forward=[*timings.forward], backward=[*timings.backward], tails=[*timings.tails])
 
     def series() -> list[Series]:
         spans = ticks.spans()
-        found = [Series(spans[0::width]), Series(spans[2::width])]
+        timings.forward[:] = before.forward + spans[0::width]
+        timings.backward[:] = before.backward + spans[2::width]
         if tailed:
             parts = zip(spans[4::width], spans[5::width], strict=True)
-            found.append(Series([behind / (before + behind or 1.0) for before, behind in parts], 1.0))
-        return found
+            timings.tails[:] = before.tails + [behind / (front + behind or 1.0) for front, behind in parts]
+        return timings.series()
 
     for _ in repeats.rounds(series):
         leaves = run.leaves()
@@ -88,8 +109,7 @@ def stage_times(run: Run, end: End, repeats: Repeats, device: torch.device) -> t
         ticks.tick()
         if tailed:
             _run_with_tail(run, end.enough, ticks.tick)
-    medians = [statistics.median(one.seconds) for one in series()]
-    return medians[0], medians[1], medians[0] * medians[2] if tailed else 0.0
+    series()
 
 
 def _run_with_tail(run: Run, enough: int, tick: Callable[[], None]) -> None:

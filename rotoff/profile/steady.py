@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -78,6 +78,11 @@ class Repeats:
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise OptionError(f"repeats is {repeats!r}; give a whole number of at least 1, or None to time until steady")
         return Repeats(repeats, repeats)
+
+    @property
+    def of_known_kind(self) -> Repeats:
+        """For a stage like one that has been timed: one run may be enough, unless a number was asked for."""
+        return self if self.least == self.most else replace(self, least=1)
 
     def rounds(self, look: Callable[[], Sequence[Series]]) -> Iterator[int]:
         """Numbers of the rounds to be run, as long as more are needed; `look` gives what those before took."""

@@ -23,7 +23,7 @@ from ..capture import strategy
 from ..capture.stage import flatten
 from ..errors import BranchError, MeasureError
 from ..profile.bench import Bench
-from ..profile.forms import Forms, read_forms
+from ..profile.forms import read_forms
 from ..profile.interpolation import MeasuredTimes, surroundings
 from ..profile.known_times import find_times, keep_times, times_key
 from ..profile.measure import Progress, measure
@@ -34,6 +34,7 @@ from ..profile.upkeep_times import measure_upkeep
 from .agreement import agree_on_profile, refuse_root_shards
 from .convolutions import other_algorithms, read_conv_algorithms
 from .link_pool import LinkPool
+from .options import Options
 from .plan import ExecutionPlan
 from .planning import Request, make_plan
 
@@ -82,35 +83,29 @@ class Courses:
     runs the model as it is, where that is not a call of it (`rotoff.attach`).
 
     Args:
-        root: the module that is called; `model` where nothing is around it. wanted, forms: as `stages` and `forms` of
-            `Checkpointable`. links: to the host, of which the bandwidth is measured.
-        interpolate: whether times of unseen sizes may come from two measured ones. conv_algorithms: as of `Checkpointable`.
+        root: the module that is called; `model` where nothing is around it. options: of `Checkpointable`. links: to the host, of
+            which the bandwidth is measured.
     """
 
     def __init__(
         self,
         root: nn.Module,
         model: nn.Module,
-        wanted: strategy.Wanted,
-        forms: Forms,
+        options: Options,
         links: LinkPool,
         group: Any,
         cache: Cache,
-        interpolate: bool,
-        conv_algorithms: str,
     ) -> None:
         self.request: Request | None = None
         self.latest: Course | None = None
         self.plain: Callable[..., Any] | None = None
         self._root = weakref.ref(root)  # which owns this
         self._model = model
-        self._wanted = wanted
-        self._forms = forms
-        self._conv_algorithms = conv_algorithms
+        self._options = options
         self._links = links
         self._group = group
         self._cache = cache
-        self._times = MeasuredTimes() if interpolate and group is None else None
+        self._times = MeasuredTimes() if options.interpolate and group is None else None
         self._known: OrderedDict[Any, deque[Course]] = OrderedDict()
 
     def __iter__(self) -> Iterator[Course]:
@@ -147,17 +142,12 @@ class Courses:
         if not was_training:
             self._model.train()
         try:
-            captured = strategy.capture(self._model, value, device, self._wanted, self.plain)
+            captured = strategy.capture(self._model, value, device, self._options.stages, self.plain)
             root = self._root()
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same
-            key = (
-                times_key(
-                    captured.stages, value, device, repeats, self._links.staging_bytes, self._forms, self._conv_algorithms
-                )
-                if self._group is None
-                else None
-            )
+            chosen = self._links.staging_bytes, self._options.forms, self._options.conv_algorithms
+            key = times_key(captured.stages, value, device, repeats, *chosen) if self._group is None else None
             known = find_times(self._cache, key)
             if known is not None:
                 logger.info("rotoff: times of %d stages from the cache in %s", len(known.stages), self._cache.directory)
@@ -167,9 +157,9 @@ class Courses:
             near = self._times.find(shapes, around, names) if self._times and known is None and not timed else None
             if near is not None:
                 logger.info("rotoff: times interpolated between %s", near.between)
-            others = other_algorithms(device) if read_conv_algorithms(self._conv_algorithms) else ()
-            meter = Meter(Bench.on(device, repeats), read_forms(self._forms), others)
-            named = bool(strategy.named(self._model, self._wanted))
+            others = other_algorithms(device) if read_conv_algorithms(self._options.conv_algorithms) else ()
+            meter = Meter(Bench.on(device, repeats), read_forms(self._options.forms), others)
+            named = bool(strategy.named(self._model, self._options.stages))
             profile = measure(captured.stages, value, meter, bandwidth, progress, near.times if near else known, named)
             if known is None and near is None:
                 keep_times(self._cache, key, profile)

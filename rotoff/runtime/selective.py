@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..capture.eager_mode import EagerMode
 from ..capture.saved_tensors import watch_saved
 from .convolutions import Algorithms, forward_by
 from .replay import uncached_autocast
@@ -100,7 +100,7 @@ class OtherOperations(Exception):
     """The forward is not the one that was measured."""
 
 
-class _Redo(TorchDispatchMode):
+class _Redo(EagerMode):
     """Runs the operations of one redo.
 
     stored: the tensors in the kept slots. poison: fill what nobody reads, to find out whether that is true.
