@@ -5,7 +5,8 @@
 #
 # Writes JSON to benchmarks/results/ and makes docs/results.md and its plots from whatever JSON is there. What was stopped goes
 # on where it stopped: the grid keeps cells that have run. PYTHON names another interpreter than python3; rotoff's kernels must
-# have been built for it (`python setup.py build_ext --inplace`). MINUTES: for the grid (39).
+# have been built for it (`python setup.py build_ext --inplace`). MINUTES: for the grid (39). WIDER: run those of its cells again whose
+# quartiles are further apart than that (0.06, say, where others used the machine).
 # Exit code: 0 all well, 1 something failed, 2 wrong usage, 4 the grid is not complete: call again.
 set -uo pipefail
 
@@ -24,7 +25,8 @@ results=benchmarks/results failed=0 incomplete=0
 for step in "$@"; do
     case $step in
     grid)
-        "$python" -m benchmarks.grid.run --suite cpu --compiled gpt vit --minutes "${MINUTES:-39}" --out $results/grid_cpu.json
+        "$python" -m benchmarks.grid.run --suite cpu --compiled gpt vit --minutes "${MINUTES:-39}" \
+            ${WIDER:+--wider "$WIDER"} --out $results/grid_cpu.json
         code=$?
         ;;
     *)

@@ -62,6 +62,23 @@ def test_peers_train_the_same_model(data: dict[str, Any]) -> None:
     assert data["cells"]["gpt/save_on_cpu"]["result"]["status"] == "not here"
 
 
+def test_wide_cells_run_again_and_the_closer_run_stays(data: dict[str, Any], tmp_path: Path) -> None:
+    out, cells = tmp_path / "grid.json", json.loads(json.dumps(data["cells"]))
+    closest, wide = "gpt/checkpoint", "gpt/selective"
+    for name, apart in ((closest, 1e-6), (wide, 9.0)):
+        ratio = cells[name]["result"]["ratio"]
+        cells[name]["result"].update(low=ratio - apart / 2, high=ratio + apart / 2)
+    out.write_text(json.dumps(data | {"cells": cells}))
+    done = grid(out, "--limits", "70", "--wider", "8")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["cells"]
+    assert {name for name in cells if found[name] != cells[name]} == {wide}
+    assert found[wide]["result"]["high"] - found[wide]["result"]["low"] < 8
+    again = grid(out, "--limits", "70", "--wider", "0")
+    assert closest in again.stdout  # it ran, and what there was is the closer one
+    assert json.loads(out.read_text())["cells"][closest] == found[closest]
+
+
 def test_the_page_says_what_the_figures_say(data: dict[str, Any]) -> None:
     sys.path.insert(0, str(ROOT))
     try:
