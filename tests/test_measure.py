@@ -60,7 +60,7 @@ def test_stages_that_alias_or_overwrite_are_merged() -> None:
 
 def test_what_the_batch_and_tables_bring_along_merges_nothing_and_is_charged_to_the_input() -> None:
     model, batch = fresh("side_inputs")
-    chain = rotoff.Checkpointable(model).measure(batch()).chain
+    chain = rotoff.Checkpointable(model).measure(batch(), repeats=1).chain
     assert [s.name for s in chain.stages] == ["0", "1", "2", "3..4", "5"]
     assert [s.output_bytes for s in chain.stages[:3]] == [32 * 16 * 4] * 3
     assert chain.input_bytes == 2 * 32 * 16 * 4 + 32
@@ -69,7 +69,7 @@ def test_what_the_batch_and_tables_bring_along_merges_nothing_and_is_charged_to_
 
 def test_an_activation_that_is_handed_on_is_charged_to_every_value_that_carries_it() -> None:
     model, batch = fresh("handed_on")
-    chain = rotoff.Checkpointable(model).measure(batch()).chain
+    chain = rotoff.Checkpointable(model).measure(batch(), repeats=1).chain
     assert [s.name for s in chain.stages] == ["0", "1", "2", "3..4", "5..6"]
     tensor = 32 * 16 * 4
     assert [s.output_bytes // tensor for s in chain.stages[:4]] == [1, 2, 2, 2]
@@ -92,7 +92,7 @@ def test_changing_the_batch_in_place_far_from_the_start_is_refused() -> None:
 
 def test_stages_before_the_first_gradient_are_no_stages_of_the_chain() -> None:
     model, batch = fresh("frozen")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     assert [s.name for s in wrapped.chain.stages] == ["2..3", "4..5", "6"]
     assert [s.name for s in wrapped.profile.prefix] == ["0", "1"]
     assert wrapped.profile.resident_input_bytes == 0
@@ -100,7 +100,7 @@ def test_stages_before_the_first_gradient_are_no_stages_of_the_chain() -> None:
 
 def test_what_a_graph_keeps_past_all_hooks_is_a_constant() -> None:
     model, batch = fresh("stateful")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     assert wrapped.profile.stuck_bytes == 32 * 16 * 4
 
 

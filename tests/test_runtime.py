@@ -25,7 +25,7 @@ def with_sequence(model: rotoff.Checkpointable, sequence: rotoff.Sequence) -> ro
 @pytest.mark.parametrize("name", ALL)
 def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str, seed: int) -> None:
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     sequence = random_sequence(wrapped.chain, seed)
     try:
         assert same(train(with_sequence(wrapped, sequence), batch), plain(name)), str(sequence)
@@ -38,7 +38,7 @@ def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str, seed: i
 def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str, mode: str) -> None:
     expected = plain(name)
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     least = smallest(wrapped, mode)
     everything = wrapped.keep_all_memory
     for limit in sorted({least, (least + everything) // 2, everything}):
@@ -93,7 +93,7 @@ def step_peak(model: torch.nn.Module, batch: object) -> int:
 @pytest.mark.parametrize("name", ALL)
 def test_the_predicted_peak_of_any_sequence_holds(name: str) -> None:
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     for seed in range(4):
         with_sequence(wrapped, random_sequence(wrapped.chain, seed))
         assert step_peak(wrapped, batch) <= wrapped.get_expected_memory(), str(wrapped.sequence)
@@ -106,7 +106,7 @@ def test_the_prediction_is_close_on_average() -> None:
     for name in ("residual", "convolutional", "language"):
         model, batch = fresh(name)
         many = lambda batch=batch: torch.cat([batch() for _ in range(16)])  # noqa: E731
-        wrapped = rotoff.Checkpointable(model).measure(many())
+        wrapped = rotoff.Checkpointable(model).measure(many(), repeats=1)
         least, everything = smallest(wrapped, "joint"), wrapped.keep_all_memory
         for fraction in (1.0, 0.7, 0.4, 0.1):
             wrapped.compute_sequence(int(least + (everything - least) * fraction))
@@ -120,7 +120,7 @@ def test_the_prediction_is_close_on_average() -> None:
 def test_nothing_stays_behind(name: str) -> None:
     """After a step, after a forward whose graph is dropped, and after a stage that raises."""
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     with_sequence(wrapped, random_sequence(wrapped.chain, 5))
     x = batch()
     for p in wrapped.parameters():
@@ -136,7 +136,7 @@ def test_nothing_stays_behind(name: str) -> None:
 def test_a_stage_that_raises_leaves_the_next_step_right() -> None:
     expected = plain("residual")
     model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     for seed in range(3):
         sequence = random_sequence(wrapped.chain, seed)
         with_sequence(wrapped, sequence)
@@ -183,7 +183,7 @@ def test_two_forwards_before_their_backwards() -> None:
     second.sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     wrapped.compute_sequence((smallest(wrapped, "joint") + wrapped.keep_all_memory) // 3)
     torch.manual_seed(3)
     first, second = wrapped(x), wrapped(y)
@@ -194,7 +194,7 @@ def test_two_forwards_before_their_backwards() -> None:
 
 def test_a_second_backward_and_a_double_one_are_refused_in_a_sentence() -> None:
     model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     wrapped.compute_sequence(smallest(wrapped, "joint"))
     output = wrapped(batch()).sum()
     output.backward(retain_graph=True)
@@ -206,7 +206,7 @@ def test_a_second_backward_and_a_double_one_are_refused_in_a_sentence() -> None:
 
 def test_changing_the_output_of_a_moved_stage_in_place_is_noticed() -> None:
     model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     L = len(wrapped.chain)
     text = [f"F_all {i}" for i in range(1, L + 1)] + [f"B {i}" for i in range(L, 0, -1)]
     text[L - 1 : L - 1] = ["offload abar 1", "free abar 1"]
@@ -234,7 +234,7 @@ def test_autocast_is_the_same_in_the_replay() -> None:
     model, batch = fresh("residual")
     wrapped = rotoff.Checkpointable(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        wrapped.measure(batch())
+        wrapped.measure(batch(), repeats=1)
     for seed in range(4):
         with_sequence(wrapped, random_sequence(wrapped.chain, seed))
         wrapped.zero_grad()

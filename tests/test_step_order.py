@@ -18,7 +18,7 @@ NAMES = ["residual", "convolutional", "tuples", "tied", "language"]
 def run_over(link: RecordingLink | RecordingFileLink, name: str, seed: int) -> tuple[list[torch.Tensor], rotoff.Sequence]:
     """Train `name` with a random sequence whose moves go over `link`."""
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     sequence = random_sequence(wrapped.chain, seed, wildness=0.75)
     with_sequence(wrapped, sequence)
 

@@ -100,7 +100,7 @@ def failing_step(wrapped: nn.Module, batch: Batch, message: str) -> None:
 def moving(name: str = "residual", moves: int = 3) -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
     """A model with a sequence that fetches at least `moves` values from the host, and recomputes."""
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     for seed in range(1000):
         sequence = random_sequence(wrapped.chain, seed, wildness=0.75)
         kinds = [op.kind.value for op in sequence]
@@ -150,7 +150,7 @@ def test_an_error_at_every_call_of_stages_and_links(kind: str, monkeypatch: pyte
 def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
     """Every stage in a form whose redo leaves operations out; of two of them, all that it stores leaves for the host and comes back."""
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     L = len(wrapped.chain)
     text = []
     for i in range(1, L + 1):

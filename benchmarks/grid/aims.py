@@ -259,8 +259,8 @@ def _times(runs: list[Run], most: float) -> Aim | None:
         if these:
             parts.append(f"in the {len(these)} cells that {what} {statistics.median(these):+.1%}")
     cause = (
-        f"Median {', '.join(parts)}. What comes back from the host is in no cache of the core that computes. On the CPU, up to commit"
-        " 1afd45811f6e, a link counted as two to three times as fast as it is in a step, and the hooks of a stage as nothing."
+        f"Median {', '.join(parts)}. Copies under way slow the stages that run beside them, which is charged to nothing, and a forward"
+        " takes longer within a step than where it is measured, over and over by itself."
     )
     met = within == len(gaps)
     return Aim(f"The predicted step time, over plain's, is within {most:.0%}", text, met, "" if met else cause)
@@ -279,8 +279,8 @@ def _bandwidth(runs: list[Run], device: str) -> Aim | None:
         f" least {worst[0]:.2f} ({worst[1].workload}, {worst[1].title})."
     )
     cause = (
-        "The link is a file, behind the system's cache of it. Up to commit 1afd45811f6e its bandwidth was measured over a few bytes that"
-        " stay in the processor's caches, two to three times what a step gets; since then over as many as a step moves."
+        "The link is a file, behind the system's cache of it: the speed of memory that others use too, the stages of the same step among"
+        " them. It is measured once for each workload, with nothing beside it."
         if device == "cpu" and enough < len(shares)
         else ""
     )
