@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class EagerMode(TorchDispatchMode):
     """A dispatch mode whose methods are not kept from ``torch.compile``.
 
-    Otherwise each of its operations would go through ``torch._disable_dynamo``, and the first import all of ``torch._dynamo``:
-    1.4 of the 4.3 seconds that a process took to measure its first model (`benchmarks/first_step.py`).
+    Otherwise each of its operations would go through ``torch._disable_dynamo``, and the first import all of ``torch._dynamo``,
+    which takes more than a second.
     """
 
     @classmethod
