@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -492,3 +496,36 @@ def test_a_hook_that_came_after_measuring_and_saves_is_named() -> None:
     model[2].register_forward_hook(lambda m, i, o: o * o.tanh())
     with pytest.raises(rotoff.ExecutionError, match="stage '2' saved other tensors.*call measure.. again"):
         wrapped(batch())
+
+
+COMPILED_INSIDE = """
+import copy, torch, rotoff
+from torch import nn
+gelu = torch.compile(lambda x: nn.functional.gelu(x) * 2 + x, backend="eager")
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(256)
+    def forward(self, x):
+        return x + self.b(self.norm(gelu(self.a(x))))
+torch.manual_seed(0)
+model, x = nn.Sequential(*[Block() for _ in range(5)]), torch.randn(256, 64)
+plain = copy.deepcopy(model)
+wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+assert all(stage.forms for stage in wrapped.chain.stages[:-1])
+text = [f"F_sel {i} 1" for i in range(1, 5)] + ["F_all 5"] + [f"B {i}" for i in range(5, 0, -1)]
+from rotoff.runtime.plan import compile_sequence
+wrapped.compute_sequence(1 << 40)
+wrapped._latest.plan = compile_sequence(wrapped.profile.chain, rotoff.Sequence.from_text(text))
+wrapped(x).sum().backward()
+plain(x).sum().backward()
+assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+"""
+
+
+def test_a_function_compiled_inside_a_module_has_nothing_of_ours_compiled() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent), "TORCH_LOGS": "recompiles"}
+    command = [sys.executable, "-W", "always", "-c", COMPILED_INSIDE]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "__torch_dispatch__" not in done.stderr
