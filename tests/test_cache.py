@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from models import residual, same, train
+from torch import nn
 
 import rotoff
 from rotoff.cache import KEPT, Cache, default_directory
-from rotoff.profile.known_times import KnownForm, StageTimes, find_times
+from rotoff.profile.known_times import KnownForm, KnownTimes, StageTimes, TimesChanged, check_times, find_times
+from rotoff.runtime.upkeep import UpkeepTimes
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
@@ -109,10 +111,51 @@ def test_times_kept_in_an_older_form_are_not_misread(tmp_path: Path) -> None:
     assert find_times(cache, key) is None
     cache.keep("times", key, {"stages": [["a", 3.0, 4.0, 0.5, [[[0], 5.0]]]], **more})  # nor without algorithms
     assert find_times(cache, key) is None
-    cache.keep("times", key, {"stages": [["a", 3.0, 4.0, 0.5, [[[[0], "native"], 5.0]]]], **more})
+    stages = [["a", 3.0, 4.0, 0.5, [[[[0], "native"], 5.0]]]]
+    cache.keep("times", key, {"stages": stages, **more})  # nor without what the runtime takes
+    assert find_times(cache, key) is None
+    cache.keep("times", key, {"stages": stages, **more, "upkeep": UpkeepTimes(1.0, 2.0)._asdict()})
     found = find_times(cache, key)
     assert found is not None
     assert found.stages == (StageTimes("a", 3.0, 4.0, 0.5, (KnownForm(((0,), "native"), 5.0),)),)
+    assert found.upkeep == UpkeepTimes(1.0, 2.0)
+
+
+def test_times_that_hold_no_longer_are_measured_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where something else ran while they were measured: here they are made ten times as long in the file."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)]), torch.randn(4096, 256)
+
+    def measured() -> rotoff.Chain:
+        return rotoff.Checkpointable(model, cache_directory=tmp_path).measure(x).chain
+
+    first = measured()
+    (path,) = tmp_path.glob("times-*")
+    entry = json.loads(path.read_text())
+    for row in entry["value"]["stages"]:
+        row[1], row[2] = 10 * row[1], 10 * row[2]
+    path.write_text(json.dumps(entry))
+    with caplog.at_level(logging.INFO, "rotoff"):
+        again = measured()
+    assert "times from the cache are not used" in caplog.text
+    assert again.compute_time < 5 * first.compute_time
+    kept = json.loads(path.read_text())["value"]["stages"]
+    assert [row[1] for row in kept] == [stage.forward_time for stage in again.stages]
+
+
+def test_known_times_are_judged_by_more_than_one_slow_run() -> None:
+    known = StageTimes("a", 0.4, 0.6, 0.0, ())
+    check_times(known, [1.0, 1.1, 7.0])
+    check_times(known, [0.9, 1.0, 1.3])
+    with pytest.raises(TimesChanged, match="'a' took 1 s when its times were kept and 1.3 s now"):
+        check_times(known, [1.2, 1.3, 1.4])
+    with pytest.raises(TimesChanged, match="0.8 s now"):
+        check_times(known, [0.7, 0.8, 1.0])
+    short = known._replace(forward_time=1e-6, backward_time=1e-6)
+    link = (1.0, 1.0, True)
+    assert KnownTimes((short, known), link).heaviest is known
+    assert KnownTimes((short,), link).heaviest is None
+    assert KnownTimes((known,), None).heaviest is None  # interpolated
 
 
 def test_a_cached_plan_that_the_machine_refuses_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -71,12 +71,16 @@ def test_wide_cells_run_again_and_the_closer_run_stays(data: dict[str, Any], tmp
     out.write_text(json.dumps(data | {"cells": cells}))
     done = grid(out, "--limits", "70", "--wider", "8")
     assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())["cells"]
+    after = json.loads(out.read_text())
+    found = after["cells"]
     assert {name for name in cells if found[name] != cells[name]} == {wide}
+    assert after["twice"] == [wide]
     assert found[wide]["result"]["high"] - found[wide]["result"]["low"] < 8
     again = grid(out, "--limits", "70", "--wider", "0")
     assert closest in again.stdout  # it ran, and what there was is the closer one
-    assert json.loads(out.read_text())["cells"][closest] == found[closest]
+    last = json.loads(out.read_text())
+    assert last["cells"][closest] == found[closest]
+    assert {closest, wide} <= set(last["twice"])  # the page tells of both
 
 
 def test_the_page_says_what_the_figures_say(data: dict[str, Any]) -> None:

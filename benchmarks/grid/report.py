@@ -51,6 +51,7 @@ def _grid(data: dict[str, Any], pictures: dict[tuple[str, str], str]) -> Iterato
         " `bound` is what no plan within the limit can beat on the measured chain, by a certificate (docs/method.md); 1.000 says that"
         " it knows of nothing that must cost time. `plain` beside itself is what the measurement is worth. Command:"
         f" `{COMMANDS[data['suite']]}` (or, by hand, `python -m benchmarks.grid.run --suite {data['suite']} --out FILE`)."
+        + _twice(data)
     )
     yield _aims(judge(runs, "cuda" if data["suite"] == "cuda" else "cpu"))
     for workload in dict.fromkeys(run.workload for run in runs):
@@ -135,6 +136,16 @@ def _short(note: str) -> str:
 
 
 # -- the other two
+
+
+def _twice(data: dict[str, Any]) -> str:
+    """Which cells had a second run."""
+    count = len(data.get("twice", ()))
+    return (
+        f" {count} cells whose quartiles were far apart ran twice (`--wider`); the run with the closer ones is shown."
+        if count
+        else ""
+    )
 
 
 def _four_times(data: dict[str, Any]) -> Iterator[str]:

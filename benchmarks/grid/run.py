@@ -93,12 +93,12 @@ class Grid:
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         self.path, self.options = path, options
         self.data: dict[str, Any] = {"format": "rotoff.grid", "suite": options.suite, "machine": machine(options.device)}
-        self.data |= {"threads": options.threads, "limits": options.limits, "cells": {}}
+        self.data |= {"threads": options.threads, "limits": options.limits, "cells": {}, "twice": []}
         start = path if path.exists() else options.start
         if start is not None and start.exists():
             before = json.loads(start.read_text(encoding="utf-8"))
             if before.get("machine") == self.data["machine"]:
-                self.data["cells"] = before["cells"]
+                self.data |= {key: before[key] for key in ("cells", "twice") if key in before}
             elif start == path:
                 raise SystemExit(f"{path} is of another machine or other versions; name another --out, or move it away")
         for name in options.again:
@@ -205,9 +205,11 @@ class Grid:
         record = {"cell": kept, "commit": commit(), "load_before": load, "seconds": round(time.time() - begin, 1)}
         record["result"] = empty | result
         before = self.data["cells"].get(name)
+        if before is not None:
+            self.data["twice"] = sorted({*self.data["twice"], name})
         if before is None or spread(record["result"]) < spread(before["result"]):
             self.data["cells"][name] = record
-            self.save()
+        self.save()
         return record["result"]
 
     def typical_seconds(self) -> float:

@@ -15,9 +15,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..capture import strategy
-from ..capture.stage import StageModule, flatten, storage_key
+from ..capture.stage import Behaviour, StageModule, flatten, storage_key
 from ..runtime.convolutions import Algorithms
 from ..runtime.replay import RNG_BYTES
+from ..runtime.upkeep import NO_UPKEEP, UpkeepTimes
 from . import cpu_temporaries
 from .allocations import CUDA_BLOCK, AllocationLog
 from .bench import Bench
@@ -153,3 +154,8 @@ class FakeMeter(Meter):
 
     def copy_bandwidth(self, nbytes: float) -> float:
         return self._copy_bandwidth
+
+    def sample_upkeep(self, run: Run, behaviour: Behaviour) -> None: ...
+
+    def upkeep_times(self) -> UpkeepTimes:
+        return NO_UPKEEP

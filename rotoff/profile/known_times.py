@@ -7,6 +7,7 @@ versions and the number of threads.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,11 +16,18 @@ import torch
 from ..cache import Cache
 from ..capture.stage import StageModule
 from ..runtime.convolutions import flags
+from ..runtime.upkeep import UpkeepTimes
 from .model_profile import Profile
 from .provenance import device_name
 from .structure import describe, structure
 
 KIND = "times"
+WORTH_CHECKING = 1e-3  # seconds of a stage: shorter ones take another time in each process
+FAR = 1.15  # from each other: times of which one was taken while something else ran
+
+
+class TimesChanged(Exception):
+    """Times that were kept are no longer what the stages take."""
 
 
 class KnownForm(NamedTuple):
@@ -44,11 +52,31 @@ class StageTimes(NamedTuple):
 
 class KnownTimes(NamedTuple):
     """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured. copy_bandwidth: of copies on the
-    device, B/s, likewise."""
+    device, B/s, likewise. upkeep: what the runtime itself takes, likewise."""
 
     stages: tuple[StageTimes, ...]
     link: tuple[float, float, bool] | None
     copy_bandwidth: float | None = None
+    upkeep: UpkeepTimes | None = None
+
+    @property
+    def heaviest(self) -> StageTimes | None:
+        """The stage to look at again; None where all are too short to tell, or none was timed as such (`interpolation`)."""
+        heaviest = max(self.stages, key=lambda row: row.forward_time + row.backward_time)
+        long = heaviest.forward_time + heaviest.backward_time >= WORTH_CHECKING
+        return heaviest if long and self.link is not None else None
+
+
+def check_times(known: StageTimes, runs: Sequence[float]) -> None:
+    """Compare what the stage's forward and backward took together, in seconds, with what they are known to take.
+
+    Raises:
+        TimesChanged: where they took another time, and not for one slow run.
+    """
+    before = known.forward_time + known.backward_time
+    if min(runs) > FAR * before or statistics.median(runs) * FAR < before:
+        now = f"{statistics.median(runs):.3g} s now"
+        raise TimesChanged(f"stage {known.name!r} took {before:.3g} s when its times were kept and {now}")
 
 
 def times_of(profile: Profile) -> tuple[StageTimes, ...]:
@@ -101,8 +129,9 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
         )
         d2h, h2d, duplex = found["link"]
         copy = found["copy_bandwidth"]
-        return KnownTimes(stages, (float(d2h), float(h2d), bool(duplex)), None if copy is None else float(copy))
-    except (TypeError, KeyError, ValueError):  # not what was kept
+        upkeep = UpkeepTimes(**{name: float(seconds) for name, seconds in found["upkeep"].items()})
+        return KnownTimes(stages, (float(d2h), float(h2d), bool(duplex)), None if copy is None else float(copy), upkeep)
+    except (TypeError, KeyError, ValueError, AttributeError):  # not what was kept
         return None
 
 
@@ -111,4 +140,5 @@ def keep_times(cache: Cache, key: dict[str, Any] | None, profile: Profile) -> No
     if key is not None:
         chain = profile.chain
         link = [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]
-        cache.keep(KIND, key, {"stages": times_of(profile), "link": link, "copy_bandwidth": profile.copy_bandwidth})
+        more = {"copy_bandwidth": profile.copy_bandwidth, "upkeep": profile.upkeep_times._asdict()}
+        cache.keep(KIND, key, {"stages": times_of(profile), "link": link, **more})

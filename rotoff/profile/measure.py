@@ -52,6 +52,7 @@ def measure(
 
     Raises:
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
+        TimesChanged: where `known` are no longer the times of these stages.
     """
     device = meter.bench.device
     if not flatten(value)[0]:
@@ -63,6 +64,8 @@ def measure(
     if not named:
         groups = merge_unsaved(groups, value, device)
     meter.begin(value)
+    meter.samples_upkeep = known is None or known.upkeep is None
+    meter.checked = known.heaviest if known is not None else None
     waiting = {(row.name, n): row for n, row in enumerate(known.stages if known else ())}
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient
@@ -123,6 +126,7 @@ def measure(
         compact=_compact(measured, compact, copy_bandwidth) if copy_bandwidth else None,
         copy_bandwidth=copy_bandwidth,
         tail_times=tuple(m.tail_time for m in measured),
+        upkeep_times=(known and known.upkeep) or meter.upkeep_times(),
     )
 
 

@@ -16,6 +16,7 @@ from ..chain import Stage
 from ..errors import MeasureError
 from ..runtime.convolutions import Algorithms
 from ..runtime.replay import RNG_BYTES, Generators
+from ..runtime.upkeep import UpkeepTimes
 from .allocations import AllocationLog
 from .backward_bytes import BackwardBytes, backward_bytes
 from .bench import Bench
@@ -23,15 +24,18 @@ from .form_meter import FormMeter
 from .form_trial import WholeStage
 from .forms import Policy, unfit
 from .gradients import GradientPlace
-from .known_times import StageTimes
+from .known_times import StageTimes, check_times
 from .skips import Lying, lying
 from .stage_timing import End, Timings, copy_bandwidth, time_stage
+from .steady import Repeats
 from .structure import describe, structure
 from .trial import Run, backward, get_edges, ones, permuted
+from .upkeep_times import UpkeepMeter
 
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
 # run a few times more, always as often, since all processes must take part, and the run that seems to leave least counts.
 COLLECTIVE_TRIES = 3
+LOOKS = 3  # runs by which known times are judged
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})  # whose bytes are those of one storage
 
@@ -104,6 +108,9 @@ class Meter:
         self._forms = self.form_meter(policy, bool(forms), algorithms) if forms or algorithms else None
         self._lasting: set[int] = set()  # storages that are there throughout the step
         self._timings: dict[Any, Timings] = {}  # by what stages of one kind have in common
+        self._upkeep = UpkeepMeter(bench.device)
+        self.samples_upkeep = True
+        self.checked: StageTimes | None = None  # known times of the stage that tells whether they still hold
 
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
         """What finds and measures smaller forms."""
@@ -190,6 +197,8 @@ class Meter:
         dropping = self._dropping(run, shapes)
         end = self._end(run, kinds)
         timings = None if known else self._times(run, end)
+        if known is not None and known is self.checked:
+            check_times(known, self._looked_at(run))
         if timings is not None:
             times = timings.medians()
         else:
@@ -214,6 +223,8 @@ class Meter:
             found = self._forms.find(WholeStage(run, costs, behaviour, carried_bytes), known.forms if known else None)
             costs, reason = replace(costs, forms=found.forms), found.reason
             behaviour = replace(behaviour, forms=found.recipes)
+        if self.samples_upkeep:
+            self.sample_upkeep(run, behaviour)
         measured = Measured(
             costs=costs,
             behaviour=behaviour,
@@ -274,9 +285,23 @@ class Meter:
         time_stage(run, end, repeats.of_known_kind if timings.forward else repeats, self.bench.device, timings)
         return timings
 
+    def _looked_at(self, run: Run) -> list[float]:
+        """Seconds that the forward and the backward take together, a few times."""
+        timings = Timings()
+        time_stage(run, End(), Repeats(LOOKS, LOOKS), self.bench.device, timings)
+        return [sum(pair) for pair in zip(timings.forward, timings.backward, strict=True)]
+
     def copy_bandwidth(self, nbytes: float) -> float:
         """B/s at which a tensor of `nbytes` is copied on the device."""
         return copy_bandwidth(nbytes, self.bench.device)
+
+    def sample_upkeep(self, run: Run, behaviour: Behaviour) -> None:
+        """See what the runtime itself takes of a step of the stage."""
+        self._upkeep.sample(run, behaviour)
+
+    def upkeep_times(self) -> UpkeepTimes:
+        """What the runtime itself takes, by the stages measured so far."""
+        return self._upkeep.times()
 
     def _end(self, run: Run, kinds: Sequence[SavedKind]) -> End:
         """Where a replay may end. A stage that is compiled or gathers parameters may have something to do at its end, and so has one

@@ -1,28 +1,187 @@
-"""What the runtime's hooks and moves take for one tensor, measured beside work that pushes them out of the caches as a step does.
+"""What the runtime itself takes of the compute lane: its parts timed where they are as slow as in a step.
 
-In a step kernels run between two saved tensors, and the interpreter's code and data are as cold after them as anything: 10 to 20
-microseconds where a loop of nothing else takes 3. So a probe goes through memory before each thing that it times, about
-as much as the model does for each tensor saved. Everything is timed by the thread's own processor time, which neighbours take no part of.
+In a step kernels run between two saved tensors, and the interpreter's code and data are as cold after them as anything: 20
+microseconds for a stage in a loop of nothing else become 200. So stages of the very model run under the interpreter, and a clock
+is read where that begins and ends. What moves take is timed on tensors of no size, with memory gone through before each.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from ..capture.saved_tensors import watch_saved
+from ..capture.sharding import gathers
+from ..capture.stage import Behaviour, StageModule, flatten
+from ..chain import Chain, Stage
+from ..runtime.interpreter import Step
 from ..runtime.link import Link
+from ..runtime.plan import compile_sequence
 from ..runtime.upkeep import NO_UPKEEP, UpkeepTimes
 from ..runtime.values import Held, Slot
+from ..sequence import Op, OpKind
+from ..sequence import Sequence as Operations
+from .trial import Run, backward, get_edges, ones
 
-MOST = 50e-6  # seconds: what is above was no measurement of this
+MOST = 2e-3  # seconds: what is above was no measurement of this
 COLD_BYTES = 4 << 20  # more than a core's own cache
-TRAFFIC = 4  # what a kernel reads and writes over what is saved of it: its input, its output and its weights, roughly
-ROUNDS, MOVES, TENSORS = 17, 9, 16  # the first round of each does not count
+MOVES, TENSORS = 9, 16  # the first round does not count
+STAGES, RUNS = 3, 3  # that many stages run that often; the first run of each does not count
+
+
+class UpkeepMeter:
+    """Times the interpreter on some stages of a model.
+
+    Args:
+        device: of the stages. Where the host runs ahead of it, nothing is timed and nothing is taken.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[_Spans] = []
+
+    def sample(self, run: Run, behaviour: Behaviour) -> None:
+        """Run a stage under the interpreter, where not enough have been and it is like most: all of its input is differentiated."""
+        fit = self._device.type == "cpu" and len(self._spans) < STAGES and all(t.requires_grad for t in run.tensors)
+        if not fit or run.last or behaviour.varying or any(gathers(module) for module in run.stage.modules):
+            return
+        spans = _Spans()
+        for n in range(RUNS):
+            if n == 1:
+                spans = _Spans()
+            try:
+                _run_step(run, behaviour, spans)
+            except Exception:  # whatever is wrong is better told by a step of the user's
+                return
+        self._spans.append(spans)
+
+    def times(self) -> UpkeepTimes:
+        """What the runtime takes, by the medians over all that ran."""
+        if self._device.type != "cpu":
+            return NO_UPKEEP
+        cold = torch.zeros(COLD_BYTES // 4)
+
+        def median(name: str) -> float:
+            found = [seconds for spans in self._spans for seconds in getattr(spans, name)]
+            return min(MOST, statistics.median(found)) if found else 0.0
+
+        with torch.enable_grad():
+            return UpkeepTimes(median("forward"), median("backward"), median("pack"), median("unpack"), _move(cold))
+
+
+@dataclass
+class _Spans:
+    """Seconds. forward: of the interpreter around a stage's forward; inside: of that stage's operations, hooks included. backward:
+    between two stages' backwards. pack, unpack: of one tensor."""
+
+    forward: list[float] = field(default_factory=list)
+    inside: float = 0.0
+    backward: list[float] = field(default_factory=list)
+    pack: list[float] = field(default_factory=list)
+    unpack: list[float] = field(default_factory=list)
+
+
+class _Front(nn.Module):
+    """Hands its input on."""
+
+    def forward(self, value: Any) -> Any:
+        tensors, rebuild = flatten(value)
+        return rebuild([t.view_as(t) for t in tensors])
+
+
+@dataclass(frozen=True)
+class _TimedStage(StageModule):
+    spans: _Spans
+
+    def run(self, value: Any) -> Any:
+        start = time.perf_counter()
+        result = super().run(value)
+        self.spans.inside = time.perf_counter() - start
+        return result
+
+
+class _TimedStep(Step):
+    """A step of two stages, of which the second is timed; spans: where to."""
+
+    spans: _Spans
+
+    def _execute(self, op: Op) -> None:
+        start = time.perf_counter()
+        super()._execute(op)
+        if op.kind is OpKind.F_ALL and op.stage == 2:
+            self.spans.forward.append(time.perf_counter() - start - self.spans.inside)
+
+    def gradient_arrived(self, i: int, gradient: torch.Tensor) -> None:
+        start = time.perf_counter()
+        super().gradient_arrived(i, gradient)
+        if i == 1 and len(self.spans.backward) < len(self.spans.forward):  # the first of several that the stage takes
+            self.spans.backward.append(time.perf_counter() - start)
+
+    def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
+        def timed(act: Callable[[Any], Any], seconds: list[float], one: Any) -> Any:
+            start = time.perf_counter()
+            result = act(one)
+            seconds.append(time.perf_counter() - start)
+            return result
+
+        return super().hooks(partial(timed, pack, self.spans.pack), partial(timed, unpack, self.spans.unpack))
+
+
+_CHAIN = Chain((Stage("front", 1.0, 1.0, 1, 1), Stage("timed", 1.0, 1.0, 1, 1)), 1.0, 1.0, 1)
+_PLAN = replace(compile_sequence(_CHAIN, Operations.from_text(["F_all 1", "F_all 2", "B 2", "B 1"])), untouched=frozenset())
+
+
+def _run_step(run: Run, behaviour: Behaviour, spans: _Spans) -> None:
+    """A forward and a backward of the stage under the interpreter, after a stage that does nothing."""
+    leaves = run.leaves()
+    front = StageModule("front", (_Front(),))
+    stages = [front, _TimedStage(run.stage.name, run.stage.modules, spans)]
+    behaviours = [Behaviour((), (False,) * len(leaves)), replace(behaviour, copied=(), kept=())]
+    step = _TimedStep(_PLAN, stages, behaviours, leaves[0].device, None, lambda _: None)
+    step.spans = spans
+    outputs = flatten(step.forward(run.rebuild(leaves)))[0]
+    edges, gradients = get_edges(outputs), ones(outputs)
+    del outputs, step
+    backward(edges, gradients, run.targets(leaves))
+
+
+def _nothing() -> None: ...
+
+
+def _move(cold: torch.Tensor) -> float:
+    """What one tensor of a value takes when that leaves, or comes back."""
+
+    def timed(run: Callable[[], object]) -> float:
+        cold.add_(1)
+        start = time.thread_time()
+        run()
+        return time.thread_time() - start
+
+    link, found = _Still(), []
+    nothing = [timed(_nothing) for _ in range(MOVES)]
+    for n in range(MOVES):
+        tensors = [torch.zeros(4) for _ in range(TENSORS)]
+        slots = [Slot(t) for t in tensors]
+        held = Held((None, "probe"), tensors[:1], (True,), [weakref.ref(slot) for slot in slots[1:]])
+        room = sum(t.nbytes for t in tensors)
+        seconds = timed(partial(held.offload, link, 0, room)) + timed(held.release)
+        seconds += timed(partial(held.prefetch, link)) + timed(held.settle)
+        if n:
+            found.append(seconds / (2 * TENSORS))
+    return min(MOST, max(0.0, _lower(found) - _lower([2 * seconds / TENSORS for seconds in nothing])))
+
+
+def _lower(seconds: Sequence[float]) -> float:
+    """The lower quartile, since all noise adds."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 class _Still(Link):
@@ -47,86 +206,3 @@ class _Still(Link):
     def drain(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-def measure_upkeep(device: torch.device, tensor_bytes: float) -> UpkeepTimes:
-    """Seconds for one tensor; none on a device that the host runs ahead of.
-
-    tensor_bytes: of the tensors that autograd saves, on average; TRAFFIC times that is gone through between two.
-    """
-    if device.type != "cpu":
-        return NO_UPKEEP
-    cold = torch.zeros(max(1, min(int(TRAFFIC * tensor_bytes), COLD_BYTES) // 4))
-
-    def timed(run: Callable[[], object]) -> float:
-        cold.add_(1)
-        start = time.thread_time()
-        run()
-        return time.thread_time() - start
-
-    with torch.enable_grad():
-        pack, unpack = _hooks(timed)
-    return UpkeepTimes(pack, unpack, _move(timed))
-
-
-def typical(seconds: Sequence[float], without: Sequence[float]) -> float:
-    """What the first take more than the second, by their lower quartiles, since all noise adds; from 0 to MOST."""
-    return min(MOST, max(0.0, _lower(seconds) - _lower(without)))
-
-
-def _lower(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[len(seconds) // 4]
-
-
-def _hooks(timed: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
-    """What a forward of one operation takes more under hooks; and what reading the tensor takes, but for autograd's part in it, which
-    is too small a part of a backward to be seen there."""
-    x = torch.ones(4, requires_grad=True)
-    slots: list[weakref.ref[Slot]] = []
-    made: list[Slot] = []
-
-    def pack(tensor: torch.Tensor) -> Slot:
-        slot = Slot(tensor.detach())
-        slots.append(weakref.ref(slot))
-        made.append(slot)
-        return slot
-
-    def unpack() -> torch.Tensor | None:
-        slot = made[-1]
-        tensor = slot.tensor
-        return tensor if tensor is not None and tensor._version == slot.version else None
-
-    found: dict[str, list[float]] = {"plain": [], "hooked": [], "read": [], "nothing": []}
-    for n in range(ROUNDS):
-        for name in list(found)[:: 1 if n % 2 else -1]:
-            if name == "hooked":
-                with watch_saved(pack):
-                    seconds = timed(x.tanh)
-            elif name == "plain":
-                seconds = timed(x.tanh)
-            elif made:
-                seconds = timed(unpack if name == "read" else _nothing)
-            else:
-                continue
-            if n:
-                found[name].append(seconds)
-    return typical(found["hooked"], found["plain"]), typical(found["read"], found["nothing"])
-
-
-def _nothing() -> None: ...
-
-
-def _move(timed: Callable[[Callable[[], object]], float]) -> float:
-    """What one tensor of a value takes when that leaves, or comes back."""
-    link, found = _Still(), []
-    nothing = [timed(_nothing) for _ in range(MOVES)]
-    for n in range(MOVES):
-        tensors = [torch.zeros(4) for _ in range(TENSORS)]
-        slots = [Slot(t) for t in tensors]
-        held = Held((None, "probe"), tensors[:1], (True,), [weakref.ref(slot) for slot in slots[1:]])
-        room = sum(t.nbytes for t in tensors)
-        seconds = timed(partial(held.offload, link, 0, room)) + timed(held.release)
-        seconds += timed(partial(held.prefetch, link)) + timed(held.settle)
-        if n:
-            found.append(seconds / (2 * TENSORS))
-    return typical(found, [2 * seconds / TENSORS for seconds in nothing])

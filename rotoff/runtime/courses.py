@@ -25,12 +25,11 @@ from ..errors import BranchError, MeasureError
 from ..profile.bench import Bench
 from ..profile.forms import read_forms
 from ..profile.interpolation import MeasuredTimes, surroundings
-from ..profile.known_times import find_times, keep_times, times_key
+from ..profile.known_times import KnownTimes, TimesChanged, find_times, keep_times, times_key
 from ..profile.measure import Progress, measure
 from ..profile.meter import Meter
 from ..profile.model_profile import Profile
 from ..profile.provenance import TAIL_TIMES, UPKEEP_TIMES, provenance
-from ..profile.upkeep_times import measure_upkeep
 from .agreement import agree_on_profile, refuse_root_shards
 from .convolutions import other_algorithms, read_conv_algorithms
 from .link_pool import LinkPool
@@ -158,9 +157,18 @@ class Courses:
             if near is not None:
                 logger.info("rotoff: times interpolated between %s", near.between)
             others = other_algorithms(device) if read_conv_algorithms(self._options.conv_algorithms) else ()
-            meter = Meter(Bench.on(device, repeats), read_forms(self._options.forms), others)
             named = bool(strategy.named(self._model, self._options.stages))
-            profile = measure(captured.stages, value, meter, bandwidth, progress, near.times if near else known, named)
+
+            def measured(known: KnownTimes | None) -> Profile:
+                meter = Meter(Bench.on(device, repeats), read_forms(self._options.forms), others)
+                return measure(captured.stages, value, meter, bandwidth, progress, known, named)
+
+            try:
+                profile = measured(near.times if near else known)
+            except TimesChanged as changed:
+                logger.info("rotoff: times from the cache are not used, since %s", changed)
+                known = None
+                profile = measured(None)
             if known is None and near is None:
                 keep_times(self._cache, key, profile)
             if near is None and self._times is not None:
@@ -169,12 +177,10 @@ class Courses:
             if near is not None:
                 meta["times"] = f"interpolated between those measured at {near.between}"
             meta[TAIL_TIMES] = list(profile.tail_times)
-            own = sum(profile.upkeep.own)
-            upkeep = measure_upkeep(device, sum(s.saved_bytes for s in profile.chain.stages) / max(1, own))
-            meta[UPKEEP_TIMES] = upkeep._asdict()
+            meta[UPKEEP_TIMES] = profile.upkeep_times._asdict()
             chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
             stuck = profile.stuck_bytes + self._links.staging_bytes
-            return captured, replace(profile, chain=chain, stuck_bytes=stuck, upkeep_times=upkeep)
+            return captured, replace(profile, chain=chain, stuck_bytes=stuck)
         finally:
             if not was_training:
                 self._model.eval()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.variable import Variable
 
 from ..capture.stage import Behaviour, StageModule, flatten, storage_key
@@ -106,6 +107,10 @@ class Step:
     def input_slots(self, i: int) -> list[Slot]:
         """Where the tensors of stage i's input are."""
         return self._held[self._held.input_of(i)].outputs
+
+    def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
+        """What a stage's first run is under."""
+        return saved_tensors_hooks(pack, unpack)
 
     def advance_to(self, i: int) -> None:
         """Run all operations up to ``B i`` and let autograd do that one."""

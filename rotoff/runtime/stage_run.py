@@ -58,6 +58,9 @@ class Backward(Protocol):
     def input_slots(self, i: int) -> list[Slot]:
         """Where the tensors of stage i's input are now."""
 
+    def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
+        """What a stage's first run is under."""
+
 
 class StageRun:
     """What a step remembers of stage i between its first forward and its backward.
@@ -162,7 +165,7 @@ class StageRun:
                     return tensor
             return self._read(packed, step)
 
-        with saved_tensors_hooks(pack if now is None else partial(now.pack, pack), unpack):
+        with step.hooks(pack if now is None else partial(now.pack, pack), unpack):
             result = self._stage.run(self._rebuild(inputs))
         if len(slots) != len(kinds):
             raise self._changed()

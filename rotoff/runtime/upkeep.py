@@ -1,8 +1,9 @@
-"""What the runtime itself takes of the compute lane: hooks around what autograd saves, and the bookkeeping of moves.
+"""What the runtime itself takes of the compute lane: the interpreter's work for each stage, hooks around what autograd saves, and
+the bookkeeping of moves.
 
 The machine charges a forward and a backward what they take in the plain model, and a move nothing but the link. On the CPU
-the lane is the thread that runs the interpreter too, so every tensor that is packed, unpacked or moved takes a little of it,
-some microseconds each and up to 2 % of a step in all. On CUDA the host runs ahead of the device, and nothing is charged.
+the lane is the thread that runs the interpreter too, so every stage and every tensor that is packed, unpacked or moved takes a
+little of it, up to 3 % of a step in all. On CUDA the host runs ahead of the device, and nothing is charged.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from ..sequence import FORWARDS, Op, OpKind
 
 
 class UpkeepTimes(NamedTuple):
-    """Seconds for one tensor. pack: autograd saves it under hooks. unpack: it reads it. move: a value that it is a part of leaves
-    or comes back."""
+    """Seconds. forward, backward: the interpreter's for a stage. pack, unpack: for a tensor that autograd saves under hooks, and
+    reads. move: for one that is a part of a value which leaves or comes back."""
 
+    forward: float = 0.0
+    backward: float = 0.0
     pack: float = 0.0
     unpack: float = 0.0
     move: float = 0.0
@@ -28,7 +31,7 @@ NO_UPKEEP = UpkeepTimes()
 
 @dataclass(frozen=True)
 class Upkeep:
-    """times: for one tensor. saved: of each stage, how many tensors autograd saves. own, outputs: how many of those, and of its
+    """times: of the interpreter. saved: of each stage, how many tensors autograd saves. own, outputs: how many of those, and of its
     outputs, are moved with its value."""
 
     times: UpkeepTimes
@@ -37,21 +40,22 @@ class Upkeep:
     outputs: Sequence[int]
 
     def of(self, operations: Sequence[Op], untouched: Collection[int]) -> list[float]:
-        """Seconds that each operation takes longer; stages that are `untouched` run as in the plain model."""
-        if not any(self.times):
+        """Seconds that each operation takes longer; stages that are `untouched` run without hooks, and a step of nothing else as
+        the plain model."""
+        times, form = self.times, dict[int, int]()
+        if len(untouched) == len(self.saved) or not any(times):
             return [0.0] * len(operations)
-        form: dict[int, int] = {}
         found = []
         for op in operations:
             i = op.stage
             seconds = 0.0
             if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH):
-                seconds = self.times.move * ((self.own[i - 1] if op.saved else 0) + (self.outputs[i - 1] if i else 1))
-            elif i not in untouched and op.kind in FORWARDS:
-                seconds = self.times.pack * self.saved[i - 1]
+                seconds = times.move * ((self.own[i - 1] if op.saved else 0) + (self.outputs[i - 1] if i else 1))
+            elif op.kind in FORWARDS:
+                seconds = times.forward + (0.0 if i in untouched else times.pack * self.saved[i - 1])
                 form[i] = op.form
-            elif i not in untouched and op.kind is OpKind.B:
-                again = self.times.pack if form.get(i) else 0.0  # what a smaller form redoes is packed once more
-                seconds = (self.times.unpack + again) * self.saved[i - 1]
+            elif op.kind is OpKind.B:
+                again = times.pack if form.get(i) else 0.0  # what a smaller form redoes is packed once more
+                seconds = times.backward + (0.0 if i in untouched else (times.unpack + again) * self.saved[i - 1])
             found.append(seconds)
         return found
