@@ -16,16 +16,18 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
 
-def grid(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def benchmark(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     import os
 
     import rotoff
 
     environment = {**os.environ, "PYTHONPATH": f"{Path(rotoff.__file__).parent.parent}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "benchmarks.grid.run", "--suite", "tiny", "--seconds", "0.1", "--workloads", "gpt"]
-    return subprocess.run(
-        [*command, "--out", str(out), *options], capture_output=True, text=True, cwd=out.parent, env=environment, timeout=300
-    )
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--suite", "tiny", "--out", str(out), *options]
+    return subprocess.run(command, capture_output=True, text=True, cwd=out.parent, env=environment, timeout=300)
+
+
+def grid(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return benchmark("grid.run", out, "--seconds", "0.1", "--workloads", "gpt", *options)
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +100,23 @@ def test_the_page_says_what_the_figures_say(data: dict[str, Any]) -> None:
     assert "| 1.500 (1.490 to 1.510) |" in page
     cells["gpt/joint@checkpoint"]["result"].update(ratio=1.0, low=0.99, high=1.01)
     assert "Behind: gpt, rotoff joint in `checkpoint`'s bytes" not in report.page([data], {})
+
+    joint, offload = (cells[f"gpt/{mode}@70%"]["result"] for mode in ("joint", "offload"))
+    joint.update(ratio=1.2, low=1.1, high=1.3, plan="ops")
+    offload.update(ratio=1.1, low=1.0, high=1.2, plan="other ops")
+    assert "Behind: gpt, rotoff joint at 70%, 1.200 to rotoff offload at 70%'s 1.100" in report.page([data], {})
+    offload["plan"] = "ops"
+    page = report.page([data], {})
+    assert "rotoff offload at 70%'s" not in page
+    assert "In 1 of the cells another of rotoff's modes found the very same plan" in page
+
+
+def test_the_parts_of_a_step_are_told_apart(tmp_path: Path) -> None:
+    out = tmp_path / "parts.json"
+    done = benchmark("step_parts", out, "--workloads", "gpt", "--rounds", "3", "--share", "0.8")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["workloads"]["gpt"]
+    parts = {part["name"]: part for part in found["parts"]}
+    assert list(parts) == ["stage by stage", "hooked", "moved", "moved in line"]
+    assert all(0 < part["low"] <= part["ratio"] <= part["high"] for part in parts.values())
+    assert found["expected"] > found["expected without upkeep"] >= 1

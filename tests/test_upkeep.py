@@ -91,6 +91,22 @@ def test_the_interpreter_is_timed_on_a_stage_of_the_model() -> None:
     assert [len(found) for found in (spans.pack, spans.unpack)] == [4 * (RUNS - 1)] * 2
 
 
+def test_what_is_handed_along_without_gradients_does_not_matter() -> None:
+    class Pair(nn.Module):
+        def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            x, targets = value
+            return x.tanh(), targets
+
+    pair = [torch.ones(256, requires_grad=True), torch.ones(256, dtype=torch.long)]
+    meter, behaviour = UpkeepMeter(torch.device("cpu")), Behaviour((SavedKind.OWN,), (True, False))
+    with torch.enable_grad():
+        meter.sample(Run(StageModule("pair", (Pair(),)), pair, tuple, False), behaviour)
+    assert all(seconds > 0 for seconds in meter.times()[:4])
+    other = UpkeepMeter(torch.device("cpu"))
+    other.sample(Run(StageModule("pair", (Pair(),)), [t.detach() for t in pair], tuple, False), behaviour)
+    assert other.times()[:4] == (0, 0, 0, 0)  # the first stage of most models: no backward ends there
+
+
 def test_a_stage_that_cannot_be_run_alone_is_passed_by() -> None:
     assert sampled(UpkeepMeter(torch.device("cpu")), kinds=(SavedKind.OWN,))[:4] == (0, 0, 0, 0)  # it saves other tensors
     assert sampled(UpkeepMeter(torch.device("cpu")), last=True)[:4] == (0, 0, 0, 0)

@@ -89,13 +89,16 @@ def judge(runs: list[Run], device: str) -> list[Aim]:
 
 
 def _fastest(runs: list[Run]) -> Aim | None:
-    duels = []
+    duels, same = [], 0
     for run in timed(runs, lambda run: run.method == "joint" and run.limit.endswith("%")):
         rivals = timed(runs, lambda r, run=run: r.workload == run.workload and r.method not in ("joint", "plain", ITSELF))  # type: ignore[misc]
         keeping = [r for r in rivals if r.result["peak_allocated"] <= run.cell["limit"] and not is_compiled(r)]
-        if keeping:
-            duels.append((run, min(keeping, key=lambda r: r.result["ratio"])))
-    return _duels("At every limit joint is the fastest method that keeps it", duels, runs)
+        others = [r for r in keeping if not _same_plan(run, r)]  # nobody is faster than itself
+        same += len(others) < len(keeping)
+        if others:
+            duels.append((run, min(others, key=lambda r: r.result["ratio"])))
+    note = f" In {same} of the cells another of rotoff's modes found the very same plan, and is no rival there." if same else ""
+    return _duels("At every limit joint is the fastest method that keeps it", duels, runs, note)
 
 
 def _same_bytes(runs: list[Run]) -> Aim | None:
@@ -108,13 +111,14 @@ def _in_bytes(runs: list[Run]) -> list[tuple[Run, Run]]:
     return [(run, peers[run.workload, run.limit]) for run in ours if (run.workload, run.limit) in peers]
 
 
-def _duels(what: str, duels: list[tuple[Run, Run]], runs: list[Run]) -> Aim | None:
+def _duels(what: str, duels: list[tuple[Run, Run]], runs: list[Run], note: str = "") -> Aim | None:
     """Who has the smaller median; apart where the quartiles do not overlap."""
     if not duels:
         return None
     behind = [(run, other) for run, other in duels if other.result["ratio"] < run.result["ratio"]]
     apart = sum(run.result["high"] < other.result["low"] for run, other in duels)
     text = f"faster in {len(duels) - len(behind)} of {len(duels)} cells ({apart} with all quartiles apart), behind in {len(behind)}."
+    text += note
     for run, other in behind:
         level = "" if other.result["high"] < run.result["low"] else ", quartiles overlap"
         text += f" Behind: {run.workload}, {run.title}, {run.result['ratio']:.3f} to {other.title}'s {other.result['ratio']:.3f}{level}."
@@ -122,6 +126,11 @@ def _duels(what: str, duels: list[tuple[Run, Run]], runs: list[Run]) -> Aim | No
         bound = statistics.median(run.result["bound_ratio"] for run, _ in duels)
         text += f" No plan can do better than {bound:.3f} in the median of these cells."
     return Aim(what, text, not behind, _level(behind) + _noise(runs) if behind else "")
+
+
+def _same_plan(run: Run, other: Run) -> bool:
+    plan = run.result.get("plan")
+    return plan is not None and plan == other.result.get("plan")
 
 
 def _level(behind: list[tuple[Run, Run]]) -> str:
@@ -259,8 +268,8 @@ def _times(runs: list[Run], most: float) -> Aim | None:
         if these:
             parts.append(f"in the {len(these)} cells that {what} {statistics.median(these):+.1%}")
     cause = (
-        f"Median {', '.join(parts)}. Copies under way slow the stages that run beside them, which is charged to nothing, and a forward"
-        " takes longer within a step than where it is measured, over and over by itself."
+        f"Median {', '.join(parts)}. Kernels that come after the interpreter's code, or after a copy, find less of their data in the"
+        " caches than where a stage is measured, over and over by itself; that is charged to nothing (benchmarks/step_parts.py)."
     )
     met = within == len(gaps)
     return Aim(f"The predicted step time, over plain's, is within {most:.0%}", text, met, "" if met else cause)

@@ -13,6 +13,7 @@ each step (benchmarks/prediction.py) are no merit of the others.
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import statistics
 import sys
@@ -55,7 +56,7 @@ class Result:
     status: ok, infeasible, out of memory, not here. ratio, low, high: median and quartiles of the paired ratios.
     gradient_difference: the largest of any gradient from plain's in the first step; equal_gradients: bit for bit.
     predicted_peak: where plain PyTorch runs out of memory, what it would take, from a measurement stage by stage.
-    moved: of copies (`moved.Moved`). freed_memory_kept: whether malloc could be told.
+    plan: digest of the sequence, the same for the same operations. moved: of copies (`moved.Moved`). freed_memory_kept: whether malloc could be told.
     """
 
     status: str = "ok"
@@ -76,6 +77,7 @@ class Result:
     gradient_difference: float | None = None
     equal_gradients: bool | None = None
     prepare_time: float | None = None
+    plan: str | None = None
     moved: dict[str, Any] | None = None
     freed_memory_kept: bool = False
 
@@ -185,6 +187,7 @@ def _predictions(run: rotoff.Checkpointable, cell: Cell, result: Result) -> None
     result.predicted_ratio = result.predicted_time / kept
     result.predicted_peak = run.get_expected_memory()
     result.host_bytes = run.get_expected_host_memory()
+    result.plan = hashlib.sha256("\n".join(map(str, run.sequence)).encode()).hexdigest()[:12]
     # Over all ways to treat skip connections and gradients; constants that no plan can avoid are not held against it.
     result.bound_ratio = least_time(run.profile, Request(cell.limit, "joint", 50, {})) / kept
 
