@@ -97,7 +97,9 @@ def _fastest(runs: list[Run]) -> Aim | None:
         same += len(others) < len(keeping)
         if others:
             duels.append((run, min(others, key=lambda r: r.result["ratio"])))
-    note = f" In {same} of the cells another of rotoff's modes found the very same plan, and is no rival there." if same else ""
+    note = (
+        f" In {same} of the cells another of rotoff's modes found the very same plan, and is no rival there." if same else ""
+    )
     return _duels("At every limit joint is the fastest method that keeps it", duels, runs, note)
 
 

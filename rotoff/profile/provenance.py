@@ -11,7 +11,7 @@ from torch import nn
 from ..capture.stage import flatten
 from .devices import Device
 
-UPKEEP_TIMES = "upkeep_times"  # in a chain's meta: seconds for a tensor (`runtime.upkeep`)
+UPKEEP_TIMES = "upkeep_times"  # in a chain's meta: seconds for a stage and for a tensor (`runtime.upkeep`)
 TAIL_TIMES = "tail_times"  # in a chain's meta: seconds of each stage's (`runtime.tails`)
 
 
