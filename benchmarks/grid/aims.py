@@ -270,8 +270,8 @@ def _times(runs: list[Run], most: float) -> Aim | None:
         if these:
             parts.append(f"in the {len(these)} cells that {what} {statistics.median(these):+.1%}")
     cause = (
-        f"Median {', '.join(parts)}. Kernels that come after the interpreter's code, or after a copy, find less of their data in the"
-        " caches than where a stage is measured, over and over by itself; that is charged to nothing (benchmarks/step_parts.py)."
+        f"Median {', '.join(parts)}. What steps with moves take beyond the charge is not known for certain; it is there too where copies"
+        " run before and after the stages instead of beside them (benchmarks/step_parts.py)."
     )
     met = within == len(gaps)
     return Aim(f"The predicted step time, over plain's, is within {most:.0%}", text, met, "" if met else cause)
@@ -290,8 +290,8 @@ def _bandwidth(runs: list[Run], device: str) -> Aim | None:
         f" least {worst[0]:.2f} ({worst[1].workload}, {worst[1].title})."
     )
     cause = (
-        "The link is a file, behind the system's cache of it: the speed of memory that others use too, the stages of the same step among"
-        " them. It is measured once for each workload, with nothing beside it."
+        "The link is a file, behind the system's cache of it, as fast as memory is at that moment. It is measured once for each workload,"
+        " with nothing beside it, on 64 MiB that it goes round."
         if device == "cpu" and enough < len(shares)
         else ""
     )
