@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,26 @@ def test_wide_cells_run_again_and_the_closer_run_stays(data: dict[str, Any], tmp
     last = json.loads(out.read_text())
     assert last["cells"][closest] == found[closest]
     assert {closest, wide} <= set(last["twice"])  # the page tells of both
+
+
+def test_what_is_expected_of_compiled_stages_is_over_the_plain_models_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.grid import cell, methods
+    finally:
+        sys.path.remove(str(ROOT))
+
+    def slowed(model: Any) -> None:
+        for block in methods.blocks(model):
+            block.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+
+    monkeypatch.setattr(methods, "_compile_blocks", slowed)
+    result = cell.measure(cell.Cell("tiny", "gpt", "joint-compiled", 1 << 40, seconds=0.1))
+    assert result.status == "ok"
+    assert result.predicted_ratio is not None
+    assert result.ratio is not None
+    assert result.predicted_ratio > 1.5
+    assert result.ratio > 1.5  # and so it is: all is kept, and every block waits
 
 
 def test_the_page_says_what_the_figures_say(data: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from rotoff.runtime.planning import Request, least_time
 
 from ..prediction import keep_freed_memory
 from . import memory, methods, workloads
+from .methods import COMPILED
 from .moved import moved
 
 WARM = 2  # steps of each that are not timed: gradients are allocated, kernels chosen, pinned memory taken
@@ -155,7 +156,9 @@ def _measure(cell: Cell, result: Result) -> None:
     peak = memory.peak_of(runner.step, device)
     result.peak_allocated, result.peak_reserved = peak.allocated, peak.reserved
     if isinstance(run, rotoff.Checkpointable):
-        _predictions(run, cell, result)
+        # without the copies of gradients that a plan may add
+        kept = run.profile.chain.compute_time if cell.method != COMPILED else _plain_compute_time(workload, device)
+        _predictions(run, cell, kept, result)
         copies = moved(run, runner.step)
         result.moved = asdict(copies) if copies else None
     plain = _plain_beside(workload, device, result) if cell.method != "plain" else None
@@ -180,9 +183,17 @@ def _best_segments(method: str, model: nn.Module, x: torch.Tensor) -> str:
     return f"{method}:{min(counts, key=peak)}" if counts else method
 
 
-def _predictions(run: rotoff.Checkpointable, cell: Cell, result: Result) -> None:
+def _plain_compute_time(workload: workloads.Workload, device: torch.device) -> float:
+    """What the stages take uncompiled, as they run in the plain model that compiled ones are compared with."""
+    model, x = workload.make(device)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped.close()
+    return wrapped.chain.compute_time
+
+
+def _predictions(run: rotoff.Checkpointable, cell: Cell, kept: float, result: Result) -> None:
+    """kept: seconds that the plain model's stages take."""
     assert cell.limit is not None
-    kept = run.profile.chain.compute_time  # without the copies of gradients that a plan may add
     result.predicted_time = run.get_expected_makespan()
     result.predicted_ratio = result.predicted_time / kept
     result.predicted_peak = run.get_expected_memory()

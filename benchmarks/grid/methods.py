@@ -36,7 +36,8 @@ from .workloads import blocks
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
-OURS = ("joint", "remat", "offload", "joint-compiled")
+COMPILED = "joint-compiled"
+OURS = ("joint", "remat", "offload", COMPILED)
 PEERS = ("checkpoint", "checkpoint_sequential", "selective", "save_on_cpu", "offload_activations")
 BUDGETS = ("budget:0.5", "budget:0.2")
 

@@ -35,7 +35,7 @@ def measure(
     stages: Sequence[StageModule],
     value: Any,
     meter: Meter,
-    bandwidth: Callable[[int, int, int], tuple[float, float, bool]],
+    bandwidth: Callable[[int, int], tuple[float, float, bool]],
     progress: Progress | None = None,
     known: KnownTimes | None = None,
     named: bool = False,
@@ -46,7 +46,7 @@ def measure(
         stages: in order; those that alias or overwrite their input are merged with their predecessor, and so are most whose
             input no backward needs (`capture.unsaved`).
         value: a tensor, or a tuple of them, on the device of `meter`.
-        bandwidth: given the bytes that typically move, the link's (d2h B/s, h2d B/s, duplex).
+        bandwidth: given the bytes that typically move at once, and in all, the link's (d2h B/s, h2d B/s, duplex).
         known: times that need not be measured, where they are of the same stages.
         named: whether the user named the stages, so that they stay apart unless they alias.
 
@@ -87,8 +87,7 @@ def measure(
     measured = [one.timed() for one in measured]
     sizes = [m.costs.saved_bytes for m in measured]
     typical = statistics.median(sizes)
-    largest = max(m.costs.saved_bytes + m.costs.output_bytes + m.costs.backward_transient_bytes for m in measured)
-    d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes), largest)
+    d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes))
     starts = flatten(start)[0]
     given = {storage_key(t) for t in flatten(batch)[0]}
     lying = [(m.gradients, m.own_gradient_bytes) for m in measured]

@@ -7,6 +7,7 @@ is read where that begins and ends. What moves take is timed on tensors of no si
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 import weakref
@@ -31,6 +32,7 @@ from ..sequence import Op, OpKind
 from ..sequence import Sequence as Operations
 from .trial import Run, backward, get_edges, ones
 
+logger = logging.getLogger("rotoff")
 MOST = 2e-3  # seconds: what is above was no measurement of this
 COLD_BYTES = 4 << 20  # more than a core's own cache
 MOVES, TENSORS = 9, 16  # the first round does not count
@@ -59,7 +61,13 @@ class UpkeepMeter:
                 spans = _Spans()
             try:
                 _run_step(run, behaviour, spans)
-            except Exception:  # whatever is wrong is better told by a step of the user's
+            except Exception as error:  # whatever is wrong is better told by a step of the user's
+                logger.info(
+                    "stage %s did not run by itself under the interpreter (%s: %s), whose own times are taken from other stages",
+                    run.stage.name,
+                    type(error).__name__,
+                    error,
+                )
                 return
         self._spans.append(spans)
 

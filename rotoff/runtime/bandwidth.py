@@ -2,7 +2,7 @@
 
 A link whose copies run through the processor's caches moves the same few bytes again two to three times as fast as a step, which
 comes back to a value only after all the others. There the copies go round as many bytes as a step may move, or as no cache
-holds.
+holds, on the device as on the host: from one value to many places of the host they were a fifth to a third faster than in a step.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ from .link import Link
 COLD_BYTES = 64 << 20
 
 
-def measure_bandwidth(
-    link: Link, nbytes: int, step_bytes: int = 0, device_bytes: int = 0, repeats: int = 5
-) -> tuple[float, float]:
+def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
     link: idle, since its first host bytes are reserved and overwritten. nbytes: the size of the copies that count. step_bytes: that a
-    step may move in all. device_bytes: that may be taken meanwhile, where they are more than `nbytes`.
+    step may move in all.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
     """
     nbytes = max(int(nbytes), 1)
     places = _reserve(link, nbytes, -(-min(int(step_bytes), COLD_BYTES) // nbytes) if link.cached else 1)
-    held = [_value(link, nbytes) for _ in range(max(1, min(places, int(device_bytes) // nbytes)))]
-    values = [held[n % len(held)] for n in range(places)]
+    values = _values(link, nbytes, places)
     rounds = max(2, -(-repeats // places)) if places > 1 else repeats
     outward, inward = [], []
     for _ in range(1 + rounds):
@@ -67,10 +64,19 @@ def _reserve(link: Link, nbytes: int, places: int) -> int:
     return 1
 
 
-def _value(link: Link, nbytes: int) -> torch.Tensor:
-    data = link.allocate(nbytes)
+def _values(link: Link, nbytes: int, places: int) -> list[torch.Tensor]:
+    """One for each place; all the same where there is no room for so many."""
+    if places > 1:
+        try:
+            return [_touched(link, data) for data in link.stand_in(nbytes * places).split(nbytes)]
+        except ExecutionError:
+            pass
+    return [_touched(link, link.allocate(nbytes))] * places
+
+
+def _touched(link: Link, data: torch.Tensor) -> torch.Tensor:
     if link.typed:
-        data = data[: nbytes // 4 * 4].view(torch.float32)
+        data = data[: data.numel() // 4 * 4].view(torch.float32)
     return data.fill_(1)  # untouched pages are not there yet, and may be cheaper to read
 
 

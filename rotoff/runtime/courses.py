@@ -134,8 +134,8 @@ class Courses:
     ) -> tuple[strategy.Captured, Profile]:
         device = device_of(self._model, value)
 
-        def bandwidth(nbytes: int, step_bytes: int, device_bytes: int) -> tuple[float, float, bool]:
-            return self._links.bandwidth(device, nbytes, step_bytes, device_bytes)
+        def bandwidth(nbytes: int, step_bytes: int) -> tuple[float, float, bool]:
+            return self._links.bandwidth(device, nbytes, step_bytes)
 
         was_training = self._model.training
         if not was_training:

@@ -6,6 +6,7 @@ The file has no name once it is open, so nothing is left of it when the process 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
@@ -123,6 +124,17 @@ class HostFile:
             os.ftruncate(self._descriptor, self.capacity)  # a failed fallocate may have taken a part
             raise self._failure("reserving", more, error) from error
         self.capacity = nbytes
+
+    def mapped(self) -> mmap.mmap:
+        """The bytes secured so far as memory; they stay for as long as that does, also once the file is closed.
+
+        Raises:
+            rotoff.ExecutionError: where the process may map no more memory.
+        """
+        try:
+            return mmap.mmap(self._descriptor, self.capacity)
+        except OSError as error:
+            raise self._failure("mapping", self.capacity, error) from error
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` from byte `offset` of the file."""

@@ -50,6 +50,15 @@ class Link(ABC):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` uninitialised bytes on the device, a 1-d uint8 tensor with a storage of its own, for `copy_in`."""
 
+    def stand_in(self, nbytes: int) -> torch.Tensor:
+        """Bytes that copies run from and to as fast as from and to the device's, and that take none of the device's where there are
+        such; for measuring. A 1-d uint8 tensor.
+
+        Raises:
+            rotoff.ExecutionError: where there is no room for them.
+        """
+        return self.allocate(nbytes)
+
     @abstractmethod
     def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> Ticket:
         """Start copying 1-d uint8 device tensors to the host, packed one after another from byte `offset`."""

@@ -103,6 +103,15 @@ class FileLink(Link):
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def stand_in(self, nbytes: int) -> torch.Tensor:
+        """Pages of a private file: memory like any other, which the system takes back when others need it."""
+        file = HostFile(self.directory)
+        try:
+            file.reserve(nbytes)
+            return torch.frombuffer(file.mapped(), dtype=torch.uint8)  # keeps the mapping, as that the file
+        finally:
+            file.close()
+
     def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> FileTicket:
         return self._submit(FileTicket(sources, offset, out=True))
 

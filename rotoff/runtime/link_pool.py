@@ -62,16 +62,14 @@ class LinkPool:
                 return
         link.close()
 
-    def bandwidth(
-        self, device: torch.device, nbytes: int, step_bytes: int = 0, device_bytes: int = 0
-    ) -> tuple[float, float, bool]:
+    def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
         """(device to host, host to device) in bytes per second for copies of `nbytes`, and whether both can run at once.
 
-        step_bytes, device_bytes: as of `measure_bandwidth`.
+        step_bytes: as of `measure_bandwidth`.
         """
         link = self.take(device, nbytes)
         try:
-            return *measure_bandwidth(link, nbytes, step_bytes, device_bytes), link.duplex
+            return *measure_bandwidth(link, nbytes, step_bytes), link.duplex
         finally:
             self.give_back(link)
 
