@@ -28,7 +28,7 @@ def record(limit: int | None, ratio: float | None, peak: int, **more: Any) -> di
 
 
 def data(**changed: Any) -> dict[str, Any]:
-    moved = {"d2h_share": 0.97, "h2d_share": None, "hidden": 0.96, "planned_hidden": 1.0}
+    moved = {"d2h_share": 0.97, "h2d_share": None, "d2h_plan_share": 0.96, "hidden": 0.96, "planned_hidden": 1.0}
     cells = {
         "gpt/plain": record(None, None, 1000),
         "gpt/selective": record(None, 1.1, 700),

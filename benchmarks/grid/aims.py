@@ -283,15 +283,19 @@ def _bandwidth(runs: list[Run], device: str) -> Aim | None:
     shares = [(r.result["moved"][lane], r) for r in ours for lane in lanes if r.result["moved"][lane] is not None]
     if not shares:
         return None
+    planned = [
+        r.result["moved"][f"{lane[:3]}_plan_share"] for r in ours for lane in lanes if r.result["moved"][lane] is not None
+    ]
     enough = sum(share >= 0.95 for share, _ in shares)
     worst = min(shares, key=lambda entry: entry[0])
     text = (
         f"in {enough} of {len(shares)} directions of {len(ours)} cells; median {statistics.median(s for s, _ in shares):.2f},"
-        f" least {worst[0]:.2f} ({worst[1].workload}, {worst[1].title})."
+        f" least {worst[0]:.2f} ({worst[1].workload}, {worst[1].title}); over the bandwidth that the plans count on, median"
+        f" {statistics.median(planned):.2f}."
     )
     cause = (
-        "The link is a file, behind the system's cache of it, as fast as memory is at that moment. It is measured once for each workload,"
-        " with nothing beside it, on 64 MiB that it goes round."
+        "The link is a file, behind the system's cache of it, as fast as memory is at that moment; it is measured before each of the"
+        " recorded steps, with nothing beside it, on 64 MiB that it goes round."
         if device == "cpu" and enough < len(shares)
         else ""
     )

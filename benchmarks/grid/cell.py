@@ -157,7 +157,9 @@ def _measure(cell: Cell, result: Result) -> None:
     result.peak_allocated, result.peak_reserved = peak.allocated, peak.reserved
     if isinstance(run, rotoff.Checkpointable):
         # without the copies of gradients that a plan may add
-        kept = run.profile.chain.compute_time if cell.method != COMPILED else _plain_compute_time(workload, device)
+        kept = (
+            run.profile.chain.compute_time if cell.method != COMPILED else _plain_compute_time(run, model, workload, device)
+        )
         _predictions(run, cell, kept, result)
         copies = moved(run, runner.step)
         result.moved = asdict(copies) if copies else None
@@ -183,12 +185,19 @@ def _best_segments(method: str, model: nn.Module, x: torch.Tensor) -> str:
     return f"{method}:{min(counts, key=peak)}" if counts else method
 
 
-def _plain_compute_time(workload: workloads.Workload, device: torch.device) -> float:
-    """What the stages take uncompiled, as they run in the plain model that compiled ones are compared with."""
-    model, x = workload.make(device)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
-    wrapped.close()
-    return wrapped.chain.compute_time
+def _plain_compute_time(
+    run: rotoff.Checkpointable, compiled: nn.Module, workload: workloads.Workload, device: torch.device
+) -> float:
+    """What the plain model's stages take where those of `run`, which are `compiled`, take what they were found to; both are measured in
+    turn, and the less of two counts, so that what else the machine does shows in neither."""
+    plain, x = workload.make(device)
+    seconds: dict[nn.Module, list[float]] = {compiled: [], plain: []}
+    for _ in range(2):
+        for model, found in seconds.items():
+            wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+            found.append(wrapped.chain.compute_time)
+            wrapped.close()
+    return run.profile.chain.compute_time * min(seconds[plain]) / min(seconds[compiled])
 
 
 def _predictions(run: rotoff.Checkpointable, cell: Cell, kept: float, result: Result) -> None:

@@ -1,49 +1,56 @@
 """What became of a step's copies: how near the link's speed they ran, and how much of them compute hid.
 
-From one recorded step (`Checkpointable.record_step`) beside the machine's prediction of it. A copy is hidden for as long as
-compute does not wait for it; what compute waited is the sum of its lane's events that compute nothing.
+From recorded steps (`Checkpointable.record_step`) beside the machine's prediction of them, each right after the link was measured
+again: what a link does varies from minute to minute by more than what is asked here. A copy is hidden for as long as compute does not
+wait for it; what compute waited is the sum of its lane's events that compute nothing.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import rotoff
 from rotoff.sequence import COMPUTES
 from rotoff.simulator import Trace
 
+from ..prediction import link_now
+
 
 @dataclass(frozen=True)
 class Moved:
-    """d2h_bytes, h2d_bytes: of one step. d2h_share, h2d_share: speed of the copies over the bandwidth that the plan counts on,
-    all bytes of a direction over all seconds that its copies took; None where nothing goes that way. hidden, planned_hidden: of
+    """d2h_bytes, h2d_bytes: of one step. d2h_share, h2d_share: speed of the copies over the bandwidth measured beside them, all
+    bytes of a direction over all seconds that its copies took; None where nothing goes that way. d2h_plan_share, h2d_plan_share: the
+    same over the bandwidth that the plan counts on, which may be of another day. hidden, planned_hidden: of
     the seconds that copies take, the share that compute does not wait for, measured and predicted."""
 
     d2h_bytes: int
     h2d_bytes: int
     d2h_share: float | None
     h2d_share: float | None
+    d2h_plan_share: float | None
+    h2d_plan_share: float | None
     hidden: float
     planned_hidden: float
 
 
-def moved(model: rotoff.Checkpointable, step: Callable[[], object], repeats: int = 3) -> Moved | None:
+def moved(model: rotoff.Checkpointable, step: Callable[[], object], repeats: int = 5) -> Moved | None:
     """Medians over `repeats` recorded steps; None where the plan moves nothing."""
     predicted = rotoff.simulate(model.chain, model.sequence)
     if not predicted.d2h_bytes:
         return None
-    traces = []
+    traces, links = [], []
     for _ in range(repeats):
+        links.append(link_now(model))
         with model.record_step() as recorded:
             step()
         traces.append(recorded.trace)
+    planned = [model.chain] * repeats
     return Moved(
         predicted.d2h_bytes,
         predicted.h2d_bytes,
-        _share(traces, "d2h", predicted.d2h_bytes, model.chain.d2h_bandwidth),
-        _share(traces, "h2d", predicted.h2d_bytes, model.chain.h2d_bandwidth),
+        *(_share(traces, lane, chains) for chains in (links, planned) for lane in ("d2h", "h2d")),
         statistics.median(hidden_share(trace) for trace in traces),
         hidden_share(predicted),
     )
@@ -56,10 +63,13 @@ def hidden_share(trace: Trace) -> float:
     return max(0.0, 1.0 - waited / copies) if copies else 1.0
 
 
-def _share(traces: list[Trace], lane: str, nbytes: int, bandwidth: float) -> float | None:
+def _share(traces: Sequence[Trace], lane: str, chains: Sequence[rotoff.Chain]) -> float | None:
+    """The median over the steps of their speed over the bandwidth of the chain beside each."""
+    nbytes = getattr(traces[0], f"{lane}_bytes")
     if not nbytes:
         return None
-    return statistics.median(nbytes / max(_seconds(trace, lane), 1e-9) / bandwidth for trace in traces)
+    pairs = zip(traces, chains, strict=True)
+    return statistics.median(nbytes / max(_seconds(t, lane), 1e-9) / getattr(c, f"{lane}_bandwidth") for t, c in pairs)
 
 
 def _seconds(trace: Trace, lane: str) -> float:
