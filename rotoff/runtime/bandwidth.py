@@ -2,7 +2,7 @@
 
 A link whose copies run through the processor's caches moves the same few bytes again two to three times as fast as a step, which
 comes back to a value only after all the others. There the copies go round as many bytes as a step may move, or as no cache
-holds, on the device as on the host: from one value to many places of the host they were a fifth to a third faster than in a step.
+holds, on the device as on the host: those of one value to many places of the host are still faster than a step's.
 """
 
 from __future__ import annotations
