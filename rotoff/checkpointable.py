@@ -266,7 +266,7 @@ class Checkpointable(RotorNames, nn.Module):
 
     def get_expected_memory(self) -> int:
         """Bytes that the planned step is expected to hold at most, in the terms of `mem_limit`: what the machine charges, less what
-        is known to be gone by then."""
+        is known to be gone by then, or to be the same bytes of another value."""
         return expected_bytes(self.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:

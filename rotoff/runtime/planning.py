@@ -28,6 +28,7 @@ from ..summary import in_words
 from .agreement import agree_on_sequence
 from .form_replays import replay_forms
 from .plan import ExecutionPlan, compile_sequence, expected_step
+from .sharing import shared_bytes
 from .tails import tails_in_backward
 from .upkeep import Upkeep
 
@@ -309,19 +310,22 @@ def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
 def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """What a step is expected to hold: `own_bytes`, less what the machine charges and is sure not to be there.
 
-    That is in a ``B`` of everything saved what the stage has let go of when it begins, and in the user's forward δ_L, which the
-    loss has yet to make.
+    That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which the
+    loss has yet to make, and whatever several values share.
     """
     gone = [0] * len(profile.gone_bytes) if plan.kept or plan.compact else profile.gone_bytes
     L = len(profile.chain)
     made, whole = False, set()
     levels = []
+    carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
+    chain = profile.keeping(plan.kept, plan.compact).chain
+    shared = shared_bytes(chain, carried, plan.sequence.ops)
     for n, event in enumerate(plan.trace.events):
-        op, less = event.op, 0
+        op, less = event.op, shared[n]
         if op.kind is OpKind.B:
-            less = gone[op.stage - 1] if op.stage in whole else 0
+            less += gone[op.stage - 1] if op.stage in whole else 0
         elif made and n < plan.forward_end:
-            less = profile.chain.grad_bytes(L)
+            less += profile.chain.grad_bytes(L)
         if op.kind is OpKind.F_ALL:
             whole.add(op.stage)
         elif op.kind is OpKind.F_SEL:
