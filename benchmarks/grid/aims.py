@@ -232,7 +232,10 @@ def _peaks(runs: list[Run]) -> Aim | None:
         f" {max(shares):.3f}, at least {min(shares):.4f}." + _list("Under the measured one", under)
     )
     over = [r for r, share in zip(ours, shares, strict=True) if share > 1.03]
-    cause = "Each value is charged for all that it keeps alive, though another may keep the same bytes (docs/capture.md)."
+    cause = (
+        "What a backward has let go of when it begins is not taken off where skip connections stay in place or gradients are copied"
+        " (`expected_bytes`)."
+    )
     aim = "The predicted peak is within 3 % and never under the measured one"
     return Aim(aim, text + _list("Further above", over), within == len(ours), cause if over else "")
 
