@@ -8,7 +8,7 @@ between those two, nor for what a ``B`` lets go of piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import count
 
 from ..chain import Chain
@@ -19,11 +19,13 @@ from ..simulator import Machine
 Storages = Mapping[Skip, int]  # in which of a skip's storages a value has it
 
 
-def shared_bytes(chain: Chain, skips: Collection[Skip], operations: Iterable[Op]) -> list[int]:
+def shared_bytes(chain: Chain, skips: Collection[Skip], operations: Collection[Op]) -> list[int]:
     """For each operation, bytes that are charged to several values on the device and lie there once, at least.
 
     skips: of those that values carry in `chain`. operations: a legal sequence.
     """
+    if not skips:  # of most models; the machine need not run again
+        return [0] * len(operations)
     machine, new = Machine(chain), count()
     lying: dict[Value, Storages] = {}  # of values on the device
     found = []
