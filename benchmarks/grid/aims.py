@@ -233,8 +233,8 @@ def _peaks(runs: list[Run]) -> Aim | None:
     )
     over = [r for r, share in zip(ours, shares, strict=True) if share > 1.03]
     cause = (
-        "What a backward has let go of when it begins is not taken off where skip connections stay in place or gradients are copied"
-        " (`expected_bytes`)."
+        "What the backward of a stage kept in a smaller form has let go of when it begins is not known, and so not taken off"
+        " (`expected_levels`)."
     )
     aim = "The predicted peak is within 3 % and never under the measured one"
     return Aim(aim, text + _list("Further above", over), within == len(ours), cause if over else "")

@@ -134,8 +134,13 @@ def _compact(measured: Sequence[Measured], charges: Sequence[Charge], bandwidth:
     stages = [
         _charged(m, *pair, pair[0].copied_bytes / bandwidth) for m, pair in zip(measured, pairwise(charges), strict=True)
     ]
-    staying = [_staying(m, c, *pair) for m, c, pair in zip(measured, stages, pairwise(charges), strict=True)]
-    return Compact(tuple(stages), tuple(one.copied for one in charges[:-1]), tuple(staying))
+    rows = list(zip(measured, stages, pairwise(charges), strict=True))
+    return Compact(
+        tuple(stages),
+        tuple(one.copied for one in charges[:-1]),
+        staying_bytes=tuple(_staying(m, c, *pair) for m, c, pair in rows),
+        gone_bytes=tuple(_gone(m, c, *pair) for m, c, pair in rows),
+    )
 
 
 def _charged(measured: Measured, made: Charge, own: Charge, copying: float = 0.0) -> Stage:
@@ -161,7 +166,8 @@ def _charged(measured: Measured, made: Charge, own: Charge, copying: float = 0.0
 def _gone(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
     """Bytes by which ``B`` stays below what the machine charges for it."""
     assert costs.backward_transient_bytes is not None
-    return max(0, made.nbytes + costs.backward_transient_bytes - measured.begun_bytes - _beside(measured, own))
+    most = _while_copying(measured.begun_bytes, made)
+    return max(0, made.nbytes + costs.backward_transient_bytes - most - _beside(measured, own))
 
 
 def _staying(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:

@@ -13,7 +13,7 @@ from ..chain import Chain, Form, Stage
 from ..runtime.convolutions import Algorithms
 from ..runtime.upkeep import NO_UPKEEP, Upkeep, UpkeepTimes
 from .allocations import block_bytes, rounded
-from .skips import Skip, behave_in_place, keep_in_place
+from .skips import Skip, behave_in_place, gone_in_place, keep_in_place
 
 
 class StageForms(NamedTuple):
@@ -33,12 +33,13 @@ class StageForms(NamedTuple):
 class Compact(NamedTuple):
     """What becomes of the chain where gradients that wait in a part of a larger storage are copied, so that the rest can go.
 
-    stages: its costs. copied: of each stage, the inputs whose gradients are. staying_bytes: as of `Profile`.
+    stages: its costs. copied: of each stage, the inputs whose gradients are. staying_bytes, gone_bytes: as of `Profile`.
     """
 
     stages: tuple[Stage, ...]
     copied: tuple[tuple[int, ...], ...]
     staying_bytes: tuple[int, ...]
+    gone_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Profile:
                 chain=replace(self.chain, stages=self.compact.stages),
                 behaviours=tuple(replace(one, copied=copied) for one, copied in copying),
                 staying_bytes=self.compact.staying_bytes,
+                gone_bytes=self.compact.gone_bytes,
                 compact=None,
             ).keeping(kept)
         if not kept:
@@ -104,6 +106,7 @@ class Profile:
             chain=keep_in_place(self.chain, staying, self.spare_bytes, self.staying_bytes),
             behaviours=behave_in_place(self.behaviours, staying),
             stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
+            gone_bytes=gone_in_place(self.gone_bytes, staying, self.staying_bytes),
             skips=(),
             compact=None,
         )

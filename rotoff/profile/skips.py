@@ -184,6 +184,18 @@ def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int], sta
     )
 
 
+def gone_in_place(gone: Sequence[int], skips: Sequence[Skip], staying: Sequence[int]) -> tuple[int, ...]:
+    """Of each stage, what `gone` bytes of its ``B`` are left where `skips` stay in place: it never lets go of those that it made.
+
+    Args:
+        staying: as of `keep_in_place`, which charges it.
+    """
+    made = [0] * len(gone)
+    for skip in skips:
+        made[skip.first - 1] += skip.nbytes
+    return tuple(max(0, g - max(0, m - more)) for g, m, more in zip(gone, made, staying, strict=True))
+
+
 def behave_in_place(behaviours: Sequence[Behaviour], skips: Sequence[Skip]) -> tuple[Behaviour, ...]:
     """`behaviours` of stages that keep `skips` in place."""
     found = list(behaviours)

@@ -304,26 +304,32 @@ def _binding(least: int, ways: list[Way]) -> str:
 
 def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """The machine's peak in the terms of the user's limit."""
-    return _told(profile, plan, [event.memory for event in plan.trace.events])
+    levels = _told(profile, plan, [event.memory for event in plan.trace.events])
+    return max(*levels, profile.prefix_peak_bytes)
 
 
 def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
-    """What a step is expected to hold: `own_bytes`, less what the machine charges and is sure not to be there.
+    """What a step is expected to hold at most: the highest of `expected_levels`, or what comes before the chain."""
+    return max(*expected_levels(profile, plan), profile.prefix_peak_bytes)
+
+
+def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
+    """Of each operation, the most that a step is expected to hold while it runs: what the machine charges, in the terms of the
+    user's limit, less what is sure not to be there.
 
     That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which the
     loss has yet to make, and whatever several values share.
     """
-    gone = [0] * len(profile.gone_bytes) if plan.kept or plan.compact else profile.gone_bytes
     L = len(profile.chain)
     made, whole = False, set()
     levels = []
     carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
-    chain = profile.keeping(plan.kept, plan.compact).chain
-    shared = shared_bytes(chain, carried, plan.sequence.ops)
+    chosen = profile.keeping(plan.kept, plan.compact)
+    shared = shared_bytes(chosen.chain, carried, plan.sequence.ops)
     for n, event in enumerate(plan.trace.events):
         op, less = event.op, shared[n]
         if op.kind is OpKind.B:
-            less += gone[op.stage - 1] if op.stage in whole else 0
+            less += chosen.gone_bytes[op.stage - 1] if op.stage in whole else 0
         elif made and n < plan.forward_end:
             less += profile.chain.grad_bytes(L)
         if op.kind is OpKind.F_ALL:
@@ -335,12 +341,12 @@ def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     return _told(profile, plan, levels)
 
 
-def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> int:
-    """The peak where the machine's values, gradients and transients are at `levels` during the plan's events."""
+def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
+    """The machine's `levels` during the plan's events in the terms of the user's limit."""
     constant = profile.stuck_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
     held, beside = profile.replay_extra(plan.replayed)
     again = [beside[event.op.stage] if event.recompute else 0 for event in plan.trace.events]
-    return max(max(map(sum, zip(levels, again, strict=True))) + held + constant, profile.prefix_peak_bytes)
+    return [level + more + held + constant for level, more in zip(levels, again, strict=True)]
 
 
 def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float = 0.0) -> None:
