@@ -10,7 +10,7 @@ from test_runtime import with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.runtime.replay import Generators
+from rotoff.runtime.replay import Generators, ReplayState, Surroundings
 from rotoff.runtime.tails import closing_replays
 
 
@@ -152,6 +152,50 @@ def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
 def test_which_replays_are_for_their_own_backward_alone(text: str, closing: set[int]) -> None:
     sequence = rotoff.Sequence.from_text(text.split("; "))
     assert closing_replays(sequence, 3) == closing
+
+
+class DeviceGenerator:
+    """As CUDA's: it remembers that its state was put, until cuDNN has filled its own buffer of random bits from it."""
+
+    def __init__(self) -> None:
+        self.state, self.put = torch.zeros(16, dtype=torch.uint8), False
+
+    def get_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.state, self.put = state.clone(), True
+
+
+class Buffer:
+    """What cuDNN's recurrent layers draw their dropout from: it goes on from run to run."""
+
+    def __init__(self, generator: DeviceGenerator) -> None:
+        self.generator, self.content = generator, 100
+
+    def draw(self) -> int:
+        if self.generator.put:
+            self.generator.put = False
+            self.content = 1000 * int(self.generator.state[0])
+            self.generator.state[0] += 1
+        self.content += 1
+        return self.content
+
+
+def test_random_bits_that_go_on_from_run_to_run_are_drawn_again_in_a_replay() -> None:
+    surroundings = Surroundings(torch.device("cpu"))
+    generator = DeviceGenerator()
+    surroundings.generators._own.append(generator)  # type: ignore[arg-type]
+    buffer = Buffer(generator)
+    runs = []
+    for _ in range(3):
+        state = ReplayState(surroundings, [])
+        runs.append((state, buffer.draw()))
+    assert len({drawn for _, drawn in runs}) == 3
+    for state, drawn in reversed(runs):
+        with state:
+            assert buffer.draw() == drawn
+    assert int(generator.state[0]) == 3  # as before the replays
 
 
 def test_a_state_is_kept_once_until_something_is_drawn() -> None:

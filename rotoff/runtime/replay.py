@@ -36,6 +36,18 @@ class Generators:
             self._last, self._content = now, content
         return self._last
 
+    def begin(self) -> tuple[torch.Tensor, ...]:
+        """`states`, for a run that will be repeated from them.
+
+        They are put back at once on CUDA, since that draws more than it changes: cuDNN's recurrent layers take their dropout from
+        a buffer of their own that goes on from run to run, and is filled anew, by the generator, in the first run after its state
+        was put (`get_dropout_state` in PyTorch's cudnn/RNN.cpp). Every repetition puts it, so the first run must find it put too.
+        """
+        states = self.states()
+        for generator, state in list(zip(self._own, states, strict=True))[1:]:
+            generator.set_state(state)
+        return states
+
     def read(self) -> tuple[torch.Tensor, ...]:
         return tuple([generator.get_state() for generator in self._own])
 
@@ -77,7 +89,7 @@ class ReplayState:
 
     def __init__(self, surroundings: Surroundings, buffers: Sequence[tuple[nn.Module, str]]) -> None:
         self._surroundings = surroundings
-        self._rng = surroundings.generators.states()
+        self._rng = surroundings.generators.begin()
         self._buffers = [(module, name, _buffer(module, name).clone()) for module, name in buffers]
         self._autocast = surroundings.autocast()
         self._outside: _Outside | None = None
