@@ -13,8 +13,10 @@ from allocated import peak_bytes
 from models import ALL, fresh
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotoff
+from rotoff.profile.cuda_kernels import cuda_variants
 from rotoff.profile.devices import find
 from rotoff.profile.estimate import estimate_profile
 
@@ -121,13 +123,53 @@ def test_a_gpus_kernels_save_what_they_save_there() -> None:
 
     x = torch.empty(2, 4, 64, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
     model = nn.Sequential(Attend(), nn.Dropout(0.1))
-    chain = rotoff.estimate(model, x, device="H200")
-    attention, dropout = chain.stages
-    numbers = 512  # seed and offset, 8 bytes each, take one block of the allocator each
-    assert attention.saved_bytes == x.nbytes + 4 * 2 * 4 * 64 + 2 * numbers
-    assert dropout.saved_bytes == x.nbytes + x.numel()
+    for device in ("H200", "A100"):  # cuDNN's kernel, and flash attention
+        attention, dropout = rotoff.estimate(model, x, device=device).stages
+        numbers = 512  # seed and offset, 8 bytes each, take one block of the allocator each
+        assert attention.saved_bytes == x.nbytes + 4 * 2 * 4 * 64 + 2 * numbers
+        assert dropout.saved_bytes == x.nbytes + x.numel()
     old = rotoff.estimate(model, x, device="K40").stages[0]  # no fused kernel: the matrix of 64 x 64 is kept
     assert old.saved_bytes > 2 * 4 * 64 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "mask", "dtype", "kernel"),
+    [
+        ("H200", 64, False, torch.bfloat16, "cudnn"),
+        ("H200", 256, False, torch.bfloat16, "cudnn"),
+        ("H200", 64, True, torch.bfloat16, "cudnn"),
+        ("H200", 60, False, torch.bfloat16, "flash"),  # no multiple of 8
+        ("H200", 64, False, torch.float32, "efficient"),
+        ("A100", 64, False, torch.bfloat16, "flash"),
+        ("A100", 64, True, torch.bfloat16, "efficient"),
+        ("K40", 64, False, torch.float32, "math"),
+    ],
+)
+def test_attention_runs_in_the_kernel_that_the_device_takes(
+    device: str, width: int, mask: bool, dtype: torch.dtype, kernel: str
+) -> None:
+    class Attend(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen = torch.ones(512, 512, dtype=torch.bool, device=x.device).tril() if mask else None
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+
+    ran: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with torch._subclasses.FakeTensorMode(), cuda_variants(find(device)), Log():
+        x = torch.empty(2, 4, 512, width, dtype=dtype, requires_grad=True)
+        Attend()(x).sum().backward()
+    fused = {f"_scaled_dot_product_{kind}_attention" for kind in ("cudnn", "flash", "efficient")}
+    expected = set() if kernel == "math" else {f"_scaled_dot_product_{kernel}_attention"}
+    assert fused & {name.split(".")[0] for name in ran} == expected
+    x = torch.empty(2, 4, 512, width, dtype=dtype, device="meta", requires_grad=True)
+    stage = rotoff.estimate(nn.Sequential(Attend()), x, device=device).stages[0]
+    scores = 2 * 4 * 512 * 512 * dtype.itemsize
+    assert (stage.saved_bytes >= scores) == (kernel == "math")
 
 
 def test_sizes_are_rounded_as_the_devices_allocator_does() -> None:

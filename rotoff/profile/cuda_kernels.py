@@ -19,6 +19,7 @@ from .devices import Device
 
 _aten = torch.ops.aten
 _FLASH_WIDTH = 256  # the widest head of the flash kernels
+_CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # capabilities where PyTorch asks cuDNN before them, with a cuDNN above 9.15.0
 _BIAS_ALIGNMENT = 16  # elements, of a mask's rows in the memory-efficient kernels
 
 
@@ -67,6 +68,8 @@ def _variants(capability: tuple[int, int]) -> dict[Any, Callable[..., Any]]:
             )[0]
         if kind == "flash":
             return _flash(query, key, value, dropout_p, is_causal, scale)
+        if kind == "cudnn":
+            return _cudnn(query, key, value, attn_mask, dropout_p, is_causal, scale)
         if enable_gqa and key.size(-3) != query.size(-3):
             groups = query.size(-3) // key.size(-3)
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -101,6 +104,18 @@ def _attention_kernel(
     if not same or {query.dim(), key.dim(), value.dim()} != {4}:
         return "math"
     half = query.dtype in (torch.float16, torch.bfloat16)
+    masked = mask is not None and mask.requires_grad
+    if (
+        cuda.cudnn_sdp_enabled()
+        and half
+        and not masked
+        and capability in _CUDNN_FIRST
+        and all(width % 8 == 0 and width <= _cudnn_width(capability) for width in (query.size(-1), value.size(-1)))
+        and key.size(-2) > 1
+        and (query.size(-2) > 1 or dropout_p == 0)
+        and (not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled())
+    ):
+        return "cudnn"
     if (
         cuda.flash_sdp_enabled()
         and half
@@ -109,7 +124,6 @@ def _attention_kernel(
         and query.size(-1) == value.size(-1) <= _FLASH_WIDTH
     ):
         return "flash"
-    masked = mask is not None and mask.requires_grad
     if (
         cuda.mem_efficient_sdp_enabled()
         and capability >= (5, 0)
@@ -119,6 +133,26 @@ def _attention_kernel(
     ):
         return "efficient"
     return "math"
+
+
+def _cudnn_width(capability: tuple[int, int]) -> int:
+    return 256 if capability == (9, 0) else 128
+
+
+def _cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    needs = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
+    result: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
+        query, key, value, _additive(mask, query.dtype), needs, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return result
 
 
 def _flash(
@@ -134,11 +168,17 @@ def _flash(
     return result[..., :width] if width % 8 else result
 
 
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """`mask` as what is added to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    mask = _additive(mask, query.dtype)
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     rows = mask.size(-1)
     if rows % _BIAS_ALIGNMENT:
         mask = torch.nn.functional.pad(mask, (0, _BIAS_ALIGNMENT - rows % _BIAS_ALIGNMENT))[..., :rows]
