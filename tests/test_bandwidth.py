@@ -105,6 +105,26 @@ def test_a_link_past_the_caches_is_measured_with_one_value(clock: Clock) -> None
     assert (FileLink.cached, CudaLink.cached) == (True, False)
 
 
+class SeenLate(CachedLink):
+    """A look whether copies have ended takes 50 microseconds."""
+
+    def drain(self) -> None:
+        self._clock.now += 50e-6
+
+
+@pytest.mark.parametrize(("nbytes", "rate"), [(64 << 10, HOT), (1 << 20, HOT), (300 << 20, COLD)])
+def test_copies_that_queue_are_timed_together(clock: Clock, nbytes: int, rate: float) -> None:
+    link = SeenLate(clock)
+    link.cached = False
+    one = measure_bandwidth(link, nbytes)
+    link.queues = True
+    out, back = measure_bandwidth(link, nbytes)
+    assert (out, back) == (pytest.approx(rate, rel=0.3), pytest.approx(rate, rel=0.3))
+    assert out > 1.5 * one[0] or nbytes > 32 << 20
+    assert link.capacity == nbytes
+    assert (FileLink.queues, CudaLink.queues) == (False, True)
+
+
 def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
     link = CachedLink(clock, room=5 << 20)
     assert measure_bandwidth(link, 3 << 20, 1 << 40) == (pytest.approx(HOT), pytest.approx(HOT))

@@ -36,6 +36,7 @@ class Link(ABC):
     timed = False  # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
     recording = False  # whether `access` wants to be told what compute touches
     cached = False  # whether copies run through the processor's caches, so that the same bytes again are copied faster
+    queues = False  # whether copies are asked for ahead and done by the device, without the host
     typed = False  # whether copies want tensors that hold float32 alone as such, and not as bytes
 
     @abstractmethod

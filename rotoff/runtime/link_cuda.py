@@ -157,7 +157,7 @@ class StreamLink(Link):
     timed: keep the events around each copy in `timings`, for who proves overlap; never in production, the list grows.
     """
 
-    duplex = True
+    duplex = queues = True
 
     def __init__(self, streams: Streams, timed: bool = False) -> None:
         self.device = streams.device
