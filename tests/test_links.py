@@ -441,6 +441,14 @@ class TestHostMemory:
         monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([]))
         assert host_memory.available_bytes() is None
 
+    def test_the_environment_may_know_better(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(host_memory, "_meminfo", lambda: 1000)
+        monkeypatch.setenv("ROTOFF_HOST_MEMORY", "2 MiB")
+        assert host_memory.available_bytes() == 2 << 20
+        monkeypatch.setenv("ROTOFF_HOST_MEMORY", "much")
+        with pytest.raises(rotoff.LimitError, match="ROTOFF_HOST_MEMORY is 'much'"):
+            host_memory.available_bytes()
+
     def test_this_machine_says(self):
         available = host_memory.available_bytes()
         assert available is None or available > 1 << 20

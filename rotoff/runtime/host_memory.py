@@ -6,6 +6,7 @@ PyTorch's own pinned allocator rounds a request up to a power of two and never g
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ExecutionError
+from ..sizes import parse_bytes
 
 _cuda: Any = torch.cuda  # typed in part only
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
-_CURE = 'plan fewer host bytes with a larger mem_limit or with mode="remat", or give the process more memory'
+_CURE = (
+    'plan fewer host bytes with a larger mem_limit or with mode="remat", give the process more memory, or say in the environment that'
+    " there is more (ROTOFF_HOST_MEMORY)"
+)
 
 
 class Segment(Protocol):
@@ -107,7 +112,13 @@ class PinnedSegment:
 
 
 def available_bytes() -> int | None:
-    """Host bytes that this process can still take without swapping or being killed; None where the system does not say."""
+    """Host bytes that this process can still take without swapping or being killed; None where the system does not say.
+
+    The environment's ROTOFF_HOST_MEMORY, such as "100 GiB", is taken at its word where it is set: a virtual machine that grows as it is
+    used says less than it has.
+    """
+    if said := os.environ.get("ROTOFF_HOST_MEMORY"):
+        return parse_bytes(said, "ROTOFF_HOST_MEMORY")
     figures = [_meminfo(), *_cgroup_room()]
     known = [figure for figure in figures if figure is not None]
     return max(min(known), 0) if known else None
