@@ -131,7 +131,7 @@ class Held:
         keys: dict[int, int] = {}
         storages: list[torch.UntypedStorage] = []
         kinds: list[torch.dtype | None] = []  # of each storage, None where it is seen as several
-        self._layout = layout = []
+        layout: list[tuple[weakref.ref[Slot], int, View]] = []
         for slot in slots:
             if (tensor := slot.tensor) is None:
                 continue
@@ -143,6 +143,13 @@ class Held:
             elif kinds[index] is not tensor.dtype:
                 kinds[index] = None
             layout.append((weakref.ref(slot), index, View.of(tensor)))
+        # A random state of 8 bytes before the others would leave those off any boundary on the host.
+        order = sorted(range(len(storages)), key=lambda n: -storages[n].nbytes())
+        if order != list(range(len(storages))):
+            places = {n: place for place, n in enumerate(order)}
+            storages, kinds = [storages[n] for n in order], [kinds[n] for n in order]
+            layout = [(slot, places[n], view) for slot, n, view in layout]
+        self._layout = layout
         sources = [bytes_of(storage) for storage in storages]
         self._sizes = [source.numel() for source in sources]
         if sum(self._sizes) > room:
