@@ -118,10 +118,10 @@ run alone 60 "${tests[@]}" -m "cuda and alone" --junitxml "$out/alone.xml" tests
 export ROTOFF_TESTS_END=$(($(date +%s) + 170))
 # shellcheck disable=SC2086
 run tests 210 "${tests[@]}" $beside -m "cuda and not alone" --junitxml "$out/tests.xml" tests/cuda
-run prediction 110 "$python" benchmarks/prediction.py --device cuda --seconds 2 --pairs 5 --layers 12 --width 1024 \
+run prediction 95 "$python" benchmarks/prediction.py --device cuda --seconds 2 --pairs 5 --layers 12 --width 1024 \
     --heads 16 --context 1024 --batch 8 --out "$out/prediction.json"
 run compare_modes 70 "$python" examples/compare_modes.py --device cuda --json "$out/compare_modes.json"
-run interpreter_cost 20 "$python" benchmarks/interpreter_cost.py --device cuda --repeats 100 --json "$out/interpreter_cost.json"
+run interpreter_cost 35 "$python" benchmarks/interpreter_cost.py --device cuda --repeats 40 --json "$out/interpreter_cost.json"
 
 "$python" - "$out" "${steps[@]}" <<'PYTHON'
 """Write summary.json from the steps' results; exit with 1 where one failed."""

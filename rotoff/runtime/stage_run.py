@@ -303,6 +303,9 @@ def _never(_: None) -> torch.Tensor:
 class KindsNow(list[SavedKind]):
     """Whose bytes the tensors are that a stage saves in this run, where they are others in each (`Behaviour.varying`).
 
+    What such a stage saves in the host's memory where it computes on a device (attention on CUDA keeps its random state there) is
+    nobody's: it stays where it is.
+
     Args:
         inputs: of the run. staying: numbers of those that lie in skip connections kept in place.
     """
@@ -311,10 +314,12 @@ class KindsNow(list[SavedKind]):
         super().__init__()
         lasting = [*(p for module in stage.modules for p in module.parameters()), *(b for _, _, b in stage.buffers())]
         self._kinds = {storage_key(t): SavedKind.RESIDENT for t in lasting}
+        self._on_host = all(t.is_cpu for t in (*lasting, *inputs))
         for n, t in enumerate(inputs):
             self._kinds[storage_key(t)] = SavedKind.KEPT if n in staying else SavedKind.INPUT
 
     def pack(self, pack: Callable[[torch.Tensor], Packed], tensor: torch.Tensor) -> Packed:
         """What `pack` makes of the next tensor saved, told its kind."""
-        self.append(self._kinds.get(storage_key(tensor), SavedKind.OWN))
+        other = SavedKind.RESIDENT if tensor.is_cpu and not self._on_host else SavedKind.OWN
+        self.append(self._kinds.get(storage_key(tensor), other))
         return pack(tensor)

@@ -26,8 +26,10 @@ def test_values_come_back_rounded_within_the_staging_bytes(dtype: torch.dtype) -
     into = link.copy_in([back], 0, out)
     link.wait(out)
     link.wait(into)
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
     assert torch.equal(back, floats.to(dtype).float())
-    assert torch.cuda.memory_reserved() - before <= STAGING_BYTES
+    assert reserved - before <= STAGING_BYTES
     link.close()
 
 
