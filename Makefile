@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find rotoff -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name 'py.typed') \
            pyproject.toml setup.py MANIFEST.in README.md LICENSE
-HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split('.')[:2])) < (2, 14))"
+HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split('.')[:2])) < (2, 16))"
 
 # Whatever the caller's shell has on it, `import rotoff` must find the wheel; and children of the tests inherit this.
 unexport PYTHONPATH

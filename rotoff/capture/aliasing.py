@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import MeasureError
 from ..runtime.replay import preserved
 from .stage import Copy, StageModule, flatten, storage_key
+from .unrepeatable import refusing
 
 
 def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[StageModule]:
@@ -68,5 +69,5 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
 
 
 def _run(stage: StageModule, value: Any, device: torch.device) -> Any:
-    with preserved(list(stage.buffers()), device):
+    with preserved(list(stage.buffers()), device), refusing(stage):
         return stage.run(value)

@@ -1,12 +1,15 @@
-"""Which buffers the forward of a stage changes."""
+"""Which buffers the forward of a stage changes, and which Python values of its modules."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..runtime.replay import same_content
+from ..errors import MeasureError
+from ..runtime.replay import restorable, same_content
 from .stage import StageModule
 
 
@@ -35,3 +38,44 @@ class ChangedBuffers:
 
     def _snapshot(self) -> list[tuple[nn.Module, str, torch.Tensor, int, torch.Tensor]]:
         return [(m, name, t, t._version, t.detach().clone()) for m, name, t in self._stage.buffers()]
+
+
+class ChangedAttributes:
+    """Watches the attributes of a stage's modules that hold numbers, texts or tensors without a graph, from a run to the next.
+
+    What the first run fills in (a cache) is none; so let it pass before.
+    """
+
+    def __init__(self, stage: StageModule) -> None:
+        self._stage = stage
+        modules = dict.fromkeys(module for outer in stage.modules for module in outer.modules())
+        self._before = [
+            (module, name, value, value._version if isinstance(value, torch.Tensor) else 0)
+            for module in modules
+            for name, value in vars(module).items()
+            if restorable(value)
+        ]
+
+    def look(self) -> tuple[tuple[nn.Module, str, int], ...]:
+        """(module, name, bytes) of every attribute that has another value now.
+
+        Raises:
+            MeasureError: where a tensor was changed in place.
+        """
+        found = []
+        for module, name, value, version in self._before:
+            now = vars(module).get(name)
+            if now is value:
+                if isinstance(value, torch.Tensor) and value._version != version:
+                    raise MeasureError(
+                        f"stage {self._stage.name!r} changes its attribute {name!r} in place, a tensor that is no buffer, and a replay would"
+                        " change it again; register it (register_buffer, with persistent=False to leave it out of the state_dict)"
+                    )
+            elif isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor) or now != value:
+                found.append((module, name, value.nbytes if isinstance(value, torch.Tensor) else 0))
+        return tuple(found)
+
+
+def attributes_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """The values that `ChangedAttributes` watches, of all modules of `model`."""
+    return {(m, name): value for m in model.modules() for name, value in vars(m).items() if restorable(value)}

@@ -20,7 +20,7 @@ from torch import nn
 
 from .segment import Segment
 from .stage import StageModule
-from .tape import NOTHING, Operation, Tape
+from .tape import NOTHING, Operation, Owned, Tape
 
 STAGES = 40  # of a model, unless asked otherwise; the solver answers for 100 while a person waits
 CROSSING = 0.25  # of the bytes that a stage makes: the share that it may hand on
@@ -172,10 +172,12 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
     costs = []
     alive: dict[int, int] = {}  # storage -> variables alive
     sizes = {v.storage: v.nbytes for v in tape.variables if v.storage is not None}
-    views = 0  # of parameters, alive: a stage gets those from the module, and never as its input
+    changed = {owned for op in operations for owned in op.writes_owned}
+    # of parameters, and of buffers that change, alive: a stage gets those from the module, and never as its input
+    views = 0
     for position in range(len(operations)):
-        views += sum(_parameters_view(tape, n) and last.get(n, -1) > position for n in starts.get(position, ()))
-        views -= sum(_parameters_view(tape, n) and first.get(n, position) < position for n in ends.get(position, ()))
+        views += sum(_inner_view(tape, n, changed) and last.get(n, -1) > position for n in starts.get(position, ()))
+        views -= sum(_inner_view(tape, n, changed) and first.get(n, position) < position for n in ends.get(position, ()))
         for n in starts.get(position, ()):
             storage = tape.variables[n].storage
             if n not in lasting and storage is not None and last.get(n, -1) > position:
@@ -191,8 +193,9 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
     return costs
 
 
-def _parameters_view(tape: Tape, n: int) -> bool:
-    return tape.variables[n].storage is None and tape.variables[n].needs_grad
+def _inner_view(tape: Tape, n: int, changed: set[Owned]) -> bool:
+    variable = tape.variables[n]
+    return variable.storage is None and (variable.needs_grad or not changed.isdisjoint(variable.owners))
 
 
 def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:

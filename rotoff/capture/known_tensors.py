@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..errors import MeasureError
 from .stage import storage_key
 from .tape import Owned, Ref, Variable
 
@@ -15,7 +16,8 @@ from .tape import Owned, Ref, Variable
 class KnownTensors:
     """The tensors met so far, known by weak references; so recording keeps none of them.
 
-    variables: of the tape, in the order of their numbers.
+    variables: of the tape, in the order of their numbers. tables: those that were there before, and are neither the model's own nor the
+    batch's.
 
     Args:
         model: whose parameters and buffers are known from the start.
@@ -23,6 +25,7 @@ class KnownTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self.variables: list[Variable] = []
+        self.tables: list[torch.Tensor] = []
         self._owned: dict[int, Owned] = {}
         for module in model.modules():
             for table in ("_parameters", "_buffers"):
@@ -31,7 +34,10 @@ class KnownTensors:
                         self._owned.setdefault(id(tensor), Owned(module, table, name))
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._lasting = {storage_key(owned.tensor) for owned in self._owned.values()}
+        self._owners: dict[int | None, list[Owned]] = {}  # by storage
+        for owned in self._owned.values():
+            self._owners.setdefault(storage_key(owned.tensor), []).append(owned)
+        self._lasting: set[int | None] = set(self._owners)
 
     def reference(self, tensor: torch.Tensor) -> Owned | Ref | torch.Tensor | None:
         """What stands for `tensor` in an argument: itself, where it was there before; None, where nobody saw it being made."""
@@ -43,7 +49,17 @@ class KnownTensors:
         if tensor.grad_fn is not None or storage_key(tensor) in self._storages:
             return None
         self._lasting.add(storage_key(tensor))
+        if not any(tensor is table for table in self.tables):
+            self.tables.append(tensor)
         return tensor  # a table that is no buffer
+
+    def owners(self, tensor: torch.Tensor) -> tuple[Owned, ...]:
+        """The model's own tensors that lie in the storage of `tensor`: itself, or what it is a view of."""
+        return tuple(self._owners.get(_key(tensor), ()))
+
+    def lasts(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage was there before the forward, and did not come with the batch."""
+        return _key(tensor) in self._lasting
 
     def output(self, tensor: torch.Tensor) -> int | None:
         """The variable of what an operation returns, a new one where it has none; None for the model's own."""
@@ -57,7 +73,8 @@ class KnownTensors:
             return known
         number = len(self.variables)
         self._known[id(tensor)] = (weakref.ref(tensor), number)
-        self.variables.append(Variable(self.storage(tensor, new=True), _nbytes(tensor), tensor.requires_grad))
+        storage = self.storage(tensor, new=True)
+        self.variables.append(Variable(storage, _nbytes(tensor), tensor.requires_grad, self.owners(tensor)))
         return number
 
     def number(self, tensor: torch.Tensor) -> int | None:
@@ -79,6 +96,13 @@ class KnownTensors:
             # a weak reference keeps the address from being given to another storage
             self._storages[key] = (StorageWeakRef(tensor.untyped_storage()), len(self._storages))
         return self._storages[key][1]
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    try:
+        return storage_key(tensor)
+    except (MeasureError, NotImplementedError, RuntimeError):  # has none (sparse)
+        return None
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -20,7 +20,9 @@ from . import chance
 from .data_sizes import DataSizes
 from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
-from .tape import NOTHING, Operation, Owned, Ref, Tape, described, leaves, substitute
+from .saved_tensors import foreign_hooks
+from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
+from .unrepeatable import Parameters, UnrepeatableError
 
 # Answers about a tensor that do not depend on its contents.
 _FACTS = frozenset(
@@ -119,7 +121,8 @@ class Recorder(TorchFunctionMode):
         self._before = {module: dict(vars(module)) for module in model.modules()}
         self._names = {module: name for name, module in model.named_modules()}
         self._tensors = KnownTensors(model)
-        self.tape = Tape(variables=self._tensors.variables, varying=self._varying)
+        self._parameters = Parameters([model])
+        self.tape = Tape(variables=self._tensors.variables, varying=self._varying, tables=self._tensors.tables)
         self._inside = False
         self._thread = threading.get_ident()
         self._place: list[tuple[str, int]] = []
@@ -198,6 +201,10 @@ class Recorder(TorchFunctionMode):
             what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
             self._leave_to_module(what, [at for at in self._place if not self._taken_whole(at[0])])
             self._refuse(what)
+        if (objection := self._parameters.objection(function, args, kwargs)) is not None:
+            self._refuse(*objection, UnrepeatableError)
+        if (hooks := foreign_hooks()) is not None:
+            self._refuse(hooks[0], hooks[1], UnrepeatableError)
         versions = [t._version for t in tensors]
         references = substitute((args, kwargs), self._reference)
         grad, autocast = torch.is_grad_enabled(), _autocast()
@@ -205,6 +212,7 @@ class Recorder(TorchFunctionMode):
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        self._refuse_changed_tables(changed)
         expected = NOTHING
         effect = name in _EFFECTS or isinstance(function, nn.Module)
         if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:
@@ -245,7 +253,7 @@ class Recorder(TorchFunctionMode):
                 outputs=outputs,
                 reads=reads,
                 writes=frozenset(n for t in changed if (n := self._tensors.storage(t)) is not None),
-                writes_owned=tuple(o for t in changed if isinstance(o := self._reference(t), Owned)),
+                writes_owned=tuple(dict.fromkeys(owned for t in changed for owned in self._tensors.owners(t))),
                 draws=random,
                 grad=grad,
                 autocast=() if autocast == self._ambient else autocast,
@@ -300,6 +308,16 @@ class Recorder(TorchFunctionMode):
             )
         return reference
 
+    def _refuse_changed_tables(self, changed: list[torch.Tensor]) -> None:
+        for tensor in changed:
+            if self._tensors.lasts(tensor) and not self._tensors.owners(tensor):
+                self._refuse(
+                    f"changes in place a tensor of shape {tuple(tensor.shape)} that is no buffer",
+                    ", and a replay would change it again: register it (register_buffer, with persistent=False to leave it out of the"
+                    " state_dict)",
+                    UnrepeatableError,
+                )
+
     def _check_handed_on(self, result: Any) -> None:
         """Refuse what a module whose work depends on data hands on beside tensors."""
         for leaf in pytree.tree_leaves(result):
@@ -319,9 +337,9 @@ class Recorder(TorchFunctionMode):
     def _taken_whole(self, name: str) -> bool:
         return bool(name) and self._model.get_submodule(name) in self._whole
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, cure: str = "", kind: type[MeasureError] = MeasureError) -> None:
         where = f" in module {self._place[-1][0]!r}" if self._place and self._place[-1][0] else ""
-        self.trouble = MeasureError(f"the forward of {type(self._model).__name__} {what}{where}")
+        self.trouble = kind(f"the forward of {type(self._model).__name__} {what}{where}{cure}")
         raise self.trouble
 
 

@@ -31,6 +31,7 @@ from .outside import other_generators, put_other_generators, seen_calls
 from .recorder import Recorder, UnrecordableError, check_arguments
 from .stage import flatten
 from .tape import Tape, same
+from .unrepeatable import UnrepeatableError
 
 TRIES = 4  # recordings, two of which in a row must be equal
 
@@ -149,4 +150,7 @@ def _forget(_: torch.Tensor) -> None:
 
 
 def _never(_: Any) -> torch.Tensor:
-    raise MeasureError("the model differentiates within its forward; rotoff cannot record that")
+    raise UnrepeatableError(
+        "the model differentiates within its forward (torch.autograd.grad, backward), which rotoff cannot record: have the training loop"
+        " do that, outside of the model that is planned"
+    )

@@ -59,6 +59,12 @@ class Segment(nn.Module):
         for module in self._whole:
             yield from module.named_parameters(prefix, recurse, remove_duplicate)
 
+    def buffers_read(self) -> Iterator[tuple[nn.Module, str]]:
+        """(module, name) of the buffers that the operations read or write, and of those of modules that are called as a whole."""
+        yield from ((module, name) for module, table, name in self._owned if table == "_buffers")
+        for outer in self._whole:
+            yield from ((module, name) for module in outer.modules() for name in module._buffers)
+
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Those whose buffers the operations read, and those that are called as a whole."""
         found: dict[nn.Module, None] = {}

@@ -63,6 +63,15 @@ class StageModule:
                     seen.add(id(module))
                     yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
 
+    def buffers_read(self) -> dict[tuple[nn.Module, str], None]:
+        """(module, name) of the buffers that a run may read; of a module called as a whole, all."""
+        found: dict[tuple[nn.Module, str], None] = {}
+        for outer in self.modules:
+            read = getattr(outer, "buffers_read", None)
+            every = ((module, name) for module in outer.modules() for name in module._buffers)
+            found.update(dict.fromkeys(every if read is None else read()))
+        return found
+
 
 class SavedKind(Enum):
     """Whose bytes a tensor is that autograd saves for a stage's backward."""
@@ -79,7 +88,8 @@ class Behaviour:
 
     saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
-    each buffer that the forward changes. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
+    each buffer that the forward changes. changed_attributes: (module, name, bytes) of other values of its modules that it sets, such as
+    counters. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
     hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end.
     forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the
     outputs that lie in skip connections kept in place; a replay hands on those of the first run. copied: the inputs whose
@@ -97,6 +107,7 @@ class Behaviour:
     kept: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()
     varying: bool = False
+    changed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:

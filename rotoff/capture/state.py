@@ -6,8 +6,10 @@ configuration: the recording holds what followed from them, so a change makes it
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,7 +17,13 @@ from torch import nn
 
 from ..errors import MeasureError
 
-_SCALARS = (bool, int, float, str, type(None))
+_SCALARS = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+)
+_DEPTH = 3  # of configurations within configurations
+# attributes that every module has, which are watched otherwise
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -53,6 +61,9 @@ class ModuleState:
 
     def __init__(self, model: nn.Module, called: bool = False) -> None:
         self._values: list[tuple[dict[str, Any], str, Any]] = []
+        self._contents: list[tuple[dict[str, Any], str, Any, Any]] = []  # lists, dicts and sets, and copies of them
+        self._tables: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._missing: list[tuple[dict[str, Any], str]] = []  # parameters and buffers that are None
         self._sizes: list[tuple[dict[Any, Any], int]] = []
         self._parameters: list[tuple[dict[str, Any], str, bool]] = []
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
@@ -70,16 +81,11 @@ class ModuleState:
             self._sizes += [(vars(module)[name], len(vars(module)[name])) for name in _HOOKS]
             if called:
                 continue
-            self._watch(vars(module))
-            for value in list(vars(module).values()):
-                if (
-                    hasattr(value, "__dict__")
-                    and not isinstance(value, (nn.Module, torch.Tensor, type))
-                    and id(value) not in seen
-                ):
-                    seen.add(id(value))
-                    if not callable(value):
-                        self._watch(vars(value))
+            for table in (module._parameters, module._buffers):
+                self._sizes.append((table, len(table)))
+                self._missing += [(table, name) for name, tensor in table.items() if tensor is None]
+            self._values.append((vars(module), "forward", vars(module).get("forward", self)))
+            self._watch(vars(module), seen, _DEPTH)
 
     def refuse_borrowed(self) -> None:
         """Raise MeasureError where parameters were put in for the time of a forward, so that a replay would not see them."""
@@ -90,8 +96,29 @@ class ModuleState:
                     " would not see; copy the values into the model's parameters, or plan with mode='offload', which replays nothing"
                 )
 
-    def _watch(self, attributes: dict[str, Any]) -> None:
-        self._values += [(attributes, k, v) for k, v in attributes.items() if isinstance(v, _SCALARS)]
+    def _watch(self, attributes: dict[str, Any], seen: set[int], depth: int) -> None:
+        for name, value in list(attributes.items()):
+            if name in _TORCHS:
+                continue
+            if _plain(value):
+                self._values.append((attributes, name, value))
+            elif type(value) in (list, dict, set):
+                if all(map(_plain, value.values() if isinstance(value, dict) else value)):
+                    self._contents.append((attributes, name, value, value.copy()))
+            elif (
+                hasattr(value, "__dict__")
+                and not isinstance(value, (nn.Module, torch.Tensor, type))
+                and id(value) not in seen
+            ):
+                seen.add(id(value))
+                if not callable(value) and depth:
+                    self._watch(vars(value), seen, depth - 1)
+
+    def watch_tables(self, model: nn.Module, tables: Sequence[torch.Tensor]) -> None:
+        """Watch which of `tables`, tensors that a recording holds, are attributes of `model` and its modules."""
+        used = {id(table) for table in tables}
+        for module in model.modules() if used else ():
+            self._tables += [(vars(module), name, value) for name, value in vars(module).items() if id(value) in used]
 
     def settle(self, attributes: Sequence[tuple[nn.Module, str]] = ()) -> None:
         """Stop watching what has changed since, and `attributes`, which every step sets."""
@@ -101,6 +128,7 @@ class ModuleState:
             for held, name, value in self._values
             if held.get(name, self) == value and (id(held), name) not in own
         ]
+        self._contents = [entry for entry in self._contents if not _other(*entry)]
 
     def unchanged(self) -> bool:
         """Whether everything watched is as it was."""
@@ -108,6 +136,12 @@ class ModuleState:
             now = attributes.get(name, self)
             if now is not value and now != value:
                 return False
+        if any(_other(*entry) for entry in self._contents):
+            return False
+        if any(held.get(name) is not tensor for held, name, tensor in self._tables):
+            return False
+        if any(held.get(name) is not None for held, name in self._missing):
+            return False
         for attributes, name, needs in self._parameters:
             parameter = attributes.get(name)
             if parameter is None or parameter.requires_grad != needs:
@@ -116,3 +150,15 @@ class ModuleState:
             if list(modules.values()) != before:
                 return False
         return all(len(hooks) == size for hooks, size in self._sizes)
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, _SCALARS) or (isinstance(value, tuple) and all(map(_plain, value)))
+
+
+def _other(attributes: dict[str, Any], name: str, container: Any, content: Any) -> bool:
+    """Whether the attribute holds anything else than `content`, but for what was appended to a list: a history, most often."""
+    now = attributes.get(name)
+    if now is container and isinstance(now, list):
+        return bool(now[: len(content)] != content)
+    return type(now) is not type(container) or bool(now != content)

@@ -23,10 +23,12 @@ from ..errors import MeasureError, OptionError
 from . import cuts, sequential
 from .dataclass_trees import look_into
 from .recording import Call, UnrecordableError, record
+from .saved_tensors import foreign_hooks
 from .segment import Segment
 from .stage import StageModule, flatten, storage_key
 from .state import ModuleState, caches_off
 from .tape import Tape
+from .unrepeatable import UnrepeatableError
 
 CURE = (
     'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole, or make the'
@@ -100,6 +102,8 @@ def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
             "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what modules do"
             " without calling each of them, so it would be passed by: remove it, or register it on the modules that it is for"
         )
+    if (said := foreign_hooks()) is not None:
+        raise MeasureError(f"the model {''.join(said)}")
     if not attached and is_sequential(model) and sequential.hooked(model):
         raise MeasureError(
             "the nn.Sequential is hooked as a whole, and rotoff runs its modules; register the hook on the rotoff.Checkpointable"
@@ -167,6 +171,8 @@ def capture(
         with nullcontext() if asked_for else caches_off(model):
             call = Call(model, forward or model, args, kwargs, device)
             tape = _recorded(call, [model.get_submodule(name) for name in names])
+    except UnrepeatableError:
+        raise
     except Exception as error:  # the model's own forward may fail in any way
         tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
@@ -176,6 +182,7 @@ def capture(
             said, cure = f"{type(error).__name__}: {said}", f"see that model(*sample) runs by itself; where it does, {CURE}"
         raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
     state.settle(tape.attributes)
+    state.watch_tables(model, tape.tables)
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found, questions = cuts.stages(tape, count, names)
     how = "recorded operations, cut " + (

@@ -35,11 +35,12 @@ class Owned(NamedTuple):
 
 class Variable(NamedTuple):
     """storage: number of its storage, equal for tensors that share bytes; None where a parameter's or constant's bytes are
-    its own. nbytes: of that storage."""
+    its own. nbytes: of that storage. owners: the parameters and buffers that lie there."""
 
     storage: int | None
     nbytes: int
     needs_grad: bool
+    owners: tuple[Owned, ...] = ()
 
 
 NOTHING = object()  # no value is expected
@@ -82,8 +83,9 @@ class Operation:
         return str(getattr(function, "__name__", type(function).__name__))
 
     def owned(self) -> Iterator[Owned]:
-        """Parameters and buffers among the arguments."""
+        """Parameters and buffers among the arguments, and those that it changes through a view."""
         yield from (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Owned))
+        yield from self.writes_owned
 
 
 @dataclass
@@ -91,7 +93,7 @@ class Tape:
     """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and their
     structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it returns and a list
     of what they hold. varying: modules taken whole of which the work depends on data. chances: the modules where Python asked for a
-    number that was drawn."""
+    number that was drawn. tables: tensors among the arguments that were there before and are neither parameters nor buffers."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -101,6 +103,7 @@ class Tape:
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     varying: frozenset[nn.Module] = frozenset()
     chances: list[str] = field(default_factory=list)
+    tables: list[torch.Tensor] = field(default_factory=list)
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

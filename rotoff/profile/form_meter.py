@@ -179,7 +179,7 @@ def _faithful(stage: WholeStage, recipe: Recipe, device: torch.device) -> bool:
     nobody has written (its random state, without dropout), and some kernels add up in any order.
     """
     run, behaviour = stage.run, stage.behaviour
-    state = ReplayState(Surroundings(device), behaviour.changed_buffers)
+    state = ReplayState(Surroundings(device), behaviour.changed_buffers, behaviour.changed_attributes)
     saved: list[torch.Tensor] = []
     with watch_saved(lambda t: saved.append(t.detach())):
         run.forward(run.leaves())

@@ -84,7 +84,7 @@ def measure(
         progress(len(groups), len(groups), "")
     if not measured:
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
-    measured = [one.timed() for one in measured]
+    measured = _with_buffers_read([one.timed() for one in measured], groups[prefix:])
     sizes = [m.costs.saved_bytes for m in measured]
     typical = statistics.median(sizes)
     d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes))
@@ -127,6 +127,18 @@ def measure(
         tail_times=tuple(m.tail_time for m in measured),
         upkeep_times=(known and known.upkeep) or meter.upkeep_times(),
     )
+
+
+def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModule]) -> list[Measured]:
+    """The same where each stage also notes the buffers that it reads and that another one changes: its replay comes after that."""
+    changed = {buffer for one in measured for buffer in one.behaviour.changed_buffers}
+    found = []
+    for one, stage in zip(measured, stages, strict=True):
+        own = one.behaviour.changed_buffers
+        others = tuple(b for b in stage.buffers_read() if b in changed and b not in own) if changed else ()
+        behaviour = replace(one.behaviour, changed_buffers=own + others)
+        found.append(replace(one, behaviour=behaviour) if others else one)
+    return found
 
 
 def _compact(measured: Sequence[Measured], charges: Sequence[Charge], bandwidth: float) -> Compact:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..capture.changes import ChangedBuffers
+from ..capture.changes import ChangedAttributes, ChangedBuffers
 from ..capture.saved_tensors import watch_saved
 from ..capture.sharding import gathers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
@@ -152,6 +152,7 @@ class Meter:
 
     def _costs(self, run: Run, changes: ChangedBuffers, known: StageTimes | None) -> tuple[Measured, list[torch.Tensor]]:
         changes.look()
+        attributes = ChangedAttributes(run.stage)
         generators = Generators(self.bench.device)
         drawn = generators.states()
         leaves = run.leaves()
@@ -167,6 +168,7 @@ class Meter:
         live = log.live()
         self._refuse_subclasses(run.stage, saved)
         changed = changes.look()
+        changed_attributes = attributes.look()
         draws = log.drew or generators.states() is not drawn
         inputs = {storage_key(t) for t in leaves}
         kinds = tuple(SavedKind.RESIDENT if storage_key(t) in gathered else self._kind(t, inputs, live) for t in saved)
@@ -218,6 +220,7 @@ class Meter:
             backward_transient_bytes=back.peak,
         )
         behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, end.enough, varying=run.stage.varying)
+        behaviour = replace(behaviour, changed_attributes=changed_attributes)
         reason = "switched off" if self._forms is None else "the last stage needs none"
         if self._forms is not None and not run.last:
             found = self._forms.find(WholeStage(run, costs, behaviour, carried_bytes), known.forms if known else None)

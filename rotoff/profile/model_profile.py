@@ -154,6 +154,7 @@ def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
 
 
 def buffer_bytes(behaviour: Behaviour) -> list[int]:
-    """Of each buffer that the forward changes, what a copy of it takes."""
+    """Of each buffer that the forward changes, what a copy of it takes; and of other tensors that it sets, what those before take."""
     found = (module._buffers[name] for module, name in behaviour.changed_buffers)
-    return [rounded(buffer.nbytes, block_bytes(buffer.device)) for buffer in found if buffer is not None]
+    copies = [rounded(buffer.nbytes, block_bytes(buffer.device)) for buffer in found if buffer is not None]
+    return copies + [nbytes for _, _, nbytes in behaviour.changed_attributes if nbytes]

@@ -7,6 +7,7 @@ batch, and the model's own state. A new one is measured and planned on sight; th
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..cache import Cache
 from ..capture import strategy
+from ..capture.changes import attributes_of
 from ..capture.stage import flatten
 from ..errors import BranchError, MeasureError
 from ..profile.bench import Bench
@@ -38,6 +40,8 @@ from .plan import ExecutionPlan
 from .planning import Request, make_plan
 
 logger = logging.getLogger("rotoff")
+# Measuring watches calls and allocations of the whole process; so one thread does it at a time.
+_MEASURING = threading.RLock()
 _OF_ONE_SIGNATURE = 8  # courses that are kept
 _SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
 
@@ -121,7 +125,8 @@ class Courses:
             return profile
 
         began = time.perf_counter()
-        profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
+        with _MEASURING:
+            profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
         logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
         course = self.latest = Course(profile, found[0])
         self._known.setdefault(signature(value), deque(maxlen=_OF_ONE_SIGNATURE)).appendleft(course)
@@ -137,7 +142,7 @@ class Courses:
         def bandwidth(nbytes: int, step_bytes: int) -> tuple[float, float, bool]:
             return self._links.bandwidth(device, nbytes, step_bytes)
 
-        was_training = self._model.training
+        was_training, before = self._model.training, attributes_of(self._model)
         if not was_training:
             self._model.train()
         try:
@@ -173,6 +178,7 @@ class Courses:
                 keep_times(self._cache, key, profile)
             if near is None and self._times is not None:
                 self._times.add(shapes, around, names, profile)
+            _put_back(profile, before)
             meta = provenance(self._model, value, device)
             if near is not None:
                 meta["times"] = f"interpolated between those measured at {near.between}"
@@ -229,3 +235,11 @@ def device_of(model: nn.Module, value: Any) -> torch.device:
     if len(found) > 1:
         raise MeasureError(f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device")
     return found.pop() if found else torch.device("cpu")
+
+
+def _put_back(profile: Profile, before: dict[tuple[nn.Module, str], Any]) -> None:
+    """Give attributes that the stages' forwards set, such as counters, what they held `before` they were measured."""
+    for behaviour in profile.behaviours:
+        for module, name, _ in behaviour.changed_attributes:
+            if (module, name) in before:
+                vars(module)[name] = before[module, name]

@@ -315,7 +315,9 @@ class Step:
         for n in behaviour.copied:
             inputs[n] = inputs[n].view_as(inputs[n])  # a node of its own, which autograd gets to when it leaves the stage
             inputs[n].register_hook(compact)
-        replay = ReplayState(self._surroundings, behaviour.changed_buffers) if i in self._plan.replayed else None
+        replay = None
+        if i in self._plan.replayed:
+            replay = ReplayState(self._surroundings, behaviour.changed_buffers, behaviour.changed_attributes)
         run = StageRun(i, self._stages[i - 1], behaviour, self._rebuild, [t.requires_grad for t in inputs], replay)
         self._runs[i] = run
         if i in self._plan.untouched and self._checker is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import string_at
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +57,7 @@ class Generators:
             generator.set_state(state)
 
 
+_Attribute = tuple[dict[str, Any], str, Any]  # (where it is held, its name, its value)
 AutocastState = tuple[bool, list[tuple[str, bool, torch.dtype]]]
 
 
@@ -82,12 +84,21 @@ class ReplayState:
     """What one stage's first run saw. Within ``with`` everything is as it was before that run; after, as it was outside.
 
     Args:
-        surroundings: of the step. buffers: (module, name) of every buffer that the stage's forward changes.
+        surroundings: of the step. buffers: (module, name) of every buffer that the stage's forward changes. attributes: likewise, of
+            every attribute that it sets, with its bytes.
     """
 
-    __slots__ = ("_autocast", "_buffers", "_outside", "_rng", "_surroundings")
+    __slots__ = ("_attributes", "_autocast", "_buffers", "_outside", "_rng", "_surroundings")
 
-    def __init__(self, surroundings: Surroundings, buffers: Sequence[tuple[nn.Module, str]]) -> None:
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        buffers: Sequence[tuple[nn.Module, str]],
+        attributes: Sequence[tuple[nn.Module, str, int]] = (),
+    ) -> None:
+        self._attributes: list[_Attribute] = [
+            (vars(module), name, vars(module)[name]) for module, name, _ in attributes if restorable(vars(module).get(name))
+        ]
         self._surroundings = surroundings
         self._rng = surroundings.generators.begin()
         self._buffers = [(module, name, _buffer(module, name).clone()) for module, name in buffers]
@@ -98,7 +109,10 @@ class ReplayState:
         own = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
         generators = self._surroundings.generators
         self._outside = outside = _Outside(generators.read(), own, torch.is_grad_enabled())
+        outside.attributes = [(held, name, held.get(name)) for held, name, _ in self._attributes]
         try:
+            for held, name, value in self._attributes:
+                held[name] = value
             # clones, since the run changes them and another replay may follow
             _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
             generators.put(self._rng)
@@ -120,6 +134,8 @@ class ReplayState:
             outside.autocast.close()
         torch._C._set_grad_enabled(outside.grad_enabled)
         _put_buffers(outside.buffers)
+        for held, name, value in outside.attributes:
+            held[name] = value
         self._surroundings.generators.put(outside.rng)
 
     def _enter_autocast(self) -> ExitStack:
@@ -133,7 +149,7 @@ class ReplayState:
 class _Outside:
     """What a replay puts back."""
 
-    __slots__ = ("autocast", "buffers", "grad_enabled", "rng")
+    __slots__ = ("attributes", "autocast", "buffers", "grad_enabled", "rng")
 
     def __init__(
         self,
@@ -145,6 +161,7 @@ class _Outside:
         self.buffers = buffers
         self.grad_enabled = grad_enabled
         self.autocast: ExitStack | None = None
+        self.attributes: list[_Attribute] = []
 
 
 @contextmanager
@@ -167,6 +184,11 @@ def _buffer(module: nn.Module, name: str) -> torch.Tensor:
 def _put_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) -> None:
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
+
+
+def restorable(value: Any) -> bool:
+    """Whether an attribute that holds `value` is one that a replay gets back: a number, a text, or a tensor without a graph."""
+    return type(value) in (bool, int, float, str) or (type(value) is torch.Tensor and not value.requires_grad)
 
 
 def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,128 @@
+"""What a forward must not do, since it runs several times while it is measured, and again in replays: refused before it is done.
+
+A parameter changed in place would be changed once more by each run; what a `torch.Generator` of the model's own gave is not given
+again. Buffers may change, and draws from torch's own generators are repeated (`runtime.replay`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..errors import MeasureError
+from .stage import StageModule, storage_key
+
+_RENORMALIZING = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)  # max_norm is their fourth argument
+
+
+class UnrepeatableError(MeasureError):
+    """A forward does what cannot be done again; no other way to cut the model would help."""
+
+
+class Parameters:
+    """The parameters of some modules, as storages."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._names: dict[int, str] = {}
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                if (key := _key(parameter)) is not None:
+                    self._names.setdefault(key, name)
+
+    def objection(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, str] | None:
+        """What about a call cannot be repeated, as the predicate of a sentence about a forward, and its end, with the cure; None where
+        nothing is wrong."""
+        given = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) and not _torchs_own(leaf) for leaf in given):
+            return f"draws from a torch.Generator of its own ({_name(function)})", (
+                ", and a replay would get other numbers: draw from torch's own generator, without generator="
+            )
+        name = self._changed(function, args, kwargs)
+        if name is None:
+            return None
+        return f"changes parameter {name!r} ({_name(function)})", (
+            ", and rotoff runs it several times to measure it, and again in replays: make that a buffer (register_buffer), or change it"
+            " outside of forward"
+        )
+
+    def _changed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if function in _RENORMALIZING:
+            largest = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
+            return None if largest is None else self._of(kwargs.get("weight", args[1] if len(args) > 1 else None))
+        own = getattr(function, "__name__", "")
+        sets = own == "__set__" and getattr(getattr(function, "__self__", None), "__name__", "") == "data"
+        in_place = own.endswith("_") and not own.endswith("__")
+        if sets or in_place or own == "__setitem__" or (own.startswith("__i") and own in _IN_PLACE):
+            return self._of(args[0]) if args else None
+        return self._of(kwargs.get("out"))
+
+    def _of(self, target: Any) -> str | None:
+        if not isinstance(target, torch.Tensor):
+            return None
+        key = _key(target)
+        return None if key is None else self._names.get(key)
+
+
+_IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    try:
+        return storage_key(tensor)
+    except (MeasureError, NotImplementedError, RuntimeError):  # has none (sparse)
+        return None
+
+
+class Refusing(TorchFunctionMode):
+    """Within, what cannot be repeated raises UnrepeatableError before it is done; who: does it, for the message."""
+
+    def __init__(self, parameters: Parameters, who: str) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._who = who
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (objection := self._parameters.objection(func, args, kwargs)) is not None:
+            raise UnrepeatableError(f"{self._who} {''.join(objection)}")
+        return func(*args, **kwargs)
+
+
+def refusing(stage: StageModule) -> AbstractContextManager[Any]:
+    """Within, a run of `stage` raises UnrepeatableError before it does what cannot be repeated. Compiled parts are not looked at: they would be
+    compiled once more."""
+    modules = [module for outer in stage.modules for module in outer.modules()]
+    if any(_compiled(module) for module in modules):
+        return nullcontext()
+    return Refusing(Parameters(stage.modules), f"stage {stage.name!r}")
+
+
+def _compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+    )
+
+
+def _torchs_own(generator: torch.Generator) -> bool:
+    own = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+    return any(generator is one for one in own)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    if getattr(function, "__name__", "") == "__set__":
+        return str(getattr(getattr(function, "__self__", None), "__name__", "attribute"))
+    return str(getattr(function, "__name__", type(function).__name__))

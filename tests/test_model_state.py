@@ -1,0 +1,379 @@
+"""State of a model that its forward reads and changes: buffers through views, counters, settings; and what is refused, before it is done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_runtime import smallest
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+
+import rotoff
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def sequential(make: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(*[make() for _ in range(4)])
+
+
+def measured(model: nn.Module, x: torch.Tensor) -> rotoff.Checkpointable:
+    return rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    mode: str | None,
+    between: Callable[[nn.Module, int], object] = lambda model, step: None,
+    room: float = 1.0,
+) -> list[torch.Tensor]:
+    """Losses, gradients and state of a few steps; planned in `mode` with `room` times the least bytes, or the plain model."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(32, WIDTH)
+    run: nn.Module = model
+    if mode is not None:
+        run = measured(model, x)
+        run.compute_sequence(int(room * smallest(run, mode)), mode=mode, refine=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found: list[torch.Tensor] = []
+    for n in range(3):
+        between(model, n)
+        torch.manual_seed(n)
+        optimizer.zero_grad()
+        loss = run(x).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        found += [b.clone() for b in model.buffers()]
+        optimizer.step()
+    if isinstance(run, rotoff.Checkpointable):
+        run.close()
+    return found
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+KINDS = [pytest.param(Net, id="recorded"), pytest.param(sequential, id="sequential")]
+MODES = ["remat", "offload", "joint"]
+
+
+# -- buffers
+
+
+class Averages(Block):
+    """Scales by an average of its inputs, which it updates in one of the ways to write to a buffer."""
+
+    how = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(2, WIDTH))
+        self.way = self.how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x * self.average[0].clone())
+        with torch.no_grad():
+            mean = x.detach().mean(0)
+            if self.way == "itself":
+                self.average.mul_(0.9).add_(mean, alpha=0.1)
+            elif self.way == "data":
+                self.average.data.mul_(0.9).add_(mean, alpha=0.1)
+            elif self.way == "detach":
+                self.average.detach().mul_(0.9).add_(mean, alpha=0.1)
+            elif self.way == "row":
+                self.average[0].mul_(0.9).add_(mean, alpha=0.1)
+            else:
+                first, _ = self.average.unbind()
+                first.lerp_(mean, 0.1)
+        return y
+
+
+@pytest.mark.parametrize("how", ["itself", "data", "detach", "row", "unbind"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_may_be_written_in_any_way(kind: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Averages, "how", how)
+    plain = trained(lambda: kind(Averages), None)
+    for mode in MODES:
+        assert same(trained(lambda: kind(Averages), mode), plain), mode
+
+
+# -- attributes that the forward sets
+
+
+class Counts(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x) / self.count
+
+
+class Remembers(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.ones(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x * self.mean)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return y
+
+
+@pytest.mark.parametrize("make", [Counts, Remembers])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_finds_attributes_as_its_first_run_did(kind: Any, make: type[nn.Module]) -> None:
+    plain = trained(lambda: kind(make), None)
+    for mode in MODES:
+        assert same(trained(lambda: kind(make), mode), plain), mode
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_measuring_leaves_counters_alone(kind: Any) -> None:
+    model = kind(Counts)
+    measured(model, torch.randn(32, WIDTH)).close()
+    assert [m.count for m in model.modules() if isinstance(m, Counts)] == [0] * 4
+
+
+# -- settings
+
+
+class Settings(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: Callable[[torch.Tensor], torch.Tensor] = F.relu
+        self.config = {"temperature": 1.0}
+        self.order, self.pair = [0, 1, 2, 3], (1.0, 2.0)
+        self.dtype, self.weights = torch.float32, torch.ones(WIDTH)
+        self.history: list[float] = []
+        self.register_buffer("mask", None)
+        self.register_parameter("bias", None)
+        self.more = nn.ParameterDict()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n in self.order:
+            x = self.act(self.blocks[n](x)) / self.config["temperature"] * self.pair[0]
+        x = x if self.mask is None else x * self.mask
+        x = x if self.bias is None else x + self.bias
+        for factor in self.more.values():
+            x = x * factor
+        return x.to(self.dtype).float() * self.weights
+
+
+def patch_forward(model: Any) -> None:
+    inner = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: 2 * inner(x)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "function": lambda model: setattr(model, "act", torch.sigmoid),
+    "dict": lambda model: model.config.update(temperature=2.0),
+    "list": lambda model: setattr(model, "order", [3, 2, 1]),
+    "list in place": lambda model: model.order.reverse(),
+    "tuple": lambda model: setattr(model, "pair", (3.0, 2.0)),
+    "dtype": lambda model: setattr(model, "dtype", torch.bfloat16),
+    "tensor": lambda model: setattr(model, "weights", torch.arange(float(WIDTH))),
+    "buffer that was None": lambda model: setattr(model, "mask", torch.arange(float(WIDTH))),
+    "parameter that was None": lambda model: setattr(model, "bias", nn.Parameter(torch.ones(WIDTH))),
+    "parameter dict": lambda model: model.more.update({"a": nn.Parameter(torch.ones(WIDTH) * 2)}),
+    "forward": patch_forward,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_setting_changed_between_steps_is_noticed(what: str) -> None:
+    def between(model: nn.Module, step: int) -> None:
+        if step == 1:
+            CHANGES[what](model)
+
+    plain = trained(Settings, None, between)
+    assert not same(plain, trained(Settings, None))
+    assert same(trained(Settings, "remat", between, room=1.3), plain)
+
+
+def test_a_history_that_grows_is_no_setting() -> None:
+    model, x = Settings(), torch.randn(32, WIDTH)
+    run = measured(model, x)
+    run.compute_sequence(int(1.2 * smallest(run, "remat")), mode="remat", refine=False)
+    first = run.profile
+    for n in range(3):
+        run(x).sum().backward()
+        model.history.append(float(n))
+    assert run.profile is first
+    run.close()
+
+
+# -- refused
+
+
+class Teacher(Block):
+    """Changes a parameter in its forward."""
+
+    way = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.embedding = nn.Embedding(WIDTH, WIDTH, max_norm=0.5 if self.way == "max_norm" else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x * self.mean.clone()) + self.embedding(torch.arange(32))
+        with torch.no_grad():
+            if self.way == "itself":
+                self.mean.mul_(0.9)
+            elif self.way == "data":
+                self.mean.data.copy_(x.mean(0))
+            elif self.way == "new data":
+                self.mean.data = x.mean(0)
+            elif self.way == "item":
+                self.mean[0] = 2
+            elif self.way == "out":
+                torch.mul(self.mean, 2, out=self.mean)
+        return y
+
+
+@pytest.mark.parametrize("way", ["itself", "data", "new data", "item", "out", "max_norm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_a_forward_changes_are_refused_before_they_are(
+    kind: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Teacher, "way", way)
+    model = kind(Teacher)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(rotoff.MeasureError, match=r"changes parameter '.*(mean|embedding.weight)'.*make that a buffer"):
+        measured(model, torch.randn(32, WIDTH))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Draws(Block):
+    generator: torch.Generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.bernoulli(torch.full_like(x, 0.5), generator=self.generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_of_the_models_own_is_refused_and_torchs_is_not(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.Generator()
+    state = own.get_state()
+    monkeypatch.setattr(Draws, "generator", own, raising=False)
+    with pytest.raises(rotoff.MeasureError, match="draws from a torch.Generator of its own"):
+        measured(kind(Draws), torch.randn(32, WIDTH))
+    assert torch.equal(own.get_state(), state)
+    monkeypatch.setattr(Draws, "generator", torch.default_generator)
+    plain = trained(lambda: kind(Draws), None)
+    assert same(trained(lambda: kind(Draws), "remat"), plain)
+
+
+class Table(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.ones(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x * self.mean.clone())
+        self.mean.mul_(0.9)
+        return y
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_changed_in_place_that_is_no_buffer_is_refused(kind: Any) -> None:
+    with pytest.raises(rotoff.MeasureError, match="no buffer.*register_buffer"):
+        measured(kind(Table), torch.randn(32, WIDTH))
+
+
+class Packs(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with rounding():
+            return super().forward(x)
+
+
+def rounding() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
+
+
+def test_saved_tensor_hooks_of_others_are_refused_but_not_torchs() -> None:
+    x = torch.randn(32, WIDTH)
+    with pytest.raises(rotoff.MeasureError, match="saved-tensor hooks"):
+        measured(Net(Packs), x)
+    run = measured(Net(), x)
+    run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
+    with rounding(), pytest.raises(rotoff.MeasureError, match="saved-tensor hooks"):
+        run(x)
+    with save_on_cpu():
+        run(x).sum().backward()
+    run.close()
+
+
+class Differentiates(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad((z**3).sum(), z)
+        return super().forward(x) + 0.01 * gradient
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_that_differentiates_is_refused_with_a_cure_that_cures(kind: Any) -> None:
+    with pytest.raises(rotoff.MeasureError, match="differentiates.*outside of the model") as refused:
+        measured(kind(Differentiates), torch.randn(32, WIDTH))
+    assert "stages=" not in str(refused.value)
+
+
+# -- threads
+
+
+@pytest.fixture
+def _untouched() -> Iterator[None]:
+    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    yield
+    assert nn.Module.__call__ is call
+    assert torch.autograd.Function.__dict__["apply"] is apply
+
+
+@pytest.mark.usefixtures("_untouched")
+def test_models_may_be_measured_on_several_threads() -> None:
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run = measured(Net(), torch.randn(32, WIDTH))
+            run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
+            run(torch.randn(32, WIDTH)).sum().backward()
+            run.close()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
