@@ -330,7 +330,8 @@ def counted(module: Any, x: torch.Tensor) -> float:
 def test_what_cannot_be_replayed_is_refused_in_a_sentence(what: Any, sentence: str) -> None:
     with pytest.raises(rotoff.MeasureError, match=sentence) as caught:
         rotoff.Checkpointable(Refused(what)).measure(torch.randn(2, 3))
-    assert "name its stages by hand" in str(caught.value)
+    cure = "have the training loop do that" if "differentiates" in sentence else "name its stages by hand"
+    assert cure in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -484,18 +485,20 @@ def test_an_argument_that_hides_tensors_is_named() -> None:
 
 
 class Grows(nn.Module):
-    """Returns more rows after a few calls."""
+    """Returns more rows once somebody says so, where nobody watches: in no attribute of its own."""
+
+    rows: list[int]
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.rows = [1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.linear(x)] * self.rows[0])
 
 
-def test_a_named_stage_that_returns_other_shapes_is_named() -> None:
+def test_a_named_stage_that_returns_other_shapes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Grows, "rows", [1], raising=False)
     model = Masked(2)
     model.layers[0] = nn.Module()
     model.layers[0].forward = lambda x, mask: model.layers[0].inner(x)
@@ -504,7 +507,7 @@ def test_a_named_stage_that_returns_other_shapes_is_named() -> None:
     x = torch.randn(4, 8)
     wrapped.measure(x).compute_sequence("1 MiB")
     wrapped(x).sum().backward()
-    model.layers[0].inner.rows[0] = 2
+    Grows.rows[0] = 2
     with pytest.raises(rotoff.ExecutionError, match=r"module 'layers.0.inner' returns \(8, 8\) and returned \(4, 8\)"):
         wrapped(x)
 
