@@ -254,12 +254,14 @@ class Teacher(Block):
                 self.mean.data = x.mean(0)
             elif self.way == "item":
                 self.mean[0] = 2
+            elif self.way == "foreach":
+                torch._foreach_mul_([self.mean], 0.9)
             elif self.way == "out":
                 torch.mul(self.mean, 2, out=self.mean)
         return y
 
 
-@pytest.mark.parametrize("way", ["itself", "data", "new data", "item", "out", "max_norm"])
+@pytest.mark.parametrize("way", ["itself", "data", "new data", "item", "foreach", "out", "max_norm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_a_forward_changes_are_refused_before_they_are(
     kind: Any, way: str, monkeypatch: pytest.MonkeyPatch
@@ -270,6 +272,15 @@ def test_parameters_that_a_forward_changes_are_refused_before_they_are(
     with pytest.raises(rotoff.MeasureError, match=r"changes parameter '.*(mean|embedding.weight)'.*make that a buffer"):
         measured(model, torch.randn(32, WIDTH))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_parameter_that_is_only_asked_for_a_gradient_is_not_changed() -> None:
+    class Thaws(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.up.weight.requires_grad_()
+            return super().forward(x)
+
+    assert same(trained(lambda: sequential(Thaws), "remat"), trained(lambda: sequential(Thaws), None))
 
 
 class Draws(Block):

@@ -22,7 +22,7 @@ from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
 from .saved_tensors import foreign_hooks
 from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
-from .unrepeatable import Parameters, UnrepeatableError
+from .unrepeatable import ONCE_MORE, Parameters, UnrepeatableError
 
 # Answers about a tensor that do not depend on its contents.
 _FACTS = frozenset(
@@ -310,6 +310,8 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_changed_tables(self, changed: list[torch.Tensor]) -> None:
         for tensor in changed:
+            if any(owned.table == "_parameters" for owned in self._tensors.owners(tensor)):
+                self._refuse("changes a parameter", ONCE_MORE, UnrepeatableError)
             if self._tensors.lasts(tensor) and not self._tensors.owners(tensor):
                 self._refuse(
                     f"changes in place a tensor of shape {tuple(tensor.shape)} that is no buffer",

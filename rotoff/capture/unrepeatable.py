@@ -22,6 +22,12 @@ from .stage import StageModule, storage_key
 _RENORMALIZING = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)  # max_norm is their fourth argument
 
 
+ONCE_MORE = (
+    ", and rotoff runs it several times to measure it, and again in replays: make that a buffer (register_buffer), or change it outside of"
+    " forward"
+)
+
+
 class UnrepeatableError(MeasureError):
     """A forward does what cannot be done again; no other way to cut the model would help."""
 
@@ -49,10 +55,7 @@ class Parameters:
         name = self._changed(function, args, kwargs)
         if name is None:
             return None
-        return f"changes parameter {name!r} ({_name(function)})", (
-            ", and rotoff runs it several times to measure it, and again in replays: make that a buffer (register_buffer), or change it"
-            " outside of forward"
-        )
+        return f"changes parameter {name!r} ({_name(function)})", ONCE_MORE
 
     def _changed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if function in _RENORMALIZING:
@@ -60,9 +63,10 @@ class Parameters:
             return None if largest is None else self._of(kwargs.get("weight", args[1] if len(args) > 1 else None))
         own = getattr(function, "__name__", "")
         sets = own == "__set__" and getattr(getattr(function, "__self__", None), "__name__", "") == "data"
-        in_place = own.endswith("_") and not own.endswith("__")
+        in_place = own.endswith("_") and not own.endswith("__") and own not in _NO_CONTENT
         if sets or in_place or own == "__setitem__" or (own.startswith("__i") and own in _IN_PLACE):
-            return self._of(args[0]) if args else None
+            targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]  # a list: torch._foreach_mul_
+            return next((name for target in targets if (name := self._of(target)) is not None), None)
         return self._of(kwargs.get("out"))
 
     def _of(self, target: Any) -> str | None:
@@ -72,6 +76,7 @@ class Parameters:
         return None if key is None else self._names.get(key)
 
 
+_NO_CONTENT = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])  # change no numbers
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 )
