@@ -372,13 +372,11 @@ def _untouched() -> Iterator[None]:
 @pytest.mark.usefixtures("_untouched")
 def test_models_may_be_measured_on_several_threads() -> None:
     failed: list[BaseException] = []
+    done: list[rotoff.Checkpointable] = []
 
     def work() -> None:
         try:
-            run = measured(Net(), torch.randn(32, WIDTH))
-            run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
-            run(torch.randn(32, WIDTH)).sum().backward()
-            run.close()
+            done.append(measured(Net(), torch.randn(32, WIDTH)))
         except BaseException as error:
             failed.append(error)
 
@@ -388,3 +386,7 @@ def test_models_may_be_measured_on_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert failed == []
+    for run in done:
+        run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
+        run(torch.randn(32, WIDTH)).sum().backward()
+        run.close()
