@@ -374,13 +374,13 @@ def test_models_may_be_measured_on_several_threads() -> None:
     failed: list[BaseException] = []
     done: list[rotoff.Checkpointable] = []
 
-    def work() -> None:
+    def work(model: nn.Module, x: torch.Tensor) -> None:
         try:
-            done.append(measured(Net(), torch.randn(32, WIDTH)))
+            done.append(measured(model, x))
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
+    threads = [threading.Thread(target=work, args=(Net(), torch.randn(32, WIDTH))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
