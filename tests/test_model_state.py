@@ -197,6 +197,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "dict": lambda model: model.config.update(temperature=2.0),
     "list": lambda model: setattr(model, "order", [3, 2, 1]),
     "list in place": lambda model: model.order.reverse(),
+    "list that grows": lambda model: model.order.append(0),
     "tuple": lambda model: setattr(model, "pair", (3.0, 2.0)),
     "dtype": lambda model: setattr(model, "dtype", torch.bfloat16),
     "tensor": lambda model: setattr(model, "weights", torch.arange(float(WIDTH))),
@@ -218,7 +219,7 @@ def test_a_setting_changed_between_steps_is_noticed(what: str) -> None:
     assert same(trained(Settings, "remat", between, room=1.3), plain)
 
 
-def test_a_history_that_grows_is_no_setting() -> None:
+def test_a_history_that_begins_empty_is_no_setting() -> None:
     model, x = Settings(), torch.randn(32, WIDTH)
     run = measured(model, x)
     run.compute_sequence(int(1.2 * smallest(run, "remat")), mode="remat", refine=False)

@@ -233,7 +233,7 @@ def _peaks(runs: list[Run]) -> Aim | None:
     )
     over = [r for r, share in zip(ours, shares, strict=True) if share > 1.03]
     cause = (
-        "What the backward of a stage kept in a smaller form has let go of when it begins is not known, and so not taken off"
+        "Not looked into. Known not to be taken off: what the backward of a stage kept in a smaller form has let go of when it begins"
         " (`expected_levels`)."
     )
     aim = "The predicted peak is within 3 % and never under the measured one"

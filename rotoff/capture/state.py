@@ -157,8 +157,8 @@ def _plain(value: Any) -> bool:
 
 
 def _other(attributes: dict[str, Any], name: str, container: Any, content: Any) -> bool:
-    """Whether the attribute holds anything else than `content`, but for what was appended to a list: a history, most often."""
+    """Whether the attribute holds anything else than `content`. A list that was empty may have grown: a history, most often."""
     now = attributes.get(name)
-    if now is container and isinstance(now, list):
-        return bool(now[: len(content)] != content)
+    if now is container and isinstance(now, list) and not content:
+        return False
     return type(now) is not type(container) or bool(now != content)
