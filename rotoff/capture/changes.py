@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..errors import MeasureError
 from ..runtime.replay import restorable, same_content
 from .stage import StageModule
+from .unrepeatable import NO_BUFFER
 
 
 class ChangedBuffers:
@@ -48,10 +49,9 @@ class ChangedAttributes:
 
     def __init__(self, stage: StageModule) -> None:
         self._stage = stage
-        modules = dict.fromkeys(module for outer in stage.modules for module in outer.modules())
         self._before = [
             (module, name, value, value._version if isinstance(value, torch.Tensor) else 0)
-            for module in modules
+            for module in stage.every_module()
             for name, value in vars(module).items()
             if restorable(value)
         ]
@@ -68,8 +68,7 @@ class ChangedAttributes:
             if now is value:
                 if isinstance(value, torch.Tensor) and value._version != version:
                     raise MeasureError(
-                        f"stage {self._stage.name!r} changes its attribute {name!r} in place, a tensor that is no buffer, and a replay would"
-                        " change it again; register it (register_buffer, with persistent=False to leave it out of the state_dict)"
+                        f"stage {self._stage.name!r} changes its attribute {name!r} in place, a tensor that is no buffer{NO_BUFFER}"
                     )
             elif isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor) or now != value:
                 found.append((module, name, value.nbytes if isinstance(value, torch.Tensor) else 0))

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import MeasureError
-from .stage import storage_key
+from .stage import key_of, storage_key
 from .tape import Owned, Ref, Variable
 
 
@@ -55,11 +54,11 @@ class KnownTensors:
 
     def owners(self, tensor: torch.Tensor) -> tuple[Owned, ...]:
         """The model's own tensors that lie in the storage of `tensor`: itself, or what it is a view of."""
-        return tuple(self._owners.get(_key(tensor), ()))
+        return tuple(self._owners.get(key_of(tensor), ()))
 
     def lasts(self, tensor: torch.Tensor) -> bool:
         """Whether its storage was there before the forward, and did not come with the batch."""
-        return _key(tensor) in self._lasting
+        return key_of(tensor) in self._lasting
 
     def output(self, tensor: torch.Tensor) -> int | None:
         """The variable of what an operation returns, a new one where it has none; None for the model's own."""
@@ -96,13 +95,6 @@ class KnownTensors:
             # a weak reference keeps the address from being given to another storage
             self._storages[key] = (StorageWeakRef(tensor.untyped_storage()), len(self._storages))
         return self._storages[key][1]
-
-
-def _key(tensor: torch.Tensor) -> int | None:
-    try:
-        return storage_key(tensor)
-    except (MeasureError, NotImplementedError, RuntimeError):  # has none (sparse)
-        return None
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

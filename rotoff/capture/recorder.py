@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum
@@ -22,7 +21,7 @@ from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
 from .saved_tensors import foreign_hooks
 from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
-from .unrepeatable import ONCE_MORE, Parameters, UnrepeatableError
+from .unrepeatable import NO_BUFFER, ONCE_MORE, Parameters, UnrepeatableError, compiled
 
 # Answers about a tensor that do not depend on its contents.
 _FACTS = frozenset(
@@ -212,7 +211,7 @@ class Recorder(TorchFunctionMode):
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
-        self._refuse_changed_tables(changed)
+        self._refuse_changed(changed)
         expected = NOTHING
         effect = name in _EFFECTS or isinstance(function, nn.Module)
         if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:
@@ -308,15 +307,14 @@ class Recorder(TorchFunctionMode):
             )
         return reference
 
-    def _refuse_changed_tables(self, changed: list[torch.Tensor]) -> None:
+    def _refuse_changed(self, changed: list[torch.Tensor]) -> None:
         for tensor in changed:
             if any(owned.table == "_parameters" for owned in self._tensors.owners(tensor)):
                 self._refuse("changes a parameter", ONCE_MORE, UnrepeatableError)
             if self._tensors.lasts(tensor) and not self._tensors.owners(tensor):
                 self._refuse(
                     f"changes in place a tensor of shape {tuple(tensor.shape)} that is no buffer",
-                    ", and a replay would change it again: register it (register_buffer, with persistent=False to leave it out of the"
-                    " state_dict)",
+                    NO_BUFFER,
                     UnrepeatableError,
                 )
 
@@ -361,10 +359,7 @@ def check_arguments(value: Any) -> None:
 
 def _opaque(module: nn.Module) -> bool:
     """Whether a call of `module` is to be one operation."""
-    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+    if compiled(module):
         return True
     hooks = [module._backward_hooks, module._backward_pre_hooks, module._forward_hooks, module._forward_pre_hooks]
     return any(hooks) and not _torch_hooks(module)

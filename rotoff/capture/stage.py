@@ -54,14 +54,14 @@ class StageModule:
         found = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         return list(found.values())
 
+    def every_module(self) -> dict[nn.Module, None]:
+        """Its modules and those within, each once."""
+        return dict.fromkeys(module for outer in self.modules for module in outer.modules())
+
     def buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Every buffer as (its module, its name there, tensor), each module once."""
-        seen: set[int] = set()
-        for outer in self.modules:
-            for module in outer.modules():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
+        for module in self.every_module():
+            yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
 
     def buffers_read(self) -> dict[tuple[nn.Module, str], None]:
         """(module, name) of the buffers that a run may read; of a module called as a whole, all."""
@@ -88,7 +88,7 @@ class Behaviour:
 
     saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
-    each buffer that the forward changes. changed_attributes: (module, name, bytes) of other values of its modules that it sets, such as
+    each buffer that the forward changes, or reads and another stage changes. changed_attributes: (module, name, bytes) of other values of its modules that it sets, such as
     counters. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
     hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end.
     forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the
@@ -147,6 +147,14 @@ def storage_key(tensor: torch.Tensor) -> int:
             " the bytes of dense tensors only: gather rows and add them up (index_select, index_add) in its place, or leave that"
             " part outside of what is planned"
         ) from None
+
+
+def key_of(tensor: torch.Tensor) -> int | None:
+    """`storage_key`, or None where the tensor has no storage."""
+    try:
+        return storage_key(tensor)
+    except (MeasureError, NotImplementedError, RuntimeError):
+        return None
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

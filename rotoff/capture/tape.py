@@ -77,15 +77,19 @@ class Operation:
     @property
     def name(self) -> str:
         """Of the function, for messages and tables."""
-        function: Any = self.function
-        if getattr(function, "__name__", "") in ("__get__", "__set__"):
-            return str(getattr(function.__self__, "__name__", "attribute"))
-        return str(getattr(function, "__name__", type(function).__name__))
+        return name_of(self.function)
 
     def owned(self) -> Iterator[Owned]:
         """Parameters and buffers among the arguments, and those that it changes through a view."""
         yield from (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Owned))
         yield from self.writes_owned
+
+
+def name_of(function: Any) -> str:
+    """A function's name; of an attribute that is read or set, the attribute's."""
+    if getattr(function, "__name__", "") in ("__get__", "__set__"):
+        return str(getattr(function.__self__, "__name__", "attribute"))
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 @dataclass

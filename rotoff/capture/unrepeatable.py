@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
-from .stage import StageModule, storage_key
+from .stage import StageModule, key_of
+from .tape import name_of
 
 _RENORMALIZING = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)  # max_norm is their fourth argument
 
@@ -26,6 +27,9 @@ ONCE_MORE = (
     ", and rotoff runs it several times to measure it, and again in replays: make that a buffer (register_buffer), or change it outside of"
     " forward"
 )
+
+
+NO_BUFFER = ", and a replay would change it again: register it (register_buffer, with persistent=False to leave it out of the state_dict)"
 
 
 class UnrepeatableError(MeasureError):
@@ -39,7 +43,7 @@ class Parameters:
         self._names: dict[int, str] = {}
         for module in modules:
             for name, parameter in module.named_parameters():
-                if (key := _key(parameter)) is not None:
+                if (key := key_of(parameter)) is not None:
                     self._names.setdefault(key, name)
 
     def objection(
@@ -49,13 +53,13 @@ class Parameters:
         nothing is wrong."""
         given = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, torch.Generator) and not _torchs_own(leaf) for leaf in given):
-            return f"draws from a torch.Generator of its own ({_name(function)})", (
+            return f"draws from a torch.Generator of its own ({name_of(function)})", (
                 ", and a replay would get other numbers: draw from torch's own generator, without generator="
             )
         name = self._changed(function, args, kwargs)
         if name is None:
             return None
-        return f"changes parameter {name!r} ({_name(function)})", ONCE_MORE
+        return f"changes parameter {name!r} ({name_of(function)})", ONCE_MORE
 
     def _changed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if function in _RENORMALIZING:
@@ -72,7 +76,7 @@ class Parameters:
     def _of(self, target: Any) -> str | None:
         if not isinstance(target, torch.Tensor):
             return None
-        key = _key(target)
+        key = key_of(target)
         return None if key is None else self._names.get(key)
 
 
@@ -80,13 +84,6 @@ _NO_CONTENT = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 )
-
-
-def _key(tensor: torch.Tensor) -> int | None:
-    try:
-        return storage_key(tensor)
-    except (MeasureError, NotImplementedError, RuntimeError):  # has none (sparse)
-        return None
 
 
 class Refusing(TorchFunctionMode):
@@ -107,13 +104,13 @@ class Refusing(TorchFunctionMode):
 def refusing(stage: StageModule) -> AbstractContextManager[Any]:
     """Within, a run of `stage` raises UnrepeatableError before it does what cannot be repeated. Compiled parts are not looked at: they would be
     compiled once more."""
-    modules = [module for outer in stage.modules for module in outer.modules()]
-    if any(_compiled(module) for module in modules):
+    if any(compiled(module) for module in stage.every_module()):
         return nullcontext()
     return Refusing(Parameters(stage.modules), f"stage {stage.name!r}")
 
 
-def _compiled(module: nn.Module) -> bool:
+def compiled(module: nn.Module) -> bool:
+    """Whether its code is not Python's to run: it is compiled, or scripted."""
     dynamo = sys.modules.get("torch._dynamo")
     return (
         isinstance(module, torch.jit.ScriptModule)
@@ -125,9 +122,3 @@ def _compiled(module: nn.Module) -> bool:
 def _torchs_own(generator: torch.Generator) -> bool:
     own = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
     return any(generator is one for one in own)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    if getattr(function, "__name__", "") == "__set__":
-        return str(getattr(getattr(function, "__self__", None), "__name__", "attribute"))
-    return str(getattr(function, "__name__", type(function).__name__))

@@ -313,8 +313,12 @@ class KindsNow(list[SavedKind]):
     def __init__(self, stage: StageModule, inputs: Sequence[torch.Tensor], staying: Collection[int]) -> None:
         super().__init__()
         lasting = [*(p for module in stage.modules for p in module.parameters()), *(b for _, _, b in stage.buffers())]
-        every = dict.fromkeys(module for outer in stage.modules for module in outer.modules())
-        lasting += [t for module in every for t in vars(module).values() if isinstance(t, torch.Tensor) and not t.is_sparse]
+        lasting += [
+            t
+            for module in stage.every_module()
+            for t in vars(module).values()
+            if isinstance(t, torch.Tensor) and not t.is_sparse
+        ]
         self._kinds = {storage_key(t): SavedKind.RESIDENT for t in lasting}
         self._on_host = all(t.is_cpu for t in (*lasting, *inputs))
         for n, t in enumerate(inputs):
