@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 os.environ["ROTOFF_CACHE"] = "off"  # what one test finds, another must not know
+# Of the processes that tests start, too: where each has a thread for every core, they wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests that compare bits on CUDA ask for deterministic algorithms, and cuBLAS has them only so. Read when torch first uses it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

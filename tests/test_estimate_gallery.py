@@ -20,8 +20,8 @@ from gallery_models import LIBRARIES
 @pytest.mark.parametrize(
     ("library", "name", "how"),
     [
-        ("torchvision", "shufflenet_v2_x1_0", "float32"),
-        ("transformers", "qwen3", "autocast"),
+        pytest.param("torchvision", "shufflenet_v2_x1_0", "float32", marks=pytest.mark.slow),
+        pytest.param("transformers", "qwen3", "autocast", marks=pytest.mark.slow),
         ("transformers", "mixtral", "float32"),
     ],
 )

@@ -19,13 +19,26 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+# As `python EXAMPLE ARGUMENTS`, but with a tenth of the search's default effort, as in the other tests.
+QUICKLY = f"""
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+from rotoff.solver import refine
+refine.DEFAULT_SECONDS *= 0.1
+if "train_transformer" in sys.argv[0]:
+    sys.path.append({str(ROOT / "tests")!r})
+    import torchvision_operators
+    torchvision_operators.declare()
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(example: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run an example as a user would, against the rotoff that these tests import."""
     environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
-    texts = [str(word) for word in command]
-    return subprocess.run(
-        [sys.executable, *texts], capture_output=True, text=True, cwd=cwd, env=environment, timeout=600, check=False
-    )
+    command = [sys.executable, "-c", QUICKLY, *(str(word) for word in (example, *arguments))]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)
 
 
 def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
@@ -33,7 +46,9 @@ def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
     assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_quickstart() -> None:
+    """The very code is run among the README's, too (test_docs)."""
     result = run(EXAMPLES / "quickstart.py")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
@@ -54,15 +69,10 @@ def test_digits_resnet_trains_to_the_plain_losses() -> None:
     assert "mode joint" in result.stdout
 
 
-def test_train_transformer_reaches_the_plain_losses(tmp_path: Path) -> None:
+def test_train_transformer_reaches_the_plain_losses() -> None:
     pytest.importorskip("accelerate")
     sizes = ["--layers", "2", "--width", "32", "--context", "32", "--steps", "3"]
-    code = (
-        f"import runpy, sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import torchvision_operators;"
-        f"torchvision_operators.declare(); sys.argv = ['train_transformer.py', *{sizes!r}];"
-        f"runpy.run_path({str(EXAMPLES / 'train_transformer.py')!r}, run_name='__main__')"
-    )
-    result = run("-c", code, cwd=tmp_path)  # not here, where `-c` would find the source tree
+    result = run(EXAMPLES / "train_transformer.py", *sizes)
     assert result.returncode == 0, result.stderr
     assert "largest difference of any loss: 0.0" in result.stdout
     assert result.stdout.count(" plain, ") == 3

@@ -17,18 +17,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gallery
 from gallery_models import LIBRARIES
 
-SAMPLE = [
+SAMPLE = [("torchvision", "mobilenet_v3_small"), ("transformers", "qwen3"), ("own", "unet")]
+FURTHER = [
     ("torchvision", "shufflenet_v2_x1_0"),
-    ("torchvision", "mobilenet_v3_small"),
     ("timm", "levit_128s"),
     ("timm", "mobilenetv4_conv_small"),
-    ("transformers", "qwen3"),
     ("transformers", "t5"),
-    ("own", "unet"),
 ]
 
 
-@pytest.mark.parametrize(("library", "name"), SAMPLE)
+@pytest.mark.parametrize(("library", "name"), [*SAMPLE, *(pytest.param(*one, marks=pytest.mark.slow) for one in FURTHER)])
 def test_a_model_as_it_is(library: str, name: str) -> None:
     torchvision_operators.declare()
     for needed in ("torchvision", library) if library != "own" else ():

@@ -21,16 +21,17 @@ def with_sequence(model: rotoff.Checkpointable, sequence: rotoff.Sequence) -> ro
     return model
 
 
-@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ALL)
-def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str, seed: int) -> None:
+def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str) -> None:
     model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    sequence = random_sequence(wrapped.chain, seed)
-    try:
+    for seed in range(8):
+        again, batch = fresh(name)
+        wrapped.load_state_dict(again.state_dict())
+        wrapped.zero_grad()
+        sequence = random_sequence(wrapped.chain, seed)
         assert same(train(with_sequence(wrapped, sequence), batch), plain(name)), str(sequence)
-    finally:
-        wrapped.close()
+    wrapped.close()
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])

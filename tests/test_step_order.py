@@ -3,6 +3,8 @@ that run as late as the waits allow give the right numbers, and no wait can be l
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from models import fresh, plain, same, train
@@ -15,38 +17,52 @@ from rotoff.runtime.link_recording import RecordingFileLink, RecordingLink
 NAMES = ["residual", "convolutional", "tuples", "tied", "language"]
 
 
-def run_over(link: RecordingLink | RecordingFileLink, name: str, seed: int) -> tuple[list[torch.Tensor], rotoff.Sequence]:
-    """Train `name` with a random sequence whose moves go over `link`."""
-    model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    sequence = random_sequence(wrapped.chain, seed, wildness=0.75)
-    with_sequence(wrapped, sequence)
+class Trainee:
+    """A model that is measured once and then trained over one link after another, each time from its first parameters."""
 
-    def take(device: torch.device, nbytes: int) -> RecordingLink | RecordingFileLink:
-        link.reserve(nbytes)
-        return link
+    def __init__(self, name: str) -> None:
+        model, self.batch = fresh(name)
+        self.state = copy.deepcopy(model.state_dict())
+        self.wrapped = rotoff.Checkpointable(model).measure(self.batch(), repeats=1)
+        self.sequence = rotoff.Sequence(())
 
-    wrapped._links.take = take
-    wrapped._links.give_back = lambda link: None
-    return train(wrapped, batch, steps=2), sequence
+    def follow(self, seed: int) -> rotoff.Sequence:
+        """Take up a random sequence."""
+        self.sequence = random_sequence(self.wrapped.chain, seed, wildness=0.75)
+        with_sequence(self.wrapped, self.sequence)
+        return self.sequence
+
+    def train(self, link: RecordingLink | RecordingFileLink) -> list[torch.Tensor]:
+        """Two steps whose moves go over `link`."""
+
+        def take(device: torch.device, nbytes: int) -> RecordingLink | RecordingFileLink:
+            link.reserve(nbytes)
+            return link
+
+        self.wrapped._links.take = take
+        self.wrapped._links.give_back = lambda link: None
+        self.wrapped.load_state_dict(self.state)
+        return train(self.wrapped, self.batch, steps=2)
 
 
-@pytest.mark.parametrize("eagerness", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_no_race_and_the_right_numbers_however_late_copies_run(name: str, eagerness: float) -> None:
-    expected = plain(name, steps=2)
+def test_no_race_and_the_right_numbers_however_late_copies_run(name: str) -> None:
+    trainee, expected = Trainee(name), plain(name, steps=2)
     for seed in range(4):
-        link = RecordingLink(eagerness, seed)
-        got, sequence = run_over(link, name, seed)
-        assert link.check() == [], str(sequence)
-        assert same(got, expected), str(sequence)
-        link.close()
+        sequence = trainee.follow(seed)
+        for eagerness in (0.0, 0.5, 1.0):
+            link = RecordingLink(eagerness, seed)
+            got = trainee.train(link)
+            assert link.check() == [], f"eagerness {eagerness}\n{sequence}"
+            assert same(got, expected), f"eagerness {eagerness}\n{sequence}"
+            link.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_file_link_has_no_race(name: str) -> None:
-    link = RecordingFileLink(delay=0.002)
-    got, sequence = run_over(link, name, 1)
+    trainee, link = Trainee(name), RecordingFileLink(delay=0.002)
+    sequence = trainee.follow(1)
+    got = trainee.train(link)
     assert link.check() == [], str(sequence)
     assert same(got, plain(name, steps=2))
     link.close()
@@ -77,13 +93,14 @@ class Counting(RecordingLink):
 
 def test_a_wait_that_is_left_out_is_noticed() -> None:
     """By the checker; unless a wait for a later copy of the same lane did its work, and then the latest copies prove it."""
-    expected, noticed, superfluous = plain("residual", steps=2), 0, 0
+    trainee, expected, noticed, superfluous = Trainee("residual"), plain("residual", steps=2), 0, 0
     for seed in range(3, 12):
+        sequence = trainee.follow(seed)
         counting = Counting()
-        _, sequence = run_over(counting, "residual", seed)
+        assert same(trainee.train(counting), expected)
         for n in range(1, counting.waits + 1):
             link = Forgetful(n)
-            got, _ = run_over(link, "residual", seed)
+            got = trainee.train(link)
             if link.check():
                 noticed += 1
             else:

@@ -321,12 +321,15 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
     state = [b.clone() for b in model.buffers()]
     rotoff.Checkpointable(model).measure(x, repeats=1).close()
     calls = faults.count
-    for n in range(1, calls + 1, 3):
+    for n in range(1, calls + 1, 1 + calls // 16):
         faults.arm(n, ERRORS["interrupt"])
         wrapped = rotoff.Checkpointable(model)
         generator = torch.get_rng_state()
-        with nothing_left(wrapped), pytest.raises(KeyboardInterrupt):
-            wrapped.measure(x, repeats=1)
+        with nothing_left(wrapped):
+            said = outcome(lambda wrapped=wrapped: wrapped.measure(x, repeats=1))
+        assert (
+            "KeyboardInterrupt" in said or n > faults.count > calls // 2
+        )  # how often something is timed, the clock decides
         assert same(list(model.buffers()), state)
         assert torch.equal(torch.get_rng_state(), generator)
     for hook in hooks:
