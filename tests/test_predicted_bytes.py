@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from allocated import left_bytes
+from allocated import left_bytes, peak_bytes
 from models import ALL, fresh
 from random_programs import random_sequence
-from test_runtime import smallest, step_peak, with_sequence
+from test_runtime import Loss, smallest, step_peak, with_sequence
 from torch import nn
 
 import rotoff
@@ -43,6 +43,73 @@ def test_no_sequence_holds_more_than_predicted(name: str) -> None:
         measured, predicted = step_peak(wrapped, draw), wrapped.get_expected_memory()
         assert measured <= predicted, f"{measured} > {predicted}\n{wrapped.sequence}"
     wrapped.close()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_sequence_holds_more_than_predicted_under_autocast(name: str) -> None:
+    """Which keeps a cast of every weight from its first use on: as much as large weights take beside a small batch."""
+    model, draw = fresh(name)
+    wrapped = rotoff.Checkpointable(model)
+    with casting():
+        wrapped.measure(draw(), repeats=1)
+    limits = [(mode, smallest(wrapped, mode)) for mode in ("joint", "remat", "offload")]
+    for mode, limit in [*limits, ("joint", wrapped.keep_all_memory)]:
+        wrapped.compute_sequence(limit, mode=mode, mem_slots=20, refine=False)
+        assert casting_peak(wrapped, draw) <= wrapped.get_expected_memory() <= limit, (mode, limit)
+    for seed in range(3):
+        with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
+        measured, predicted = casting_peak(wrapped, draw), wrapped.get_expected_memory()
+        assert measured <= predicted, f"{measured} > {predicted}\n{wrapped.sequence}"
+    wrapped.close()
+
+
+def casting() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def casting_peak(model: torch.nn.Module, draw: Any) -> int:
+    """As `step_peak`, of a step whose forward alone is under autocast."""
+    x = draw()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    with casting():
+        unit = torch.ones((), dtype=model(x).dtype)
+
+    def step() -> None:
+        with casting():
+            output = model(x)
+        Loss.apply(output).backward(unit)
+
+    return peak_bytes(step)
+
+
+def test_casts_of_weights_that_stages_share_are_charged_once() -> None:
+    tied, apart = nn.Linear(64, 64), [nn.Linear(64, 64) for _ in range(4)]
+    charged = []
+    for layers in (apart, [tied] * 4):
+        model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+        with casting():
+            wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64), repeats=1)
+        casts = sum(wrapped.profile.behaviours[0].cast_bytes for _ in layers)
+        assert casts == 4 * 2 * (64 * 64 + 64)
+        charged.append(wrapped.profile.stuck_bytes)
+    waiting = 4 * (64 * 64 + 64)
+    assert charged == [casts, casts // 4 + waiting]
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64), repeats=1)
+    assert not any(b.cast_bytes for b in wrapped.profile.behaviours)
+
+
+@pytest.mark.parametrize("times", [2, 3, 6])
+def test_gradients_of_shared_parameters_that_wait_and_their_sums_are_charged(times: int) -> None:
+    tied = nn.Linear(256, 256)
+    wrapped = rotoff.Checkpointable(nn.Sequential(*(nn.Sequential(tied, nn.Tanh()) for _ in range(times))))
+    wrapped.measure(torch.randn(4, 256), repeats=1)
+    for mode in ("joint", "remat"):
+        wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
+        measured = step_peak(wrapped, lambda: torch.randn(4, 256))
+        assert measured <= wrapped.get_expected_memory() <= 1.05 * measured
+        assert measured > 3 * tied.weight.nbytes
 
 
 def test_predicted_bytes_are_measured_ones_on_average() -> None:

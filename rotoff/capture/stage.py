@@ -88,13 +88,13 @@ class Behaviour:
 
     saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
-    each buffer that the forward changes, or reads and another stage changes. changed_attributes: (module, name, bytes) of other values of its modules that it sets, such as
-    counters. draws: whether it draws random numbers. stuck_bytes: kept by its graph past all
-    hooks. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to its end.
-    forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the
-    outputs that lie in skip connections kept in place; a replay hands on those of the first run. copied: the inputs whose
-    gradients are copied where they lie in a part of a larger storage. varying: what it saves follows from data, and was like
-    that in the measured run alone.
+    each buffer that the forward changes, or reads and another stage changes. changed_attributes: (module, name, bytes) of
+    other values of its modules that it sets, such as counters. draws: whether it draws random numbers. stuck_bytes: kept by
+    its graph past all hooks. cast_bytes: kept by autocast of its weights. enough: a replay for its backward alone may end
+    when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of ``F_sel`` is made and
+    redone, in the order of the chain's `Stage.forms`. kept: the outputs that lie in skip connections kept in place; a
+    replay hands on those of the first run. copied: the inputs whose gradients are copied where they lie in a part of a
+    larger storage. varying: what it saves follows from data, and was like that in the measured run alone.
     """
 
     saved: tuple[SavedKind, ...]
@@ -102,6 +102,7 @@ class Behaviour:
     changed_buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: bool = False
     stuck_bytes: int = 0
+    cast_bytes: int = 0
     enough: int = 0
     forms: tuple[Recipe, ...] = ()
     kept: tuple[int, ...] = ()

@@ -8,7 +8,8 @@ taken with ``torch.autograd.grad``, which adds to no ``.grad``.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -85,6 +86,8 @@ def measure(
     if not measured:
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
     measured = _with_buffers_read([one.timed() for one in measured], groups[prefix:])
+    shared = _shared_parameters(groups[prefix:])
+    measured = [replace(m, joining_bytes=n) for m, n in zip(measured, _joining(groups[prefix:], shared), strict=True)]
     sizes = [m.costs.saved_bytes for m in measured]
     typical = statistics.median(sizes)
     d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes))
@@ -111,7 +114,8 @@ def measure(
         stages=tuple(groups[prefix:]),
         behaviours=tuple(m.behaviour for m in measured),
         stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured)
-        + _shared_gradients(groups[prefix:])
+        + sum(parameter.nbytes for parameter in shared)
+        + _casts(measured)
         + sum(_loss_bytes(nbytes, device) for nbytes in measured[-1].own_gradient_bytes),
         replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         rng_bytes=meter.rng_bytes,
@@ -190,8 +194,8 @@ def _staying(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int
 
 
 def _beside(measured: Measured, own: Charge) -> int:
-    """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, and copies of what is not contiguous."""
-    return own.shared + (measured.strange_bytes if own.strange else 0)
+    """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous, and sums."""
+    return own.shared + (measured.strange_bytes if own.strange else 0) + measured.joining_bytes
 
 
 def _while_copying(peak: int, made: Charge) -> int:
@@ -199,13 +203,27 @@ def _while_copying(peak: int, made: Charge) -> int:
     return max(peak, made.fresh_bytes + made.copied_bytes) if made.copied else peak
 
 
-def _shared_gradients(stages: Sequence[StageModule]) -> int:
-    """Bytes of the parameters that several stages use: autograd holds such a gradient from its first part to its last."""
-    users: dict[torch.nn.Parameter, int] = {}
-    for stage in stages:
-        for parameter in stage.parameters():
-            users[parameter] = users.get(parameter, 0) + 1
-    return sum(parameter.nbytes for parameter, count in users.items() if count > 1)
+def _shared_parameters(stages: Sequence[StageModule]) -> set[torch.nn.Parameter]:
+    """Those that several stages use: autograd holds such a gradient from its first part to its last."""
+    users = Counter(parameter for stage in stages for parameter in stage.parameters())
+    return {parameter for parameter, count in users.items() if count > 1}
+
+
+def _joining(stages: Sequence[StageModule], shared: Collection[torch.nn.Parameter]) -> list[int]:
+    """Of each stage the bytes of the largest sum that its backward makes of a part that waits and its own: autograd adds the two
+    into a third tensor, one parameter after the other."""
+    waiting: set[torch.nn.Parameter] = set()
+    found = []
+    for stage in reversed(stages):
+        own = {parameter for parameter in stage.parameters() if parameter in shared}
+        found.append(max((parameter.nbytes for parameter in own & waiting), default=0))
+        waiting |= own
+    return found[::-1]
+
+
+def _casts(measured: Sequence[Measured]) -> int:
+    """Bytes of the casts that autocast keeps, of weights that several stages use once."""
+    return sum({weight: nbytes for one in measured for weight, nbytes in one.casts.items()}.values())
 
 
 def _loss_bytes(output_bytes: int, device: torch.device) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from ..runtime.upkeep import UpkeepTimes
 from .allocations import AllocationLog
 from .backward_bytes import BackwardBytes, backward_bytes
 from .bench import Bench
+from .casts import kept_casts
 from .form_meter import FormMeter
 from .form_trial import WholeStage
 from .forms import Policy, unfit
@@ -64,8 +65,9 @@ class Measured:
     gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes: of
     each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
     staying_bytes: of the backward, as of `BackwardBytes`. strange_bytes: what the backward holds more where the gradients given
-    are not contiguous. no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
-    alone leaves out (`runtime.tails`). timings: of the stages of its kind, in which those that come later are still missing; None
+    are not contiguous. joining_bytes: what it holds more where a gradient of a parameter of its own is added to a part that waits.
+    no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
+    alone leaves out (`runtime.tails`). casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the stages of its kind, in which those that come later are still missing; None
     where the times were known.
     """
 
@@ -77,8 +79,10 @@ class Measured:
     begun_bytes: int
     staying_bytes: int
     strange_bytes: int = 0
+    joining_bytes: int = 0
     no_forms: str = ""
     tail_time: float = 0.0
+    casts: Mapping[int, int] = field(default_factory=dict)
     timings: Timings | None = None
 
     def timed(self) -> Measured:
@@ -151,10 +155,12 @@ class Meter:
         return measured, rebuild_output(detached)
 
     def _costs(self, run: Run, changes: ChangedBuffers, known: StageTimes | None) -> tuple[Measured, list[torch.Tensor]]:
-        changes.look()
-        attributes = ChangedAttributes(run.stage)
         generators = Generators(self.bench.device)
         drawn = generators.states()
+        casts = kept_casts(run, self.allocator)
+        generators.put(drawn)
+        changes.look()
+        attributes = ChangedAttributes(run.stage)
         leaves = run.leaves()
         versions = [t._version for t in leaves]
         kept = self._kept(run, leaves)
@@ -220,7 +226,7 @@ class Meter:
             backward_transient_bytes=back.peak,
         )
         behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, end.enough, varying=run.stage.varying)
-        behaviour = replace(behaviour, changed_attributes=changed_attributes)
+        behaviour = replace(behaviour, changed_attributes=changed_attributes, cast_bytes=sum(casts.values()))
         reason = "switched off" if self._forms is None else "the last stage needs none"
         if self._forms is not None and not run.last:
             found = self._forms.find(WholeStage(run, costs, behaviour, carried_bytes), known.forms if known else None)
@@ -239,6 +245,7 @@ class Meter:
             strange_bytes=strange_bytes,
             no_forms=reason,
             tail_time=times[2],
+            casts=casts,
             timings=timings,
         )
         return measured, outputs

@@ -47,8 +47,8 @@ class Profile:
     """A measured model.
 
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
-    which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, in every
-    step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
+    which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, and autocast of
+    weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
     prefix holds, its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the
     step: all of it, or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
@@ -140,16 +140,16 @@ class Profile:
         behaviours = {i: self.behaviours[i - 1] for i in replayed}
         states = min(len(behaviours), 1 + sum(b.draws for b in self.behaviours))
         held = states * self.rng_bytes + sum(sum(buffer_bytes(b)) for b in behaviours.values())
-        beside = {i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.stuck_bytes for i, b in behaviours.items()}
+        beside = {i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.stuck_bytes + b.cast_bytes for i, b in behaviours.items()}
         return held, beside
 
 
 def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
     """What replays hold beside values: every stage's snapshots; the clones that one replay at a time runs on, and what
-    its graph keeps past all hooks, beside what that of the first run does."""
+    its graph keeps past all hooks and autocast of its weights, beside what that of the first run does."""
     snapshots = [sum(buffer_bytes(b)) for b in behaviours]
     states = sum(b.draws for b in behaviours) + 3  # the first; a replay's own, and the one that it puts back
-    stuck = max(b.stuck_bytes for b in behaviours)
+    stuck = max(b.stuck_bytes + b.cast_bytes for b in behaviours)
     return sum(snapshots) + max(snapshots) + stuck + states * rng_bytes
 
 
