@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from models import fresh, plain, same, train
 from test_composition import compare, sequential
-from test_runtime import with_sequence
+from test_runtime import smallest, with_sequence
 from torch import nn
 
 import rotoff
 from rotoff.runtime.replay import Generators, ReplayState, Surroundings
 from rotoff.runtime.tails import closing_replays
+from rotoff.sequence import FORWARDS
 
 
 def run_twice(L: int) -> rotoff.Sequence:
@@ -99,6 +102,57 @@ def test_a_backward_under_other_autocast_than_the_forward(forward_casts: bool) -
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_casts):
         wrapped.measure(batch(), repeats=1)
     assert same(step(with_sequence(wrapped, run_twice(6)), batch), expected)
+
+
+class Unrolled(nn.Module):
+    """The layers of a Sequential, called by a forward of its own, which is recorded."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("switch", ["frozen, then thawed", "frozen between", "eval between"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_is_switched_between_a_forward_and_its_backward(recorded: bool, switch: str) -> None:
+    """A GAN freezes its discriminator for the generator's loss and thaws it before the backward."""
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)]
+    model: nn.Module = nn.Sequential(*layers, nn.Linear(32, 4))
+    if recorded:
+        model = Unrolled(model)
+    begun_frozen = switch == "frozen, then thawed"
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(64, 32).requires_grad_()
+        model.requires_grad_(not begun_frozen)
+        loss = model(x).square().mean()
+        if switch == "eval between":
+            model.eval()
+        else:
+            model.requires_grad_(begun_frozen)
+        loss.backward()
+        flags = [p.requires_grad for p in model.parameters()] + [m.training for m in layers]
+        assert set(flags) == ({False, True} if switch == "frozen between" else {True, switch != "eval between"})
+        model.train()
+        model.requires_grad_(not begun_frozen)
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return [x.grad.clone(), *grads, *(b.clone() for b in model.buffers())]
+
+    state = copy.deepcopy(model.state_dict())
+    expected = step(model) + step(model)
+    model.load_state_dict(state)
+    model.requires_grad_(not begun_frozen)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(64, 32).requires_grad_(), repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    assert any(op.kind in FORWARDS for op in wrapped.sequence.ops[len(wrapped.chain) + 1 :])
+    assert same(step(wrapped) + step(wrapped), expected)
 
 
 def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved() -> None:

@@ -59,6 +59,12 @@ class Segment(nn.Module):
         for module in self._whole:
             yield from module.named_parameters(prefix, recurse, remove_duplicate)
 
+    def parameters_read(self) -> Iterator[tuple[nn.Module, str]]:
+        """(module, name) of the parameters that the operations use, and of those of modules that are called as a whole."""
+        yield from ((module, name) for module, table, name in self._owned if table == "_parameters")
+        for outer in self._whole:
+            yield from ((module, name) for module in outer.modules() for name in module._parameters)
+
     def buffers_read(self) -> Iterator[tuple[nn.Module, str]]:
         """(module, name) of the buffers that the operations read or write, and of those of modules that are called as a whole."""
         yield from ((module, name) for module, table, name in self._owned if table == "_buffers")

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ..runtime.selective import Recipe
 
 
+TRAINING = "training"
+
+
 class Copy(nn.Module):
     """Passes a copy of its input on; put before a module that would change the caller's batch in place."""
 
@@ -54,6 +57,19 @@ class StageModule:
         found = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         return list(found.values())
 
+    def modes(self) -> tuple[tuple[nn.Module, str, bool], ...]:
+        """(module, name, value) of what decides what a run saves and may be switched between a forward and its backward: of each
+        parameter whether it needs a gradient, and of each module whether it trains, which has the name "training"."""
+        found: dict[tuple[nn.Module, str], bool] = {}
+        for outer in self.modules:
+            read = getattr(outer, "parameters_read", None)
+            every = ((module, name) for module in outer.modules() for name in module._parameters)
+            for module, name in every if read is None else read():
+                if (parameter := module._parameters[name]) is not None:
+                    found[module, name] = parameter.requires_grad
+        found.update({(module, TRAINING): module.training for module in self.every_module()})
+        return tuple((module, name, value) for (module, name), value in found.items())
+
     def every_module(self) -> dict[nn.Module, None]:
         """Its modules and those within, each once."""
         return dict.fromkeys(module for outer in self.modules for module in outer.modules())
@@ -90,11 +106,11 @@ class Behaviour:
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
     each buffer that the forward changes, or reads and another stage changes. changed_attributes: (module, name, bytes) of
     other values of its modules that it sets, such as counters. draws: whether it draws random numbers. stuck_bytes: kept by
-    its graph past all hooks. cast_bytes: kept by autocast of its weights. enough: a replay for its backward alone may end
-    when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of ``F_sel`` is made and
-    redone, in the order of the chain's `Stage.forms`. kept: the outputs that lie in skip connections kept in place; a
-    replay hands on those of the first run. copied: the inputs whose gradients are copied where they lie in a part of a
-    larger storage. varying: what it saves follows from data, and was like that in the measured run alone.
+    its graph past all hooks. cast_bytes: kept by autocast of its weights. modes: of `StageModule`. enough: a replay for its
+    backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of
+    ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the outputs that lie in skip connections
+    kept in place; a replay hands on those of the first run. copied: the inputs whose gradients are copied where they lie in
+    a part of a larger storage. varying: what it saves follows from data, and was like that in the measured run alone.
     """
 
     saved: tuple[SavedKind, ...]
@@ -102,13 +118,14 @@ class Behaviour:
     changed_buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: bool = False
     stuck_bytes: int = 0
-    cast_bytes: int = 0
     enough: int = 0
     forms: tuple[Recipe, ...] = ()
     kept: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()
     varying: bool = False
     changed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
+    cast_bytes: int = 0
+    modes: tuple[tuple[nn.Module, str, bool], ...] = ()
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:

@@ -225,8 +225,18 @@ class Meter:
             checkpoint_transient_bytes=max(0, above[1]),
             backward_transient_bytes=back.peak,
         )
-        behaviour = Behaviour(kinds, own_outputs, changed, draws, stuck, end.enough, varying=run.stage.varying)
-        behaviour = replace(behaviour, changed_attributes=changed_attributes, cast_bytes=sum(casts.values()))
+        behaviour = Behaviour(
+            saved=kinds,
+            own_outputs=own_outputs,
+            changed_buffers=changed,
+            draws=draws,
+            stuck_bytes=stuck,
+            enough=end.enough,
+            varying=run.stage.varying,
+            changed_attributes=changed_attributes,
+            cast_bytes=sum(casts.values()),
+            modes=run.stage.modes(),
+        )
         reason = "switched off" if self._forms is None else "the last stage needs none"
         if self._forms is not None and not run.last:
             found = self._forms.find(WholeStage(run, costs, behaviour, carried_bytes), known.forms if known else None)

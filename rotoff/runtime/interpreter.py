@@ -317,7 +317,9 @@ class Step:
             inputs[n].register_hook(compact)
         replay = None
         if i in self._plan.replayed:
-            replay = ReplayState(self._surroundings, behaviour.changed_buffers, behaviour.changed_attributes)
+            replay = ReplayState(
+                self._surroundings, behaviour.changed_buffers, behaviour.changed_attributes, behaviour.modes
+            )
         run = StageRun(i, self._stages[i - 1], behaviour, self._rebuild, [t.requires_grad for t in inputs], replay)
         self._runs[i] = run
         if i in self._plan.untouched and self._checker is None:

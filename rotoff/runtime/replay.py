@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..capture.stage import TRAINING
+
 RNG_BYTES = 5056  # of the CPU generator's state; a CUDA generator's is 16 bytes of host memory
 
 
@@ -85,17 +87,20 @@ class ReplayState:
 
     Args:
         surroundings: of the step. buffers: (module, name) of every buffer that the stage's forward changes. attributes: likewise, of
-            every attribute that it sets, with its bytes.
+            every attribute that it sets, with its bytes. modes: what was measured (`StageModule.modes`), and so what that run saw;
+            a GAN thaws its discriminator before the backward of the generator's loss.
     """
 
-    __slots__ = ("_attributes", "_autocast", "_buffers", "_outside", "_rng", "_surroundings")
+    __slots__ = ("_attributes", "_autocast", "_buffers", "_modes", "_outside", "_rng", "_surroundings")
 
     def __init__(
         self,
         surroundings: Surroundings,
         buffers: Sequence[tuple[nn.Module, str]],
         attributes: Sequence[tuple[nn.Module, str, int]] = (),
+        modes: Sequence[tuple[nn.Module, str, bool]] = (),
     ) -> None:
+        self._modes = modes
         self._attributes: list[_Attribute] = [
             (vars(module), name, vars(module)[name]) for module, name, _ in attributes if restorable(vars(module).get(name))
         ]
@@ -115,6 +120,7 @@ class ReplayState:
                 held[name] = value
             # clones, since the run changes them and another replay may follow
             _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
+            outside.modes = _switch(self._modes)
             generators.put(self._rng)
             # the setter, since a context manager costs as much as all else here
             torch._C._set_grad_enabled(True)
@@ -133,6 +139,7 @@ class ReplayState:
         if outside.autocast is not None:
             outside.autocast.close()
         torch._C._set_grad_enabled(outside.grad_enabled)
+        _switch(outside.modes)
         _put_buffers(outside.buffers)
         for held, name, value in outside.attributes:
             held[name] = value
@@ -149,7 +156,7 @@ class ReplayState:
 class _Outside:
     """What a replay puts back."""
 
-    __slots__ = ("attributes", "autocast", "buffers", "grad_enabled", "rng")
+    __slots__ = ("attributes", "autocast", "buffers", "grad_enabled", "modes", "rng")
 
     def __init__(
         self,
@@ -162,6 +169,7 @@ class _Outside:
         self.grad_enabled = grad_enabled
         self.autocast: ExitStack | None = None
         self.attributes: list[_Attribute] = []
+        self.modes: Sequence[tuple[nn.Module, str, bool]] = ()
 
 
 @contextmanager
@@ -184,6 +192,20 @@ def _buffer(module: nn.Module, name: str) -> torch.Tensor:
 def _put_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) -> None:
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
+
+
+def _switch(modes: Sequence[tuple[nn.Module, str, bool]]) -> list[tuple[nn.Module, str, bool]]:
+    """Set what is otherwise than in `modes`; returns what that was."""
+    before = []
+    for module, name, value in modes:
+        if name == TRAINING:
+            if module.training is not value:
+                before.append((module, name, not value))
+                module.training = value
+        elif (parameter := module._parameters.get(name)) is not None and parameter.requires_grad is not value:
+            before.append((module, name, not value))
+            parameter.requires_grad_(value)
+    return before
 
 
 def restorable(value: Any) -> bool:
