@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rotoff
+from rotoff.capture.recording import Call, record
 
 Make = Callable[[], tuple[nn.Sequential, Batch]]
 Run = Callable[[nn.Module, Batch], list[torch.Tensor]]
@@ -392,6 +394,43 @@ def test_gradients_accumulated_over_micro_batches() -> None:
         return seen + [p.detach().clone() for p in model.parameters()]
 
     compare(lambda: sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8)), run)
+
+
+class CastingInside(nn.Module):
+    """Uses each weight several times, in one autocast region of its own or in one for each use."""
+
+    def __init__(self, regions: int, cache: bool) -> None:
+        super().__init__()
+        self.cell, self.out = nn.Linear(32, 32), nn.Linear(32, 4)
+        self.regions, self.cache = regions, cache
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.regions):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cache):
+                for _ in range(6 // self.regions):
+                    x = torch.tanh(self.cell(x))
+                x = x + self.cell(x) * self.cell.bias
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("regions", "cache", "casts"), [(1, True, 1), (2, True, 2), (6, True, 6), (2, False, 0)])
+def test_weights_that_an_autocast_region_of_the_model_casts_once(regions: int, cache: bool, casts: int) -> None:
+    """The parts of their gradients are added in bfloat16 then; those of several regions, or without the cache, in float32."""
+    plain = CastingInside(regions, cache)
+    x = torch.randn(64, 32)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), stages=12).measure(x, repeats=1)
+    tape = record(Call(plain, plain, (x,), {}, x.device))
+    assert sum(op.function is torch.Tensor.to for op in tape.operations) == 2 * casts  # weight and bias
+    everything = wrapped.keep_all_memory
+    for mode in ("joint", "remat", "offload"):
+        for limit in (smallest(wrapped, mode), (smallest(wrapped, mode) + everything) // 2, everything):
+            wrapped.compute_sequence(limit, mode=mode)
+            grads = []
+            for model in (plain, wrapped):
+                model.zero_grad()
+                model(x).float().square().mean().backward()
+                grads.append([p.grad.clone() for p in model.parameters()])
+            assert same(*grads), (mode, limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,6 +22,7 @@ from .known_tensors import KnownTensors
 from .saved_tensors import foreign_hooks
 from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
 from .unrepeatable import NO_BUFFER, ONCE_MORE, Parameters, UnrepeatableError, compiled
+from .weight_casts import WeightCasts
 
 # Answers about a tensor that do not depend on its contents.
 _FACTS = frozenset(
@@ -129,6 +130,7 @@ class Recorder(TorchFunctionMode):
         self._generators = Generators(device)
         self._drawn = self._generators.states()
         self._ambient = _autocast()
+        self.casts = WeightCasts(self._tensors)
 
     def begin(self, given: list[torch.Tensor]) -> None:
         self.tape.inputs = [self._tensors.variable(t) for t in given]
@@ -207,7 +209,8 @@ class Recorder(TorchFunctionMode):
         versions = [t._version for t in tensors]
         references = substitute((args, kwargs), self._reference)
         grad, autocast = torch.is_grad_enabled(), _autocast()
-        result = function(*args, **kwargs)
+        with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
+            result = function(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
@@ -260,6 +263,7 @@ class Recorder(TorchFunctionMode):
                 returned=described(result) if isinstance(function, nn.Module) else (),
                 effect=effect,
                 place=tuple(self._place),
+                casts=tuple(casts),
             )
         )
         return result

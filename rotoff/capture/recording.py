@@ -32,6 +32,7 @@ from .recorder import Recorder, UnrecordableError, check_arguments
 from .stage import flatten
 from .tape import Tape, same
 from .unrepeatable import UnrepeatableError
+from .weight_casts import share
 
 TRIES = 4  # recordings, two of which in a row must be equal
 
@@ -77,6 +78,7 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
         else:
             difference, place = _difference(before, tape)
             if difference is None:
+                share(tape)
                 return tape
             if tape.chances:
                 raise chance.refusal(type(model).__name__, tape.chances[-1])
@@ -102,7 +104,12 @@ def _once(
         recorder.begin(given)
         copied_args, copied_kwargs = rebuild(given)
         try:
-            with saved_tensors_hooks(_forget, _never), seen_calls(recorder.called, recorder.applied), recorder:
+            with (
+                saved_tensors_hooks(_forget, _never),
+                seen_calls(recorder.called, recorder.applied),
+                recorder.casts.counting(),
+                recorder,
+            ):
                 result = forward(*copied_args, **copied_kwargs)
         except MeasureError:
             raise

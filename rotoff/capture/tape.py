@@ -55,7 +55,8 @@ class Operation:
     whether it draws random numbers. grad: whether gradients were on. autocast: (device type, enabled, dtype) where that
     differs from what was set around the model. expected: for a call that turns tensors into a Python value
     (``bool(x.any())``), that value. returned: of a module taken whole, its result's leaves, with (shape, dtype) for a
-    tensor. effect: to be run though nobody uses what it returns. place: the modules around it, outermost first, each call of
+    tensor. effect: to be run though nobody uses what it returns. casts: of weights, which autocast within the model keeps
+    (`weight_casts`). place: the modules around it, outermost first, each call of
     a module as (name, number of the call).
     """
 
@@ -73,6 +74,7 @@ class Operation:
     returned: tuple[Any, ...]
     effect: bool
     place: tuple[tuple[str, int], ...]
+    casts: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
