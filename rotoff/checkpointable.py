@@ -1,7 +1,7 @@
 """The module that a user meets: the model, trained inside a limit.
 
 ``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training forward whose inputs have
-a new signature (shapes, dtypes, what needs gradients, autocast) is measured and planned on sight; plans are kept for the
+a new signature (shapes, strides, dtypes, what needs gradients, autocast) is measured and planned on sight; plans are kept for the
 signatures seen last.
 """
 

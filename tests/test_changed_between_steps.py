@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from test_runtime import smallest
 from torch import nn
 
 import rotoff
+from rotoff.runtime.courses import signature
 
 Change = Callable[[nn.Module, int], None]
 
@@ -161,3 +163,41 @@ def test_sparse_tensors_are_refused_in_a_sentence() -> None:
         rotoff.MeasureError, match=r"sparse_coo tensor of shape \(32, 32\); rotoff counts the bytes of dense"
     ):
         rotoff.Checkpointable(Graph(matrix)).measure(batch())
+
+
+class Strides(Net):
+    """Does nothing where its input is contiguous already, and asks whether it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain = x.is_contiguous()
+        return super().forward(x.contiguous().view(-1, 16)) * (1 if plain else 2)
+
+
+def test_a_batch_that_lies_otherwise_in_memory() -> None:
+    """The recording holds what followed from the strides, so that each layout has a course of its own."""
+    torch.manual_seed(0)
+    plain = Strides()
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).compute_sequence("60 KiB")
+    batches = [
+        torch.randn(8, 4, 16),
+        torch.randn(4, 8, 16).transpose(0, 1),
+        torch.randn(8, 5, 16)[:, :4],
+        torch.randn(8, 1, 16).expand(8, 4, 16),
+    ]
+    for x in (*batches, *reversed(batches)):
+        outputs = []
+        for model in (wrapped, plain):
+            torch.manual_seed(1)
+            outputs.append(model(x))
+            outputs[-1].sum().backward()
+        assert torch.equal(*outputs)
+    assert same([p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()])
+    assert len(wrapped._courses._known) == 4
+    assert not any(course.plan.keeps_all for course in wrapped._courses)
+
+
+def test_what_is_contiguous_has_the_signature_it_had() -> None:
+    told = ((2, 1, 3), "torch.float32", "cpu", False)
+    for x in (torch.ones(2, 1, 3), torch.ones(2, 3, 1).transpose(1, 2), torch.ones(2, 3)[:, None]):
+        assert signature(x)[0] == (told,)
+    assert signature(torch.ones(3, 1, 2).transpose(0, 2))[0] == ((*told, (1, 0, 2)),)

@@ -14,6 +14,7 @@ import rotoff
 from rotoff.capture.stage import Behaviour
 from rotoff.profile.interpolation import MeasuredTimes
 from rotoff.profile.model_profile import Profile
+from rotoff.runtime.courses import signature
 
 WIDTH = 32
 
@@ -162,3 +163,22 @@ def test_another_constant_type_or_number_of_inputs_is_another_model() -> None:
     assert times.find((first, "False", mask), "here", "a") is None
     assert times.find(((first[0], "torch.int32"), flag, mask), "here", "a") is None
     assert times.find((first, flag), "here", "a") is None
+
+
+def test_between_sizes_that_lie_alike_in_memory() -> None:
+    def rows(batch: int) -> torch.Tensor:
+        return torch.empty(batch, 9, 8)
+
+    layouts = [
+        lambda batch: rows(batch).transpose(1, 2),
+        lambda batch: rows(batch)[:, :, :7],
+        lambda batch: rows(batch)[:, ::2],
+        lambda batch: rows(batch)[:, :1].expand(-1, 9, -1),
+        rows,
+    ]
+    for n, made in enumerate(layouts):
+        for other in layouts:
+            times = MeasuredTimes()
+            for batch in (16, 32):
+                times.add(signature(made(batch))[0], "here", "a", profile_of(1.0))
+            assert (times.find(signature(other(24))[0], "here", "a") is not None) == (other is made), n

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import MeasureError
 from ..runtime.replay import preserved
-from .stage import Copy, StageModule, flatten, storage_key
+from .stage import Copy, StageModule, copied, flatten, storage_key
 from .unrepeatable import refusing
 
 
@@ -34,7 +34,7 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
     first_aliases = False  # the first group's output is still the batch itself
     given, rebuild = flatten(value)
     with torch.no_grad():
-        value = rebuild([t.clone() for t in given])  # a stage may change it
+        value = rebuild([copied(t) for t in given])  # a stage may change it
         # while one is watched, no other storage gets its key
         watches = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in flatten(value)[0]}
         lasting = set(watches)

@@ -29,7 +29,7 @@ from ..runtime.replay import preserved
 from . import chance, counters
 from .outside import other_generators, put_other_generators, seen_calls
 from .recorder import Recorder, UnrecordableError, check_arguments
-from .stage import flatten
+from .stage import copied, flatten
 from .tape import Tape, same
 from .unrepeatable import UnrepeatableError
 from .weight_casts import share
@@ -95,7 +95,7 @@ def _once(
     model, forward, args, kwargs, device = call
     given, rebuild = flatten((args, kwargs))
     check_arguments((args, kwargs))
-    given = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]  # the forward may change them
+    given = [copied(t).requires_grad_(t.requires_grad) for t in given]  # the forward may change them
     buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     drawn = other_generators()
     with preserved(buffers, device), torch.enable_grad():

@@ -151,6 +151,16 @@ def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached copy with the same strides, which a forward may ask for: ``clone`` closes gaps and makes expanded tensors whole."""
+    tensor = tensor.detach()
+    copy = tensor.clone()
+    if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or not tensor.numel():
+        return copy
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """What two tensors that share bytes have in common.
 

@@ -23,7 +23,9 @@ APART = 4.0  # times the smaller size, at most, is the larger: further apart, at
 BEYOND = 1.5  # times a measured size, and no further from it than the two are from each other
 KEPT = 64  # sizes whose times are kept; a few numbers for each stage
 
-Shapes = tuple[Any, ...]  # of each leaf of the input (shape, more), or a text; as `Checkpointable` tells signatures apart
+# Of each leaf of the input (shape, dtype, device, requires_grad, strides unless contiguous), or a text; as `Checkpointable` tells
+# signatures apart.
+Shapes = tuple[Any, ...]
 Places = tuple[tuple[int, int], ...]  # (leaf, dimension) of what differs
 
 
@@ -88,7 +90,7 @@ def _one_size(new: Shapes, old: Shapes) -> tuple[Places, int] | None:
     for leaf, (a, b) in enumerate(zip(new, old, strict=True)):
         if a == b:
             continue
-        if isinstance(a, str) or isinstance(b, str) or a[1:] != b[1:] or len(a[0]) != len(b[0]):
+        if isinstance(a, str) or isinstance(b, str) or _all_but_sizes(*a) != _all_but_sizes(*b):
             return None
         for dimension, pair in enumerate(zip(a[0], b[0], strict=True)):
             if pair[0] != pair[1]:
@@ -98,6 +100,16 @@ def _one_size(new: Shapes, old: Shapes) -> tuple[Places, int] | None:
         return None
     ((_, size),) = sizes
     return tuple(places), size
+
+
+def _all_but_sizes(shape: Sequence[int], *more: Any) -> Hashable:
+    """What a tensor has in common with one of another size. Of its strides: the order of the dimensions in memory, which ones lie
+    close on the next, and which are expanded."""
+    strides = more[3] if len(more) > 3 else ()
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    ends = [*(shape[d] * strides[d] for d in order[1:]), 1]
+    layout = [(d, strides[d] == end, strides[d] == 0) for d, end in zip(order, ends, strict=False)]
+    return len(shape), more[:3], tuple(layout)
 
 
 def _pair(new: int, sizes: Sequence[int]) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """What is known of a model: for each course that its forward takes, what was measured and the plan made of it.
 
-A course is an input signature (shapes, dtypes, what needs gradients, autocast), the answers to what the forward asks of its
+A course is an input signature (shapes, strides, dtypes, what needs gradients, autocast), the answers to what the forward asks of its
 batch, and the model's own state. A new one is measured and planned on sight; those seen last are kept.
 """
 
@@ -227,7 +227,10 @@ def signature(value: Any) -> Any:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    told = tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return told
+    return *told, tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def device_of(model: nn.Module, value: Any) -> torch.device:
