@@ -21,6 +21,7 @@ from .cache import Cache
 from .capture import strategy
 from .chain import Chain
 from .errors import MeasureError, OptionError
+from .like_its_model import LikeItsModel
 from .profile.allocations import block_bytes
 from .profile.forms import Forms
 from .profile.measure import Progress
@@ -41,12 +42,11 @@ from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
 
-_PREFIX = "_model."
 # Where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks.
 ATTACHED = "_rotoff_attachment"
 
 
-class Checkpointable(RotorNames, nn.Module):
+class Checkpointable(RotorNames, LikeItsModel):
     """`model`, whose training steps stay inside a memory limit once `compute_sequence` has been called.
 
     In `eval` mode and without gradients the model runs as it is. `state_dict`, `named_parameters` and attributes are the
@@ -81,6 +81,8 @@ class Checkpointable(RotorNames, nn.Module):
         MeasureError: where `model` is not such a model. OptionError: for another `offload_dtype`, `forms` or `conv_algorithms`.
     """
 
+    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording"})
+
     def __init__(
         self,
         model: nn.Module,
@@ -95,11 +97,10 @@ class Checkpointable(RotorNames, nn.Module):
         interpolate: bool = True,
         conv_algorithms: str = "plain",
     ) -> None:
-        super().__init__()
         if not isinstance(model, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
         _refuse_planned(model)
-        self._model = model
+        super().__init__(model)
         self._options = Options(
             stages=stages,
             forms=forms,
@@ -113,9 +114,6 @@ class Checkpointable(RotorNames, nn.Module):
         self._check = check
         self._group = _group(process_group)
         self._begin()
-        self.training = model.training
-        self._register_state_dict_hook(_strip_prefix)
-        self.register_load_state_dict_pre_hook(_add_prefix)
 
     def _begin(self) -> None:
         """Take up what no copy shares: threads, files, measurements and plans."""
@@ -334,36 +332,6 @@ class Checkpointable(RotorNames, nn.Module):
         """Give host memory, files and threads back; the next step takes them anew."""
         self._links.close()
 
-    # -- like the model
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_model":
-                raise
-            return getattr(self._model, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._model[index]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self._model)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._model)  # type: ignore[call-overload]
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As of the model: names of modules, and so of parameters and buffers, do not show the wrapper."""
-        memo = set() if memo is None else memo
-        if self not in memo:
-            if remove_duplicate:
-                memo.add(self)
-            yield prefix, self
-            yield from self._model.named_modules(memo, prefix, remove_duplicate)
-
 
 def _by_itself(wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrapped._planned(plain, args, kwargs)
@@ -372,18 +340,6 @@ def _by_itself(wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[A
 # What ``torch.compile`` around a `Checkpointable` meets: planned steps run outside of it, since hooks and replays are not for its
 # graphs. `torch.compiler.disable` is the public way, but loads the compiler at once, which takes a second that few need.
 _left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(_by_itself)
-
-
-def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
-    inner = prefix + _PREFIX
-    for key in [key for key in state if key.startswith(inner)]:
-        state[prefix + key[len(inner) :]] = state.pop(key)
-
-
-def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    inner = prefix + _PREFIX
-    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
-        state[inner + key[len(prefix) :]] = state.pop(key)
 
 
 def _refuse_planned(model: nn.Module) -> None:

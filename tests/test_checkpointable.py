@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import re
@@ -49,6 +50,86 @@ def test_attributes_and_items_are_the_models() -> None:
     assert list(wrapped) == list(model)
     with pytest.raises(AttributeError, match="nothing_like_it"):
         wrapped.nothing_like_it  # noqa: B018
+
+
+class Scaled(nn.Module):
+    alpha = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4)])
+        self.head: nn.Module = nn.Linear(8, 8)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x)) * self.scale * self.alpha
+
+
+def changed(model: nn.Module) -> nn.Module:
+    """`model` after settings, modules and parameters of it were set."""
+    torch.manual_seed(3)
+    model.scale = 3.0
+    model.alpha = 2.0
+    model.head = nn.Linear(8, 2)
+    return model
+
+
+def test_what_is_set_reaches_the_model() -> None:
+    torch.manual_seed(0)
+    plain = Scaled()
+    model = copy.deepcopy(plain)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 8), repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    x = torch.randn(32, 8)
+    for change in (lambda model: model, changed):
+        assert torch.equal(change(wrapped)(x), change(plain)(x))
+    assert not wrapped._plan.keeps_all
+    assert (model.scale, model.alpha) == (3.0, 2.0)
+    assert model.head is wrapped.head
+    assert wrapped.state_dict().keys() == plain.state_dict().keys()
+    assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert torch.equal(copy.deepcopy(wrapped)(x), plain(x))
+    nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)  # adds each module to its parent anew
+    assert wrapped._model is model and torch.equal(wrapped(x), plain(x))
+
+
+def test_what_is_deleted_and_registered_is_the_models() -> None:
+    model = Scaled()
+    keys = set(model.state_dict())
+    wrapped = rotoff.Checkpointable(model)
+    wrapped.register_buffer("seen", torch.ones(2))
+    wrapped.register_buffer("cache", torch.ones(2), persistent=False)
+    wrapped.register_parameter("gain", nn.Parameter(torch.ones(2)))
+    wrapped.bias = nn.Parameter(torch.ones(2))
+    wrapped.add_module("added", nn.Linear(1, 1, bias=False))
+    wrapped.register_module("more", nn.Linear(1, 1, bias=False))
+    added = {"seen", "gain", "bias", "added.weight", "more.weight"}
+    assert set(wrapped.state_dict()) == set(model.state_dict()) == keys | added
+    assert wrapped.load_state_dict(model.state_dict()).missing_keys == []
+    for name in ("seen", "cache", "gain", "bias", "added", "more", "scale", "head"):
+        delattr(wrapped, name)
+        assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        del wrapped.nothing_like_it
+
+
+def test_what_is_its_own_stays_its_own() -> None:
+    class Named(rotoff.Checkpointable):
+        def __init__(self, model: nn.Module) -> None:
+            self.before = 1
+            super().__init__(model)
+            self.after = 2
+
+    model = Scaled()
+    wrapped = Named(model)
+    assert (wrapped.before, wrapped.after, model.after) == (1, 2, 2)
+    assert not hasattr(model, "before")
+    wrapped.training = False
+    wrapped.forward = model.forward
+    assert model.training and "forward" not in vars(model)
+    with pytest.raises(AttributeError):
+        wrapped.mem_limit = 3
+    assert not [name for name in wrapped._own if hasattr(model, name)]
 
 
 def test_eval_and_no_grad_run_the_model_itself() -> None:

@@ -1,0 +1,104 @@
+"""What a `Checkpointable` shows of the model in it: the model's own attributes, items and names, to read, to set and to delete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_PREFIX = "_model."
+_TORCHS = frozenset({*vars(nn.Module()), "_model"})
+
+
+class LikeItsModel(nn.Module):
+    """A module around `model`, in whose place it stands.
+
+    _own: names of attributes that a subclass has for itself, beside those of its class.
+    """
+
+    _own: frozenset[str] = frozenset()
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self.training = model.training
+        self._register_state_dict_hook(_strip_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_model":
+                raise
+            return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is this module's own, as one that is read here and not in the model: all others are set there, so that its
+        forward and whoever reads them here find the same."""
+        own = (
+            name in _TORCHS
+            or name in self._own
+            or name in vars(self)
+            or any(name in vars(cls) for cls in type(self).__mro__)
+        )
+        return own or "_model" not in vars(self).get("_modules", ())  # which a subclass may not have yet
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """As of the model, as are `register_parameter` and `add_module`."""
+        self._model.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._model.register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        if self._is_own(name):  # the model itself, put back by who walks through all modules (SyncBatchNorm)
+            super().add_module(name, module)
+        else:
+            self._model.add_module(name, module)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._model[index]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self._model)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._model)  # type: ignore[call-overload]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of the model: names of modules, and so of parameters and buffers, do not show the wrapper."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self._model.named_modules(memo, prefix, remove_duplicate)
+
+
+def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
+    inner = prefix + _PREFIX
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key[len(inner) :]] = state.pop(key)
+
+
+def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    inner = prefix + _PREFIX
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+        state[inner + key[len(prefix) :]] = state.pop(key)
