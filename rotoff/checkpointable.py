@@ -99,7 +99,7 @@ class Checkpointable(RotorNames, LikeItsModel):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
-        _refuse_planned(model)
+        refuse_planned(model)
         super().__init__(model)
         self._options = Options(
             stages=stages,
@@ -342,14 +342,21 @@ def _by_itself(wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[A
 _left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(_by_itself)
 
 
-def _refuse_planned(model: nn.Module) -> None:
+def refuse_planned(model: nn.Module) -> None:
+    """Raise MeasureError where `model`, or a part of it, is planned already."""
     if isinstance(model, Checkpointable):
         raise MeasureError(
             "the model is a rotoff.Checkpointable already; for another limit call its compute_sequence again, and for other"
             " options give the model that it was made of"
         )
     for name, module in model.named_modules():
-        if isinstance(module, Checkpointable) or (module is not model and vars(module).get(ATTACHED) is not None):
+        attached = vars(module).get(ATTACHED) is not None
+        if attached and module is model:
+            raise MeasureError(
+                "the model is planned already, by rotoff.attach; rotoff.detach(model) frees it, and for another limit call compute_sequence"
+                " of what attach returned"
+            )
+        if attached or isinstance(module, Checkpointable):
             raise MeasureError(
                 f"{name!r} of the model is planned by rotoff already; plan the outermost module alone, since one limit holds for a"
                 " whole step"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from .chain import Chain
-from .checkpointable import Checkpointable
+from .checkpointable import Checkpointable, refuse_planned
 from .profile.devices import Device, find
 from .profile.estimate import estimate_profile
 from .profile.model_profile import Profile
@@ -35,6 +35,8 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
 def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
     """What measuring `model`, a `Checkpointable` or a bare one, would find on `device`."""
     if not isinstance(model, Checkpointable):
+        refuse_planned(model)
         return estimate_profile(model, args, kwargs, device)
+    refuse_planned(model._model)  # by rotoff.attach, whose forward is no model's own
     options = model._options
     return estimate_profile(model._model, args, kwargs, device, options.stages, options.forms)

@@ -72,26 +72,39 @@ class _Attachment:
         self._was_its_own = "forward" not in model.__dict__
         self._wrapper = wrapper
         self._inside = False
-        planned._courses.plain = self.original
+        planned._courses.plain = self.its_own
 
     @property
     def planned(self) -> Checkpointable:
         """What plans the model; for a copy made when it is first asked for, since the copy is not whole before."""
         if self._planned is None:
-            self._planned = Checkpointable(self.model, **self._wrapper)
+            mark = self.model.__dict__.pop(ATTACHED, None)  # by which a model that is planned already is refused
+            try:
+                self._planned = Checkpointable(self.model, **self._wrapper)
+            finally:
+                if mark is not None:
+                    self.model.__dict__[ATTACHED] = mark
             self._planned._courses.request = self._request
-            self._planned._courses.plain = self.original
+            self._planned._courses.plain = self.its_own
         return self._planned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._inside or not self.model.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        self._inside = True  # measuring may call the model, and then means its own forward
         self.planned.training = True
+        return self._within(self.planned.forward, args, kwargs)
+
+    def its_own(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, as are the calls of the model in it."""
+        return self._within(self.original, args, kwargs)
+
+    def _within(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`run`, in which a call of the model, as measuring makes it, means its own forward."""
+        before, self._inside = self._inside, True
         try:
-            return self.planned.forward(*args, **kwargs)
+            return run(*args, **kwargs)
         finally:
-            self._inside = False
+            self._inside = before
 
     def restore(self) -> None:
         if self._was_its_own:

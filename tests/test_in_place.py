@@ -144,6 +144,50 @@ def test_a_forward_that_others_wrap_keeps_the_plan_inside() -> None:
     assert same(gradients(model, x), [p.grad for p in plain.parameters()])
 
 
+class Recurrent(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self(x, depth - 1) if depth else x
+
+
+def test_a_forward_that_calls_itself() -> None:
+    torch.manual_seed(0)
+    plain = Recurrent()
+    model = copy.deepcopy(plain)
+    x = torch.randn(64, 16)
+    planned = rotoff.attach(model, "1 GiB").measure(x, repeats=1)
+    planned.compute_sequence(smallest(planned), refine=False)
+    assert not planned._plan.keeps_all
+    assert same(gradients(model, x), gradients(plain, x))
+    assert len(list(planned._courses)) == 1
+
+
+def test_what_is_attached_is_not_planned_by_another() -> None:
+    model, _ = fresh("mlp")
+    x = torch.randn(4, 16)
+    planned = rotoff.attach(model, "1 GiB")
+    asked = [
+        lambda: rotoff.Checkpointable(model),
+        lambda: rotoff.stages(model, x),
+        lambda: rotoff.plan(model, x, mem_limit="1 GiB"),
+        lambda: rotoff.estimate(planned, x),
+    ]
+    for ask in asked:
+        with pytest.raises(MeasureError, match=r"planned already, by rotoff\.attach; rotoff\.detach\(model\) frees it"):
+            ask()
+    twin = copy.deepcopy(model)
+    assert attached(twin) is not planned and attached(twin) is attached(twin)
+    rotoff.detach(model)
+    rotoff.Checkpointable(model)
+
+
 def test_what_cannot_be_attached_is_said() -> None:
     model, _ = fresh("mlp")
     rotoff.attach(model, "1 GiB")
