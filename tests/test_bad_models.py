@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -163,6 +164,39 @@ def test_a_sequential_is_called_with_one_argument(arguments: tuple[Any, ...]) ->
 def test_an_input_that_does_not_fit_the_model_says_what_the_model_said() -> None:
     with pytest.raises(Exception, match="mat1 and mat2 shapes cannot be multiplied"):
         Checkpointable(small_model()).measure(torch.randn(2, 31))
+
+
+class Held:
+    """Looks like nothing that torch knows."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch: Any, more: Any = None) -> torch.Tensor:
+        return self.linear(batch["x"] if isinstance(batch, UserDict) else batch.x)
+
+
+@pytest.mark.parametrize("batch", [Held, lambda x: UserDict(x=x)], ids=["object", "mapping"])
+@pytest.mark.parametrize("more", [(), (torch.ones(2, 4),)], ids=["alone", "with a tensor"])
+def test_an_input_that_cannot_be_looked_into(batch: Any, more: Any) -> None:
+    given = batch(torch.ones(2, 4))
+    with pytest.raises(MeasureError, match=f"an argument is a {type(given).__name__}, which .* and dataclasses of them$"):
+        Checkpointable(Reads()).measure(given, *more)
+    if not more:
+        with pytest.raises(MeasureError, match="which rotoff cannot look into"):
+            Checkpointable(nn.Sequential(Reads())).measure(given)
+
+
+@pytest.mark.parametrize("wanted", [40.0, True, object(), iter(["linear"]), [], "linear", [["linear"]], [3]])
+def test_what_are_no_stages(wanted: Any) -> None:
+    with pytest.raises(OptionError, match="give a number of stages, or a list|is no module of the model"):
+        Checkpointable(Reads(), stages=wanted)
 
 
 # -- what is unusual and right

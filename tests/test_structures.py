@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from test_runtime import smallest
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,3 +179,60 @@ def test_a_traced_model_is_refused() -> None:
     traced = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4))
     with pytest.raises(rotoff.MeasureError, match=r"a scripted or traced one \(Sequential\)"):
         rotoff.Checkpointable(traced).measure(torch.randn(2, 4))
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths)
+        return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], total_length=len(x))[0]
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Packing()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x, lengths)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_sequences_packed_in_a_submodule_may_have_other_lengths_in_each_step() -> None:
+    torch.manual_seed(0)
+    plain = Tagger()
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain)).measure(torch.randn(7, 3, 8), torch.tensor([7, 3, 2]))
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    assert not wrapped._plan.keeps_all
+    for lengths in ([7, 3, 2], [7, 7, 7], [5, 3, 1]):
+        x = torch.randn(7, 3, 8)
+        outputs = [model(x, torch.tensor(lengths)) for model in (wrapped, plain)]
+        for output in outputs:
+            output.square().mean().backward()
+        assert torch.equal(*outputs)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(wrapped.parameters(), plain.parameters(), strict=True))
+
+
+class Pack(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 2]))
+
+
+@pytest.mark.parametrize("how", ["input", "input of a Sequential", "between stages", "of a named stage"])
+def test_a_packed_sequence_is_refused_with_its_cure(how: str) -> None:
+    x = torch.randn(5, 2, 8)
+    packed = Pack()(x)
+    model, given, options = {
+        "input": (Tagger(), (packed, None), {}),
+        "input of a Sequential": (nn.Sequential(nn.LSTM(8, 8)), (packed,), {}),
+        "between stages": (nn.Sequential(Pack(), nn.LSTM(8, 8)), (x,), {}),
+        "of a named stage": (nn.Sequential(Pack(), nn.LSTM(8, 8)), (x,), {"stages": ["1"]}),
+    }[how]
+    with pytest.raises(rotoff.MeasureError, match="is a PackedSequence, .* pass the padded tensor and its lengths"):
+        rotoff.Checkpointable(model, **options).measure(*given)

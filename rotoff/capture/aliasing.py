@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import MeasureError
 from ..runtime.replay import preserved
-from .stage import Copy, StageModule, copied, flatten, storage_key
+from .stage import Copy, StageModule, copied, flatten, refuse_packed, storage_key
 from .unrepeatable import refusing
 
 
@@ -28,7 +28,7 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
         stages: in order. value: the sample input, which stays as it is; the stages are run on it without gradients.
 
     Raises:
-        MeasureError: where a later stage changes in place what was handed on to it from the batch.
+        MeasureError: where a later stage changes in place what was handed on to it from the batch, or a stage is given a PackedSequence.
     """
     groups: list[StageModule] = []
     first_aliases = False  # the first group's output is still the batch itself
@@ -40,6 +40,7 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
         lasting = set(watches)
         for stage in stages:
             source, value = value, None
+            refuse_packed(source, f"what stage {stage.name!r} is given")
             inputs = [(t, t._version) for t in flatten(source)[0]]
             keys = {storage_key(t) for t, _ in inputs}
             value = _run(stage, source, device)

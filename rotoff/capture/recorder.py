@@ -20,6 +20,7 @@ from .data_sizes import DataSizes
 from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
 from .saved_tensors import foreign_hooks
+from .stage import refuse_packed
 from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
 from .unrepeatable import NO_BUFFER, ONCE_MORE, Parameters, UnrepeatableError, compiled
 from .weight_casts import WeightCasts
@@ -204,6 +205,8 @@ class Recorder(TorchFunctionMode):
             self._refuse(what)
         if (objection := self._parameters.objection(function, args, kwargs)) is not None:
             self._refuse(*objection, UnrepeatableError)
+        if name == "_pack_padded_sequence":  # recurrent layers then make as many tensors as the longest is long
+            self._leave_to_module("packs sequences, the lengths of which are data")
         if (hooks := foreign_hooks()) is not None:
             self._refuse(hooks[0], hooks[1], UnrepeatableError)
         versions = [t._version for t in tensors]
@@ -353,11 +356,12 @@ def _all_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 def check_arguments(value: Any) -> None:
     """Raise MeasureError where `value` has what a recording cannot look into."""
+    refuse_packed(value, "an argument")
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not callable(leaf):
             raise MeasureError(
-                f"an argument is a {type(leaf).__name__}, which rotoff cannot look into; give tensors, numbers, and tuples, lists"
-                " and dicts of them"
+                f"an argument is a {type(leaf).__name__}, which rotoff cannot look into; give tensors, numbers, and tuples, lists,"
+                " dicts and dataclasses of them"
             )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
@@ -149,6 +150,19 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
 
 def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
+
+
+def refuse_packed(value: Any, what: str) -> None:
+    """Raise MeasureError where `value`, which is `what`, holds a PackedSequence: it is none with anything else in its tensors' places."""
+    if any(map(_packed, pytree.tree_leaves(value, is_leaf=_packed))):
+        raise MeasureError(
+            f"{what} is a PackedSequence, which rotoff cannot look into; pass the padded tensor and its lengths, and have one"
+            " submodule pack them, run the recurrent layers and pad what these return (pad_packed_sequence)"
+        )
+
+
+def _packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,11 @@ from torch.nn.parameter import is_lazy
 from ..errors import MeasureError, OptionError
 from . import cuts, sequential
 from .dataclass_trees import look_into
-from .recording import Call, UnrecordableError, record
+from .recorder import UnrecordableError, check_arguments
+from .recording import Call, record
 from .saved_tensors import foreign_hooks
 from .segment import Segment
-from .stage import StageModule, flatten, storage_key
+from .stage import StageModule, flatten, refuse_packed, storage_key
 from .state import ModuleState, caches_off
 from .tape import Tape
 from .unrepeatable import UnrepeatableError
@@ -137,6 +138,9 @@ def check_measurable(model: nn.Module, value: Any) -> None:
         if type(tensor) in (torch.Tensor, nn.Parameter):
             storage_key(tensor)  # so that a sparse one is refused here
     tensors = flatten(value)[0]
+    refuse_packed(value, "the model's input")
+    if not tensors or not is_sequential(model):  # a Sequential may hand on anything beside tensors
+        check_arguments(value)
     if not tensors:
         raise MeasureError("the model's input holds no tensor")
     for tensor in tensors:
@@ -214,13 +218,18 @@ def named(model: nn.Module, wanted: Wanted) -> list[str]:
     """Dotted names of the modules asked for."""
     if wanted is None or (isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0):
         return []
-    if isinstance(wanted, (bool, int, str)) or not wanted:
+    if (
+        isinstance(wanted, (int, str))
+        or not isinstance(wanted, Iterable)
+        or not isinstance(wanted, Sized)
+        or not len(wanted)
+    ):
         raise OptionError(f"stages is {wanted!r}; give a number of stages, or a list of the model's modules or their names")
     known = dict(model.named_modules())
     names = []
     for item in wanted:
         name = next((n for n, m in known.items() if m is item), None) if isinstance(item, nn.Module) else item
-        if name not in known or not name:
+        if not isinstance(name, str) or name not in known or not name:
             shown = f"a {type(item).__name__}" if isinstance(item, nn.Module) else repr(item)
             raise OptionError(f"stages names {shown}, which is no module of the model; see model.named_modules()")
         names.append(name)
