@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from allocated import peak_bytes
+from test_runtime import smallest
 from torch import nn
 from torch.nn import functional as F
 
@@ -330,9 +331,71 @@ def counted(module: Any, x: torch.Tensor) -> float:
 def test_what_cannot_be_replayed_is_refused_in_a_sentence(what: Any, sentence: str) -> None:
     with pytest.raises(rotoff.MeasureError, match=sentence) as caught:
         rotoff.Checkpointable(Refused(what)).measure(torch.randn(2, 3))
-    cure = "have the training loop do that" if "differentiates" in sentence else "name its stages by hand"
-    assert cure in str(caught.value)
+    cures = ("have the training loop do that", "draw with torch", "probability", "in a submodule", "name its stages by hand")
+    assert sum(cure in str(caught.value) for cure in cures) == 1
+    assert ("name its stages" in str(caught.value)) == ("manual_seed" in str(caught.value))
     assert "\n" not in str(caught.value)
+
+
+class WarmUp(nn.Module):
+    """A factor that grows for four steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return x * min(1.0, self.step / 4)
+
+
+class AtTheEnd(nn.Module):
+    """Does `end` with its output, itself or in a submodule."""
+
+    def __init__(self, end: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4))
+        self.end = end
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x) if isinstance(self.end, nn.Module) else self.end(self, x)
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "cured", "same"),
+    [
+        (lambda _, y: (y, y.detach().numpy().mean()), "in a submodule", lambda _, y: y, lambda y: y),
+        (WarmUp.forward, "in a submodule that returns tensors$", WarmUp(), lambda y: y),
+        (
+            lambda _, y: torch.distributions.Normal(y, 1.0),
+            "have it return tensors, .*the parameters of a distribution.$",
+            lambda _, y: (y, 1.0),
+            lambda y: torch.distributions.Normal(*y).mean,
+        ),
+    ],
+    ids=["metric", "counter", "distribution"],
+)
+def test_the_cure_for_what_the_model_does_itself(end: Any, said: str, cured: Any, same: Any) -> None:
+    """Naming stages would give the same error again."""
+    torch.manual_seed(0)
+    for options in ({}, {"stages": ["blocks.0", "blocks.1"]}):
+        with pytest.raises(rotoff.MeasureError, match=said) as caught:
+            rotoff.Checkpointable(AtTheEnd(end), **options).measure(torch.randn(32, 8))
+        assert "stages=" not in str(caught.value)
+    plain = AtTheEnd(cured)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain)).measure(torch.randn(32, 8))
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    assert not wrapped._plan.keeps_all
+    for _ in range(6):
+        x = torch.randn(32, 8)
+        outputs = [same(model(x)) for model in (wrapped, plain)]
+        for output in outputs:
+            output.square().mean().backward()
+        assert torch.equal(*outputs)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(wrapped.parameters(), plain.parameters(), strict=True))
 
 
 class Doubled(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch
 from ..errors import MeasureError
 from ..runtime.replay import preserved
 from .tape import NOTHING, Operation, Ref, Tape, leaves, substitute
+from .unrepeatable import UncuttableError
 
 DRAWS = 500  # of the numbers of a question: what comes up once in a hundred times is found but for 1 in 150
 NUMBERS = 1024  # bytes that a question of chance is made from, at most
@@ -48,7 +49,7 @@ def check(tape: Tape, name: str, device: torch.device) -> None:
 def refusal(name: str, place: str) -> MeasureError:
     """Of a forward of `name` that takes one of several ways by chance, in the module `place`."""
     where = f" in module {place!r}" if place else ""
-    return MeasureError(
+    return (MeasureError if place else UncuttableError)(
         f"the forward of {name} skips or takes some of its modules by chance{where} (LayerDrop), and rotoff plans"
         " one course of a forward; set that probability (layerdrop, encoder_layerdrop, decoder_layerdrop) to 0"
     )

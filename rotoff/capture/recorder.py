@@ -22,7 +22,7 @@ from .known_tensors import KnownTensors
 from .saved_tensors import foreign_hooks
 from .stage import refuse_packed
 from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
-from .unrepeatable import NO_BUFFER, ONCE_MORE, Parameters, UnrepeatableError, compiled
+from .unrepeatable import NO_BUFFER, ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 from .weight_casts import WeightCasts
 
 # Answers about a tensor that do not depend on its contents.
@@ -88,7 +88,8 @@ _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a 
 
 
 class UnrecordableError(MeasureError):
-    """What a module does cannot be written down once for all steps; modules: those that might be taken whole instead."""
+    """What a module does cannot be written down once for all steps; modules: those that might be taken whole instead. None: the model
+    does it itself, outside of its submodules."""
 
     def __init__(self, message: str, modules: Collection[nn.Module] = ()) -> None:
         super().__init__(message)
@@ -145,9 +146,9 @@ class Recorder(TorchFunctionMode):
         found, self.tape.result_spec = pytree.tree_flatten(result)
         for leaf in found:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-                raise MeasureError(
+                raise UncuttableError(
                     f"{type(self._model).__name__} returns a {type(leaf).__name__}, which rotoff cannot look into;"
-                    " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache)"
+                    " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache, the parameters of a distribution)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
@@ -169,7 +170,7 @@ class Recorder(TorchFunctionMode):
             if not any(t.requires_grad and self._tensors.number(t) is not None for t in tensors):
                 continue
             if value is self._before[module].get(name, NOTHING):
-                raise MeasureError(
+                raise UncuttableError(
                     f"module {self._names[module]!r} ({type(module).__name__}) adds tensors of the graph to its attribute {name!r};"
                     " have its forward set the attribute anew, or the model return them"
                 )
@@ -202,7 +203,7 @@ class Recorder(TorchFunctionMode):
         if any(is_functorch_wrapped_tensor(t) for t in tensors):
             what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
             self._leave_to_module(what, [at for at in self._place if not self._taken_whole(at[0])])
-            self._refuse(what)
+            self._refuse(what, kind=UnrecordableError)
         if (objection := self._parameters.objection(function, args, kwargs)) is not None:
             self._refuse(*objection, UnrepeatableError)
         if name == "_pack_padded_sequence":  # recurrent layers then make as many tensors as the longest is long
@@ -237,7 +238,7 @@ class Recorder(TorchFunctionMode):
                     self._leave_to_module(f"goes by the size of a tensor, which follows from what it computed ({name})")
             elif name in _ESCAPES or not all(isinstance(leaf, _PLAIN) for leaf in leaves(result)):
                 self._leave_to_module(f"hands a tensor's contents to Python ({name})")
-                self._refuse(f"hands a tensor's contents to Python ({name})")
+                self._refuse(f"hands a tensor's contents to Python ({name})", kind=UnrecordableError)
             elif type(result) is float and (found := chance.extremes(self.tape, function, references, reads, self._device)):
                 self.tape.chances.append(self._place[-1][0] if self._place else "")
                 return found[self._most]  # it is of no consequence, or recordings differ
@@ -284,7 +285,8 @@ class Recorder(TorchFunctionMode):
             if module is self._model:
                 self._refuse(
                     "is that of a model that is compiled, scripted or hooked as a whole; do so with the rotoff.Checkpointable around it,"
-                    " or use rotoff.attach"
+                    " or use rotoff.attach",
+                    kind=UncuttableError,
                 )
             check_arguments((args, kwargs))
             return self.call(module, args, kwargs)
@@ -331,7 +333,7 @@ class Recorder(TorchFunctionMode):
             if not isinstance(leaf, (torch.Tensor, type(None), bool, str)):
                 what = f"hands on a {type(leaf).__name__}, which follows from data or cannot be looked into"
                 self._leave_to_module(what, self._place[:-1])
-                self._refuse(what)
+                self._refuse(what, kind=UnrecordableError)
 
     def _leave_to_module(self, what: str, place: list[tuple[str, int]] | None = None) -> None:
         """Refuse, if there is a module at `place` that could be taken whole instead."""

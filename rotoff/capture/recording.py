@@ -31,7 +31,7 @@ from .outside import other_generators, put_other_generators, seen_calls
 from .recorder import Recorder, UnrecordableError, check_arguments
 from .stage import copied, flatten
 from .tape import Tape, same
-from .unrepeatable import UnrepeatableError
+from .unrepeatable import UncuttableError, UnrepeatableError
 from .weight_casts import share
 
 TRIES = 4  # recordings, two of which in a row must be equal
@@ -128,7 +128,7 @@ def _once(
     now = other_generators()
     if now != drawn:
         put_other_generators(drawn)
-        raise MeasureError(
+        raise UncuttableError(
             f"the forward of {type(model).__name__} draws from Python's or NumPy's random numbers, which cannot be drawn again"
             " for a replay; switch that off (LayerDrop, masking of inputs), or draw with torch"
         )

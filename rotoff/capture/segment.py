@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..errors import BranchError
 from .stage import flatten
 from .tape import NOTHING, Operation, Owned, Ref, Tape, described, same
+from .unrepeatable import IN_A_SUBMODULE
 
 
 class Segment(nn.Module):
@@ -196,7 +197,7 @@ class _Guard:
         self._cure = (
             "name that module, or one around it, in Checkpointable(model, stages=[...]), which takes it as it is"
             if where
-            else "have the model do the same in each step"
+            else IN_A_SUBMODULE
         )
 
     def __call__(self, value: Any) -> None:

@@ -29,7 +29,7 @@ from .segment import Segment
 from .stage import StageModule, flatten, refuse_packed, storage_key
 from .state import ModuleState, caches_off
 from .tape import Tape
-from .unrepeatable import UnrepeatableError
+from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
 CURE = (
     'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole, or make the'
@@ -175,13 +175,13 @@ def capture(
         with nullcontext() if asked_for else caches_off(model):
             call = Call(model, forward or model, args, kwargs, device)
             tape = _recorded(call, [model.get_submodule(name) for name in names])
-    except UnrepeatableError:
+    except UncuttableError:
         raise
     except Exception as error:  # the model's own forward may fail in any way
         tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
         said = reason[0] if reason else type(error).__name__
-        cure = CURE
+        cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) and not error.modules else CURE
         if not isinstance(error, MeasureError):  # most often the model's own, on a sample that is not for it
             said, cure = f"{type(error).__name__}: {said}", f"see that model(*sample) runs by itself; where it does, {CURE}"
         raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error

@@ -32,8 +32,15 @@ ONCE_MORE = (
 NO_BUFFER = ", and a replay would change it again: register it (register_buffer, with persistent=False to leave it out of the state_dict)"
 
 
-class UnrepeatableError(MeasureError):
-    """A forward does what cannot be done again; no other way to cut the model would help."""
+IN_A_SUBMODULE = "do that after the forward, from what the model returns, or in a submodule that returns tensors"
+
+
+class UncuttableError(MeasureError):
+    """What is wrong is so however the model is cut; the sentence has its own cure."""
+
+
+class UnrepeatableError(UncuttableError):
+    """A forward does what cannot be done again."""
 
 
 class Parameters:
