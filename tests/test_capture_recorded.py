@@ -547,21 +547,21 @@ def test_an_argument_that_hides_tensors_is_named() -> None:
         rotoff.Checkpointable(Masked()).measure(torch.randn(4, 8), Box())
 
 
-class Grows(nn.Module):
-    """Returns more rows once somebody says so, where nobody watches: in no attribute of its own."""
+ROWS = [1]
 
-    rows: list[int]
+
+class Grows(nn.Module):
+    """Returns more rows once somebody says so, where nobody watches: neither in its attributes nor in its class's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.linear(x)] * self.rows[0])
+        return torch.cat([self.linear(x)] * ROWS[0])
 
 
 def test_a_named_stage_that_returns_other_shapes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Grows, "rows", [1], raising=False)
     model = Masked(2)
     model.layers[0] = nn.Module()
     model.layers[0].forward = lambda x, mask: model.layers[0].inner(x)
@@ -570,7 +570,7 @@ def test_a_named_stage_that_returns_other_shapes_is_named(monkeypatch: pytest.Mo
     x = torch.randn(4, 8)
     wrapped.measure(x).compute_sequence("1 MiB")
     wrapped(x).sum().backward()
-    Grows.rows[0] = 2
+    monkeypatch.setitem(ROWS, 0, 2)  # type: ignore[arg-type]
     with pytest.raises(rotoff.ExecutionError, match=r"module 'layers.0.inner' returns \(8, 8\) and returned \(4, 8\)"):
         wrapped(x)
 

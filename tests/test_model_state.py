@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from test_runtime import smallest
@@ -167,6 +171,8 @@ def test_measuring_leaves_counters_alone(kind: Any) -> None:
 
 
 class Settings(Net):
+    gain = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.act: Callable[[torch.Tensor], torch.Tensor] = F.relu
@@ -174,6 +180,11 @@ class Settings(Net):
         self.order, self.pair = [0, 1, 2, 3], (1.0, 2.0)
         self.dtype, self.weights = torch.float32, torch.ones(WIDTH)
         self.history: list[float] = []
+        self.nested: dict[str, Any] = {"a": {"scale": 1.0}, "rows": [[1.0], [2.0]], "box": SimpleNamespace(scale=1.0)}
+        self.nested["box"].around = self.nested
+        self.array, self.number = numpy.ones(3), numpy.float32(1.0)
+        self.tables = {"used": torch.ones(WIDTH), "not used": torch.ones(WIDTH)}
+        self.call = partial(torch.mul, torch.tensor(1.0))
         self.register_buffer("mask", None)
         self.register_parameter("bias", None)
         self.more = nn.ParameterDict()
@@ -185,7 +196,18 @@ class Settings(Net):
         x = x if self.bias is None else x + self.bias
         for factor in self.more.values():
             x = x * factor
+        factor = self.gain * self.nested["a"]["scale"] * self.nested["rows"][0][0] * self.nested["box"].scale
+        x = self.call(x) * factor * float(self.array[0]) * float(self.number) * self.tables["used"]
         return x.to(self.dtype).float() * self.weights
+
+
+def settings() -> nn.Module:
+    """With a class of its own."""
+
+    class Own(Settings):
+        pass
+
+    return Own()
 
 
 def patch_forward(model: Any) -> None:
@@ -206,6 +228,15 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "parameter that was None": lambda model: setattr(model, "bias", nn.Parameter(torch.ones(WIDTH))),
     "parameter dict": lambda model: model.more.update({"a": nn.Parameter(torch.ones(WIDTH) * 2)}),
     "forward": patch_forward,
+    "over a class's own": lambda model: setattr(model, "gain", 2.0),
+    "class's own": lambda model: setattr(type(model), "gain", 2.0),
+    "dict in a dict": lambda model: model.nested["a"].update(scale=2.0),
+    "list in a list": lambda model: model.nested["rows"][0].__setitem__(0, 2.0),
+    "object": lambda model: setattr(model.nested["box"], "scale", 2.0),
+    "array": lambda model: model.array.fill(2.0),
+    "number of NumPy": lambda model: setattr(model, "number", numpy.float32(2.0)),
+    "tensor in a dict": lambda model: model.tables.update(used=torch.arange(float(WIDTH))),
+    "partial": lambda model: setattr(model, "call", partial(torch.mul, torch.tensor(2.0))),
 }
 
 
@@ -215,12 +246,12 @@ def test_a_setting_changed_between_steps_is_noticed(what: str) -> None:
         if step == 1:
             CHANGES[what](model)
 
-    plain = trained(Settings, None, between)
-    assert not same(plain, trained(Settings, None))
-    assert same(trained(Settings, "remat", between, room=1.6), plain)
+    plain = trained(settings, None, between)
+    assert not same(plain, trained(settings, None))
+    assert same(trained(settings, "remat", between, room=1.6), plain)
 
 
-def test_a_history_that_begins_empty_is_no_setting() -> None:
+def test_what_is_no_setting_is_no_reason_to_measure_again() -> None:
     model, x = Settings(), torch.randn(32, WIDTH)
     run = measured(model, x)
     run.compute_sequence(int(1.2 * smallest(run, "remat")), mode="remat", refine=False)
@@ -228,6 +259,8 @@ def test_a_history_that_begins_empty_is_no_setting() -> None:
     for n in range(3):
         run(x).sum().backward()
         model.history.append(float(n))
+        model.nested = copy.deepcopy(model.nested)  # another, that says the same
+        model.tables["not used"] = torch.zeros(WIDTH)
     assert run.profile is first
     run.close()
 

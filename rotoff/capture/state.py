@@ -6,22 +6,16 @@ configuration: the recording holds what followed from them, so a change makes it
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import MeasureError
+from .settings import GONE, Taken, Taker, alike, class_settings, plain
 
-_SCALARS = (
-    *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
-)
-_DEPTH = 3  # of configurations within configurations
 # attributes that every module has, which are watched otherwise
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -49,10 +43,10 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 class ModuleState:
-    """The plain values held by `model`, its modules and their configurations, which modules those are, and which parameters need a
-    gradient.
+    """The settings held by `model`, its modules, their classes and their configurations, which modules those are, and which
+    parameters need a gradient.
 
-    Attributes that are made later, or that the forward itself changes (`settle`), are not watched.
+    Attributes that are made later, but for those over a class's own, or that the forward itself changes (`settle`), are not watched.
 
     Args:
         called: whether the modules themselves are called in each step. Then they read their own settings and run their own
@@ -60,14 +54,15 @@ class ModuleState:
     """
 
     def __init__(self, model: nn.Module, called: bool = False) -> None:
-        self._values: list[tuple[dict[str, Any], str, Any]] = []
-        self._contents: list[tuple[dict[str, Any], str, Any, Any]] = []  # lists, dicts and sets, and copies of them
+        self._values: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._taken: list[tuple[Mapping[str, Any], str, Taken]] = []  # containers and objects
         self._tables: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._missing: list[tuple[dict[str, Any], str]] = []  # parameters and buffers that are None
-        self._sizes: list[tuple[dict[Any, Any], int]] = []
+        self._sized: list[dict[Any, Any]] = []  # of which the lengths are watched
         self._parameters: list[tuple[dict[str, Any], str, bool]] = []
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
-        seen: set[int] = set()
+        taker = Taker()
+        defaults: dict[type, list[str]] = {}  # by class of module, the names of what it holds for them
         for module in model.modules():
             if module._modules or not module._parameters:
                 self._children.append((module._modules, list(module._modules.values())))
@@ -78,14 +73,21 @@ class ModuleState:
                 self._values.append((vars(module), "training", module.training))
                 if module is model or not isinstance(module, nn.Sequential):
                     continue
-            self._sizes += [(vars(module)[name], len(vars(module)[name])) for name in _HOOKS]
+            self._sized += [vars(module)[name] for name in _HOOKS]
             if called:
                 continue
             for table in (module._parameters, module._buffers):
-                self._sizes.append((table, len(table)))
+                self._sized.append(table)
                 self._missing += [(table, name) for name, tensor in table.items() if tensor is None]
-            self._values.append((vars(module), "forward", vars(module).get("forward", self)))
-            self._watch(vars(module), seen, _DEPTH)
+            self._values.append((vars(module), "forward", vars(module).get("forward", GONE)))
+            for name, value in vars(module).items():
+                if name not in _TORCHS and not isinstance(value, torch.Tensor):  # for tensors see `settle`
+                    self._watch(vars(module), name, value, taker)
+            kind = type(module)
+            if kind not in defaults:
+                defaults[kind] = self._watch_class(kind, taker)
+            self._values += [(vars(module), name, GONE) for name in defaults[kind] if name not in vars(module)]
+        self._sizes = list(map(len, self._sized))
 
     def refuse_borrowed(self) -> None:
         """Raise MeasureError where parameters were put in for the time of a forward, so that a replay would not see them."""
@@ -96,48 +98,57 @@ class ModuleState:
                     " would not see; copy the values into the model's parameters, or plan with mode='offload', which replays nothing"
                 )
 
-    def _watch(self, attributes: dict[str, Any], seen: set[int], depth: int) -> None:
-        for name, value in list(attributes.items()):
-            if name in _TORCHS:
-                continue
-            if _plain(value):
-                self._values.append((attributes, name, value))
-            elif type(value) in (list, dict, set):
-                if all(map(_plain, value.values() if isinstance(value, dict) else value)):
-                    self._contents.append((attributes, name, value, value.copy()))
-            elif (
-                hasattr(value, "__dict__")
-                and not isinstance(value, (nn.Module, torch.Tensor, type))
-                and id(value) not in seen
-            ):
-                seen.add(id(value))
-                if not callable(value) and depth:
-                    self._watch(vars(value), seen, depth - 1)
+    def _watch(self, held: Mapping[str, Any], name: str, value: Any, taker: Taker) -> bool:
+        """Watch one attribute, if it can be told whether it changes."""
+        if plain(value) or isinstance(value, nn.Module):
+            self._values.append((held, name, value))
+        elif (taken := taker.take(value)) is not None:
+            self._taken.append((held, name, taken))
+        else:
+            return False
+        return True
 
-    def watch_tables(self, model: nn.Module, tables: Sequence[torch.Tensor]) -> None:
-        """Watch which of `tables`, tensors that a recording holds, are attributes of `model` and its modules."""
-        used = {id(table) for table in tables}
-        for module in model.modules() if used else ():
-            self._tables += [(vars(module), name, value) for name, value in vars(module).items() if id(value) in used]
+    def _watch_class(self, kind: type, taker: Taker) -> list[str]:
+        """Watch what modules of class `kind` find in their class; its names, which may get a value of a module's own instead."""
+        names = []
+        for classes, name, value in class_settings(kind):
+            if self._watch(vars(classes[-1]), name, value, taker):
+                names.append(name)
+                self._values += [(vars(nearer), name, GONE) for nearer in classes[:-1]]
+        return names
 
-    def settle(self, attributes: Sequence[tuple[nn.Module, str]] = ()) -> None:
-        """Stop watching what has changed since, and `attributes`, which every step sets."""
+    def settle(
+        self, model: nn.Module, attributes: Sequence[tuple[nn.Module, str]] = (), tables: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Stop watching what has changed since, and `attributes`, which every step sets; watch where `model` and its modules hold
+        `tables`, the tensors that a recording uses."""
         own = {(id(vars(module)), name) for module, name in attributes}
+        used = {id(table) for table in tables}
+        done: dict[int, bool] = {}
         self._values = [
             (held, name, value)
             for held, name, value in self._values
-            if held.get(name, self) == value and (id(held), name) not in own
+            if alike(value, held.get(name, GONE), {}) and (id(held), name) not in own
         ]
-        self._contents = [entry for entry in self._contents if not _other(*entry)]
+        self._taken = [
+            (held, name, taken)
+            for held, name, taken in self._taken
+            if taken.settle(held.get(name, GONE), used, done) and (id(held), name) not in own
+        ]
+        for module in model.modules() if used else ():
+            self._tables += [(vars(module), name, value) for name, value in vars(module).items() if id(value) in used]
 
     def unchanged(self) -> bool:
         """Whether everything watched is as it was."""
         for attributes, name, value in self._values:
-            now = attributes.get(name, self)
-            if now is not value and now != value:
+            now = attributes.get(name, GONE)
+            if now is not value and not alike(value, now, {}):
                 return False
-        if any(_other(*entry) for entry in self._contents):
-            return False
+        compared: dict[int, Taken] = {}
+        for attributes, name, taken in self._taken:
+            now = attributes.get(name, GONE)
+            if compared.get(id(now)) is not taken and not taken.matches(now, compared):
+                return False
         if any(held.get(name) is not tensor for held, name, tensor in self._tables):
             return False
         if any(held.get(name) is not None for held, name in self._missing):
@@ -149,16 +160,4 @@ class ModuleState:
         for modules, before in self._children:
             if list(modules.values()) != before:
                 return False
-        return all(len(hooks) == size for hooks, size in self._sizes)
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, _SCALARS) or (isinstance(value, tuple) and all(map(_plain, value)))
-
-
-def _other(attributes: dict[str, Any], name: str, container: Any, content: Any) -> bool:
-    """Whether the attribute holds anything else than `content`. A list that was empty may have grown: a history, most often."""
-    now = attributes.get(name)
-    if now is container and isinstance(now, list) and not content:
-        return False
-    return type(now) is not type(container) or bool(now != content)
+        return list(map(len, self._sized)) == self._sizes

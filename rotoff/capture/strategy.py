@@ -185,8 +185,7 @@ def capture(
         if not isinstance(error, MeasureError):  # most often the model's own, on a sample that is not for it
             said, cure = f"{type(error).__name__}: {said}", f"see that model(*sample) runs by itself; where it does, {CURE}"
         raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
-    state.settle(tape.attributes)
-    state.watch_tables(model, tape.tables)
+    state.settle(model, tape.attributes, tape.tables)
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found, questions = cuts.stages(tape, count, names)
     how = "recorded operations, cut " + (
