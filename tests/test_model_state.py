@@ -160,6 +160,86 @@ def test_a_replay_finds_attributes_as_its_first_run_did(kind: Any, make: type[nn
         assert same(trained(lambda: kind(make), mode), plain), mode
 
 
+class Warms(Block):
+    """Goes another way from the fourth call on; measuring and all but the last step of these tests see the first way alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x) * (3.0 if self.count > 2 else 1.0)
+
+
+class Held(nn.Module):
+    """Holds a count that the block around it goes by; it is never called itself."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+
+class Around(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Held()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.held.count += 1
+        return super().forward(x) * (3.0 if self.held.count > 2 else 1.0)
+
+
+@pytest.mark.parametrize("make", [Warms, Around])
+def test_what_goes_by_a_count_is_taken_whole_before_that_shows(make: type[nn.Module]) -> None:
+    plain = trained(lambda: Net(make), None)
+    for mode in MODES:
+        assert same(trained(lambda: Net(make), mode), plain), mode
+
+
+class Counted(Net):
+    """Counts itself; or is told, as the refusal says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+        if count is None:
+            self.count += 1
+        return super().forward(x) * (3.0 if (self.count if count is None else count) > 2 else 1.0)
+
+
+def test_a_count_of_the_model_itself_is_refused_with_cures_that_cure() -> None:
+    model, x = Counted(), torch.randn(32, WIDTH)
+    with pytest.raises(rotoff.MeasureError, match=r"'count' of a Counted, and.* into a submodule, or count .*as a tensor$"):
+        measured(model, x)
+    assert model.count == 0
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0), repeats=1)
+    run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
+    for n in range(5):
+        assert torch.equal(run(x, torch.tensor(n)), model(x, torch.tensor(n)))
+    run.close()
+
+
+class Stores(Net):
+    """Numbers that are the same in each call, and one that the first call sets for good."""
+
+    length, longest = 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.length = len(x)
+        self.longest = max(self.longest, len(x))
+        return super().forward(x)
+
+
+def test_numbers_that_stay_are_no_counts() -> None:
+    plain = trained(Stores, None)
+    assert same(trained(Stores, "remat"), plain)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_measuring_leaves_counters_alone(kind: Any) -> None:
     model = kind(Counts)

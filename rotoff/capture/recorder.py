@@ -89,11 +89,14 @@ _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a 
 
 class UnrecordableError(MeasureError):
     """What a module does cannot be written down once for all steps; modules: those that might be taken whole instead. None: the model
-    does it itself, outside of its submodules."""
+    does it itself, outside of its submodules. counts: the attributes in which they count, if that is why."""
 
-    def __init__(self, message: str, modules: Collection[nn.Module] = ()) -> None:
+    def __init__(
+        self, message: str, modules: Collection[nn.Module] = (), counts: Collection[tuple[nn.Module, str]] = ()
+    ) -> None:
         super().__init__(message)
         self.modules = tuple(modules)
+        self.counts = tuple(counts)
 
 
 class Recorder(TorchFunctionMode):
@@ -278,6 +281,7 @@ class Recorder(TorchFunctionMode):
         if self._inside or name is None or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
         self._calls += 1
+        self.tape.called.add(module)
         self._place.append((name, self._calls))
         try:
             if module not in self._whole and not _opaque(module):

@@ -61,8 +61,11 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
     before: Tape | None = None
     difference: str | None = None
     modules: Collection[nn.Module] = ()
+    counts: list[counters.Attribute] = []
+    first = counters.numbers(model)
     begun = [(m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items()]
     for attempt in range(TRIES):  # the first runs may fill caches
+        numbers = counters.numbers(model)
         tape, replaced = _once(call, (whole, varying), attempt)
         if replaced:
             names = dict.fromkeys(f"buffer {name!r} of {type(m).__name__}" for m, name in replaced)
@@ -71,6 +74,9 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
         elif counted := counters.readers(tape, model):
             before, modules = None, counted
             difference = f"a {type(counted[0]).__name__} goes on with a number from a buffer that it changes in each step"
+            break
+        elif attempt and (counts := counters.counts(model, numbers, (*whole, *varying))):
+            difference, modules = counters.described(counts), counters.around(counts, model, tape)
             break
         elif before is None:
             chance.check(tape, type(model).__name__, call.device)
@@ -85,7 +91,12 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
             before, modules = tape, [model.get_submodule(place)] if place else []
     for module, name, buffer in begun:
         module._buffers[name] = buffer
-    raise UnrecordableError(f"the forward of {type(model).__name__} is not the same in each call: {difference}", modules)
+    if counts and model in modules:
+        counters.put(first)
+        raise counters.refusal(model, counts)
+    raise UnrecordableError(
+        f"the forward of {type(model).__name__} is not the same in each call: {difference}", modules, counts
+    )
 
 
 def _once(

@@ -185,7 +185,7 @@ def capture(
         if not isinstance(error, MeasureError):  # most often the model's own, on a sample that is not for it
             said, cure = f"{type(error).__name__}: {said}", f"see that model(*sample) runs by itself; where it does, {CURE}"
         raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
-    state.settle(model, tape.attributes, tape.tables)
+    state.settle(model, (*tape.attributes, *tape.counts), tape.tables)
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found, questions = cuts.stages(tape, count, names)
     how = "recorded operations, cut " + (
@@ -197,15 +197,19 @@ def capture(
 def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
     """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it succeeds."""
     varying: list[nn.Module] = []
+    counts: list[tuple[nn.Module, str]] = []
     while True:
         try:
-            return record(call, whole, varying)
+            tape = record(call, whole, varying)
+            tape.counts = counts
+            return tape
         except UnrecordableError as error:
             inner = {m for outer in (*whole, *varying) for m in outer.modules()} | {call.model}
             further = [m for m in dict.fromkeys(error.modules) if m not in inner]
             if not further:
                 raise
             varying += further
+            counts += error.counts
 
 
 def stages(model: nn.Module, value: Any, device: torch.device, wanted: Wanted = None) -> list[StageModule]:

@@ -99,7 +99,8 @@ class Tape:
     """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and their
     structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it returns and a list
     of what they hold. varying: modules taken whole of which the work depends on data. chances: the modules where Python asked for a
-    number that was drawn. tables: tensors among the arguments that were there before and are neither parameters nor buffers."""
+    number that was drawn. tables: tensors among the arguments that were there before and are neither parameters nor buffers. called: the modules that
+    were called, those within modules taken whole left out. counts: where modules taken whole keep numbers that each call changes."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -110,6 +111,8 @@ class Tape:
     varying: frozenset[nn.Module] = frozenset()
     chances: list[str] = field(default_factory=list)
     tables: list[torch.Tensor] = field(default_factory=list)
+    called: set[nn.Module] = field(default_factory=set)
+    counts: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]
