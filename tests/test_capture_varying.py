@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import rotoff
 
@@ -130,6 +132,56 @@ def test_a_count_of_the_steps_is_no_reason_to_measure_each_of_them(block: Callab
     assert len(got) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     wrapped.close()
+
+
+class Packs(nn.Module):
+    """A recurrent layer on sequences of various lengths, a tensor or a list of them."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.rows = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.rows(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+class Reads(nn.Module):
+    """Packs in a submodule, as the refusal of `Packs` says."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        piece = nn.Sequential(nn.Linear(width, 16 * width), nn.GELU(), nn.Linear(16 * width, width))
+        self.before = nn.Sequential(*(copy.deepcopy(piece) for _ in range(3)))
+        self.packs, self.after = Packs(width), copy.deepcopy(self.before)
+
+    def forward(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
+        return self.after(self.packs(self.before(x), lengths))
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, list])
+def test_sequences_are_packed_by_other_lengths_in_each_batch(kind: Callable[[list[int]], Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Reads(), torch.randn(6, 7, 8)
+    twin = copy.deepcopy(model)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, kind([7] * 6), repeats=1)
+    run.compute_sequence(int(0.9 * run.keep_all_memory), mode="remat", refine=False)
+    first = run.profile
+    assert not run._plan.keeps_all
+    for lengths in ([7] * 6, [1, 5, 2, 7, 3, 3], [2, 4, 1, 1, 3, 2]):
+        expected, got = twin(x, kind(lengths)), run(x, kind(lengths))
+        gradients = [
+            torch.autograd.grad(y.square().sum(), list(m.parameters())) for y, m in ((expected, twin), (got, model))
+        ]
+        assert torch.equal(got, expected)
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert (run.profile is first) == (kind is not list)  # other numbers among the arguments are measured by themselves
+    run.close()
+
+
+def test_packing_in_the_models_own_forward_is_refused_with_a_cure_that_cures() -> None:
+    with pytest.raises(rotoff.MeasureError, match=r"packs sequences .*in a submodule.*or give the lengths as a list"):
+        rotoff.Checkpointable(Packs(), cache_directory=None).measure(torch.randn(6, 7, 8), torch.tensor([7] * 6))
 
 
 class Around(nn.Module):

@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
-from .tape import Owned, leaves
+from .tape import Owned, Ref, leaves
 
 _PICK = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_return_output", "nms"])
 _TELL = frozenset(["size", "numel", "nelement", "__len__"])
 _COUNT = frozenset(["unbind", "split", "chunk", "tensor_split"])
 _MASKS = (torch.bool, torch.uint8)
+_COUNTS_VALUES = frozenset(["where", "one_hot", "bincount"])  # where they are given nothing but a tensor
+PACK_INSIDE = (
+    ", so that sizes are others in each batch: do all from pack_padded_sequence to pad_packed_sequence(..., total_length=...) in a"
+    " submodule, which is then run as it is, or give the lengths as a list of numbers, each of which is measured by itself"
+)
 
 
 class DataSizes:
@@ -29,6 +34,7 @@ class DataSizes:
     def __init__(self) -> None:
         self.computed: set[int] = set()
         self._varying: set[int] = set()  # whose size follows from data, or may
+        self._constant: set[int] = set()  # variables that follow from Python's numbers and buffers alone
 
     def note(
         self,
@@ -47,6 +53,10 @@ class DataSizes:
             self.computed |= made
             if name == "__setitem__" or name.endswith("_"):
                 self.computed.update(list(reads)[:1])
+        if not (learnt or random or isinstance(function, torch.nn.Module)) and self._constant.issuperset(reads):
+            self._constant |= made
+        elif name == "__setitem__" or name.endswith("_"):
+            self._constant.difference_update(list(reads)[:1])
         if _picks(name, references, tensors) or not self._varying.isdisjoint(reads):
             self._varying |= made
 
@@ -54,6 +64,12 @@ class DataSizes:
         """Whether this call asks for a size that follows from data."""
         tells = name in _TELL or (name == "__get__" and getattr(function.__self__, "__name__", "") == "shape")
         return tells and not self._varying.isdisjoint(reads)
+
+    def packs(self, name: str, references: Any) -> bool:
+        """Whether a call with the arguments `references` packs sequences by lengths that follow from data."""
+        args, kwargs = references
+        lengths = kwargs.get("lengths", args[1] if len(args) > 1 else None)
+        return name == "_pack_padded_sequence" and isinstance(lengths, Ref) and lengths.variable not in self._constant
 
     def counted(self, name: str, reads: Collection[int]) -> bool:
         """Whether the number of results of this call follows from data."""
@@ -65,7 +81,7 @@ def _picks(name: str, references: Any, tensors: Sequence[torch.Tensor]) -> bool:
     args, kwargs = references
     if name == "__getitem__":
         return any(t.dtype in _MASKS for t in tensors[1:])
-    if name == "where":
+    if name in _COUNTS_VALUES:
         return len(args) + len(kwargs) == 1
     if name == "repeat_interleave":
         return not any(isinstance(value, int) for value in (*args[1:2], kwargs.get("repeats")))

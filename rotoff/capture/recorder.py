@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ..errors import MeasureError
 from ..runtime.replay import Generators
 from . import chance
-from .data_sizes import DataSizes
+from .data_sizes import PACK_INSIDE, DataSizes
 from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
 from .saved_tensors import foreign_hooks
@@ -215,6 +215,9 @@ class Recorder(TorchFunctionMode):
             self._refuse(hooks[0], hooks[1], UnrepeatableError)
         versions = [t._version for t in tensors]
         references = substitute((args, kwargs), self._reference)
+        if self._sizes.packs(name, references):
+            self._leave_to_module(f"packs sequences by lengths that are in a tensor ({name})")
+            self._refuse(f"packs sequences by lengths that are in a tensor ({name})", PACK_INSIDE, UnrepeatableError)
         grad, autocast = torch.is_grad_enabled(), _autocast()
         with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
             result = function(*args, **kwargs)
