@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -108,3 +110,12 @@ def test_the_dual_is_that_of_every_way_written_out(seed: int) -> None:
         assert all(
             (x == y).all() for x, y in zip((lam, p, r), given_prices, strict=True)
         )  # those of the best value, its only
+
+
+def test_the_bound_is_never_above_the_time_of_keeping_everything() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        stages = tuple(Stage("", rng.random(), rng.random() / 5, 10, 50) for _ in range(rng.randint(1, 30)))
+        chain = Chain(stages, 1e9, 10.0, 10)
+        trace = simulate(chain, keep_all(chain))
+        assert lower_bound(chain, trace.peak_bytes) <= trace.makespan
