@@ -7,6 +7,8 @@ import random
 import pytest
 
 import rotoff
+from rotoff.solver.host import all_moving
+from rotoff.solver.search import judged
 
 
 def uneven(seed: int, stages: int) -> rotoff.Chain:
@@ -33,3 +35,33 @@ def test_what_is_returned_passes_the_machine(seed: int, stages: int, fraction: f
         assert error.min_mem_limit > limit
     else:
         rotoff.simulate(chain, sequence, limit)
+
+
+def even(stages: int) -> rotoff.Chain:
+    """Saved sets of one to five outputs, each of which the link moves in about a stage's time."""
+    rng = random.Random(stages)
+    found = []
+    for i in range(stages):
+        times = 0.01 * (1 + rng.random()), 0.02 * (1 + rng.random())
+        output = rng.randint(10**7, 10**8)
+        found.append(rotoff.Stage(f"{i}", *times, output, output * rng.randint(1, 5), checkpoint_transient_bytes=10**6))
+    return rotoff.Chain(tuple(found), 12e9, 12e9, input_bytes=10**7)
+
+
+@pytest.mark.parametrize("share", [1.0, 1.02])
+def test_long_chains_have_good_plans_near_the_minimum(share: float) -> None:
+    chain = even(300)
+    limit = int(rotoff.min_mem_limit(chain, "joint") * share)
+    plans = [judged(chain, limit, codes, "all-moving") for codes in all_moving(chain, limit)]
+    assert min(plan.makespan for plan in plans if plan is not None) < 1.25 * chain.compute_time
+
+
+def test_nothing_is_tried_after_a_plan_that_nothing_can_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tried(*_: object) -> None:
+        raise AssertionError("the dynamic programs ran")
+
+    monkeypatch.setattr("rotoff.solver.remat.solve_slots", tried)
+    monkeypatch.setattr("rotoff.solver.joint.solve_slots", tried)
+    chain = even(400)
+    sequence = rotoff.solve(chain, rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes // 2)
+    assert sequence.meta["makespan"] == pytest.approx(chain.compute_time, rel=1e-9)

@@ -23,7 +23,7 @@ from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
-from ..solver.search import check_alone, check_mode_options
+from ..solver.search import check_alone, check_mode_options, parse_slots
 from ..summary import in_words
 from .agreement import agree_on_sequence
 from .form_replays import replay_forms
@@ -42,8 +42,7 @@ def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[s
     """Raise OptionError where these are no options of a request."""
     if mode not in ("joint", "remat", "offload"):
         raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, int) or mem_slots < 1:
-        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
+    parse_slots(mem_slots)
     if policy is None:
         check_mode_options(options)
     else:

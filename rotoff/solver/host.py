@@ -1,10 +1,15 @@
-"""The sequence at the joint minimum: everything that is not an operand of the running operation waits on the host."""
+"""Plans and the sequence at the joint minimum: everything that is not an operand of the running operation can wait on the host."""
 
 from __future__ import annotations
 
-from ..bounds import HostPlan
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..bounds import Arrays, HostPlan, arrays, host_plan
 from ..chain import Chain
 from ..sequence import Op, OpKind, Value, a, abar
+from .plan import APART, EARLY, MOVE, empty, select
 
 
 def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
@@ -40,3 +45,36 @@ def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
             move(OpKind.WAIT, on_device)
         ops.append(Op(OpKind.B, i))
     return tuple(ops)
+
+
+def all_moving(chain: Chain, mem_limit: int) -> Iterator[np.ndarray]:
+    """Plans in which every value may move, for limits at which some ā_i and ā_{i+1} do not fit side by side.
+
+    There B i+1 takes a_i in the place of ā_i. Everywhere else a value moves only where it has to make room, so these are far
+    faster than `host_sequence`, and a search can begin at them. The first makes a_i again in the backward phase where the
+    forward fits beside ā_i; the second makes it right after ā_i throughout, and so fits more often.
+    """
+    plan = host_plan(chain, mem_limit)
+    if plan is None:
+        return
+    forward, backward = _side_by_side(arrays(chain), plan)
+    tight = np.maximum(forward, backward) > mem_limit
+    if not tight.any():
+        return
+    base = empty(chain)
+    base[1:] = np.array([[select(form) | MOVE] for form in plan.form[1:]], dtype=np.int16)
+    for late in (tight & (forward <= mem_limit), np.zeros_like(tight)):
+        codes = base.copy()
+        codes[1:-1][late] |= APART
+        codes[1:-1][tight & ~late] |= EARLY
+        yield codes
+
+
+def _side_by_side(c: Arrays, plan: HostPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of F_all i+1 and of B i+1 beside ā_i, for i = 1 to L - 1."""
+    L = len(c.out) - 1
+    i, form = np.arange(1, L), np.array(plan.form)
+    after = i + 1
+    kept = c.out[0] + c.saved[i, form[i]] + c.saved[after, form[after]]
+    gradients = c.grad[after] + c.grad[i] + c.out[L] * (after < L)
+    return kept + c.f_transient[after, form[after]], kept + gradients + c.b_transient[after, form[after]]

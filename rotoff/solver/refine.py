@@ -56,6 +56,11 @@ class Budget:
         return int(SHARE[mode] * self.seconds * OPERATIONS_PER_SECOND / (3 * len(chain) + 8))
 
 
+def least_compute(chain: Chain) -> float:
+    """Seconds of every forward and backward once, each in its fastest form: no plan takes less, whatever it moves."""
+    return sum(s.forward_time + min(s.form(k).backward_time for k in range(1 + len(s.forms))) for s in chain.stages)
+
+
 def refined(
     chain: Chain,
     limit: int,
@@ -79,7 +84,7 @@ def refined(
     stop = np.zeros(1, dtype=np.int8)
     masks = np.array(RULES[mode], dtype=np.int16)
     scale = chain.compute_time or 1.0
-    least = sum(s.forward_time + min(s.form(k).backward_time for k in range(1 + len(s.forms))) for s in chain.stages)
+    least = least_compute(chain)
     weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
     evaluators = [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)]
 

@@ -17,10 +17,10 @@ from ..sequence import Op, Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes, parse_bytes
 from . import joint, offload, remat
-from .host import host_sequence
+from .host import all_moving, host_sequence
 from .plan import evaluator, keep_all, select, to_ops
 from .policies import check_policy, run
-from .refine import Budget, refined
+from .refine import FLOAT_ERROR, Budget, least_compute, refined
 from .slots import ROUNDINGS
 
 REMAT_SLOTS = 500
@@ -85,10 +85,8 @@ def solve(
         raise OptionError(f"{next(iter(options))} is no argument of solve; options go with a policy")
     host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, (int, np.integer)) or mem_slots < 1:
-        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
-    budget = Budget.of(refine)
-    best = best_candidate(Problem(chain, limit, host, int(mem_slots), budget), mode, progress)
+    problem = Problem(chain, limit, host, parse_slots(mem_slots), Budget.of(refine))
+    best = best_candidate(problem, mode, progress)
     return as_sequence(chain, best, mode, limit)
 
 
@@ -132,6 +130,17 @@ def check_mode_options(options: Mapping[str, Any]) -> None:
     if (host_limit := options.get("host_limit")) is not None:
         parse_host_limit(host_limit)
     Budget.of(options.get("refine", True))
+
+
+def parse_slots(mem_slots: Any) -> int:
+    """The slots that `mem_slots` stands for.
+
+    Raises:
+        OptionError: where it is no whole number of at least 1.
+    """
+    if isinstance(mem_slots, bool) or not isinstance(mem_slots, (int, np.integer)) or mem_slots < 1:
+        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
+    return int(mem_slots)
 
 
 def parse_host_limit(host_limit: int | str) -> int:
@@ -185,19 +194,22 @@ def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] 
 
 
 def _searched(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
+    """The best of all proposals and of the search from them; the first that nothing can beat ends it, whatever is left to try."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
-    proposals = [*_proposals(problem, mode), *(("known", codes) for codes in problem.known)]
-    found = [made for source, codes in proposals if (made := judged(chain, limit, codes, source, host)) is not None]
-    if mode == "joint":
-        # The very results of the pure modes compete, so that joint is never slower than they are.
-        for pure in ("remat", "offload"):
-            if limit >= min_mem_limit(chain, pure):
-                made = _best(problem, pure, None)
-                found += [made] if made is not None else []
-        found += _host_candidate(problem)
+    least = least_compute(chain) * (1 + FLOAT_ERROR)
+    plans: list[np.ndarray] = []
+    found: list[Candidate] = []
+    for made, codes in _competitors(problem, mode):
+        plans += [codes] if codes is not None else []
+        if made is not None:
+            found.append(made)
+            if made.makespan <= least:
+                if progress is not None:
+                    progress(1.0, made.makespan)
+                return made
     found.sort(key=lambda candidate: candidate.makespan)
     starts = [candidate.codes for candidate in found if candidate.codes is not None][:6]
-    starts += [codes for _, codes in proposals if not any(codes is start for start in starts)][: 2 + 6 - len(starts)]
+    starts += [codes for codes in plans if not any(codes is start for start in starts)][: 2 + 6 - len(starts)]
     codes = refined(chain, limit, mode, starts, problem.budget, host, progress)
     if codes is not None:
         made = judged(chain, limit, codes, "refined", host)
@@ -206,15 +218,31 @@ def _searched(problem: Problem, mode: str, progress: Callable[[float, float], No
     return found[0] if found else None
 
 
-def _host_candidate(problem: Problem) -> list[Candidate]:
+def _competitors(problem: Problem, mode: str) -> Iterator[tuple[Candidate | None, np.ndarray | None]]:
+    """(candidate, or None where the plan does not fit; plan to search from, or None), what is had soonest first."""
+    chain, limit, host = problem.chain, problem.limit, problem.host_limit
+    for codes in problem.known:
+        yield judged(chain, limit, codes, "known", host), codes
+    if mode == "joint":
+        # The very results of the pure modes compete, so that joint is never slower than they are.
+        for pure in ("offload", "remat"):
+            if limit >= min_mem_limit(chain, pure):
+                yield _best(problem, pure, None), None
+    for source, codes in _proposals(problem, mode):
+        yield judged(chain, limit, codes, source, host), codes
+    if mode == "joint":
+        yield _host_candidate(problem), None
+
+
+def _host_candidate(problem: Problem) -> Candidate | None:
     plan = host_plan(problem.chain, problem.limit)
     if plan is None:
-        return []
+        return None
     ops = host_sequence(problem.chain, plan)
     trace = simulate(problem.chain, ops, problem.limit)
     if problem.host_limit is not None and trace.host_peak_bytes > problem.host_limit:
-        return []
-    return [Candidate(trace.makespan, ops, None, "host")]
+        return None
+    return Candidate(trace.makespan, ops, None, "host")
 
 
 def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -234,6 +262,8 @@ def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
             yield "offload", codes
     if mode == "joint":
         slots = min(problem.slots, joint.quick_slots(chain)) if quick else problem.slots
+        for codes in all_moving(chain, limit):
+            yield "all-moving", codes
         yield from joint.proposals(chain, limit, slots, min(remat_slots, remat.quick_slots(chain)))
 
 
