@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from oracles.chains import chains
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
 from rotoff.solver import sweep
+from rotoff.solver.search import _searched
 
 CHAIN = Chain(tuple(Stage("", 1.0, 2.0, 10, 30) for _ in range(8)), 20.0, 20.0, input_bytes=5)
 
@@ -58,3 +61,46 @@ def test_bad_sweeps_are_refused() -> None:
         sweep(CHAIN, [100], ())
     with pytest.raises(OptionError):
         sweep(CHAIN, [100], ("both",))
+
+
+def test_joint_is_never_slower_than_the_pure_modes() -> None:
+    for seed in range(4):
+        rng = random.Random(seed)
+        stages = tuple(
+            Stage("", rng.random(), 0.2 * rng.random(), out := rng.randint(20, 90), out * rng.randint(1, 6))
+            for _ in range(8)
+        )
+        found = sweep(Chain(stages, 20.0, 20.0, input_bytes=10), None, ("joint", "remat", "offload"), refine=0.003)
+        times = {(row.limit, row.mode): row.makespan for row in found}
+        for (limit, mode), makespan in times.items():
+            joint = times[limit, "joint"]
+            assert makespan is None or (joint is not None and joint <= makespan), (seed, limit, mode)
+
+
+def test_a_sweep_solves_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[tuple[int, str]] = []
+
+    def noted(problem: Any, mode: str, progress: Any) -> Any:
+        searched.append((problem.limit, mode))
+        return _searched(problem, mode, progress)
+
+    monkeypatch.setattr("rotoff.solver.search._searched", noted)
+    found = sweep(CHAIN, [100, 150], ("joint", "remat", "offload"), refine=0.01)
+    assert [row.mode for row in found] == ["joint", "joint", "remat", "remat", "offload", "offload"]
+    assert len(searched) == len(set(searched)) == 6
+
+
+def test_a_lone_limit_or_mode_is_one() -> None:
+    assert [row.limit for row in sweep(CHAIN, "100 B", "remat", refine=False)] == [100]
+    assert [row.mode for row in sweep(CHAIN, 200, ("remat",), refine=False, policies="vdnn")] == ["remat", "vdnn"]
+
+
+@pytest.mark.parametrize("slots", [-1, 0, True, 1.5, "50"])
+def test_slots_of_a_sweep_are_checked(slots: Any) -> None:
+    with pytest.raises(OptionError, match="mem_slots is"):
+        sweep(CHAIN, [300], mem_slots=slots)
+
+
+def test_a_host_limit_beyond_64_bits_is_no_limit() -> None:
+    plain, huge = (solve(CHAIN, 120, refine=0.01, host_limit=host) for host in (None, 2**63))
+    assert plain.ops == huge.ops

@@ -21,7 +21,7 @@ import numpy as np
 
 from .._plan import Evaluator
 from ..bounds import Arrays, arrays
-from ..chain import Chain
+from ..chain import Chain, check_chain
 from ..sequence import Op, OpKind, Sequence
 
 MOVE, DROP, APART, EARLY = 1, 2, 4, 8
@@ -78,7 +78,7 @@ def evaluator(
     """Decoder of plans with `visits` columns at a limit of `mem_limit` bytes."""
     c: Arrays = arrays(chain)
     most = most_ops if most_ops is not None else 16 * len(chain) + 64
-    host = -1 if host_limit is None else host_limit
+    host = -1 if host_limit is None else min(host_limit, 2**63 - 1)  # more than a chain can have
     return Evaluator(c, chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex, mem_limit, host, visits, most)
 
 
@@ -97,7 +97,12 @@ def to_ops(rows: np.ndarray) -> tuple[Op, ...]:
 
 
 def keep_all(chain: Chain) -> Sequence:
-    """Every stage keeps what it saves; nothing is moved or recomputed: ``F_all`` 1..L, ``B`` L..1."""
+    """Every stage keeps what it saves; nothing is moved or recomputed: ``F_all`` 1..L, ``B`` L..1.
+
+    Raises:
+        ChainError: where `chain` is none.
+    """
+    check_chain(chain)
     L = len(chain)
     forwards = [Op(OpKind.F_ALL, i) for i in range(1, L + 1)]
     return Sequence((*forwards, *(Op(OpKind.B, i) for i in range(L, 0, -1))), mode="keep-all")

@@ -6,12 +6,14 @@ import csv
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
 from ..bounds import MODES, check_mode, lower_bound, min_mem_limit
-from ..chain import Chain
+from ..chain import Chain, check_chain
 from ..errors import InfeasibleError, OptionError
 from ..sequence import Sequence
 from ..simulator import simulate
@@ -19,8 +21,8 @@ from ..sizes import format_bytes, parse_bytes
 from ..whole_file import write_whole
 from .plan import keep_all
 from .policies import check_policy, run
-from .refine import Budget
-from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit
+from .refine import FLOAT_ERROR, Budget
+from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit, parse_slots
 
 STEPS = 12  # limits where none are given
 
@@ -80,13 +82,13 @@ class Sweep:
 
 def sweep(
     chain: Chain,
-    limits: Iterable[int | str] | None = None,
-    modes: Iterable[str] = MODES,
+    limits: Iterable[int | str] | int | str | None = None,
+    modes: Iterable[str] | str = MODES,
     mem_slots: int = 50,
     refine: bool | float = True,
     host_limit: int | str | None = None,
     progress: Callable[[float, Row], None] | None = None,
-    policies: Iterable[str] = (),
+    policies: Iterable[str] | str = (),
 ) -> Sweep:
     """Step time against bytes for several limits and modes.
 
@@ -94,16 +96,17 @@ def sweep(
     once a limit costs nothing the larger ones are not searched at all.
 
     Args:
-        limits: bytes or sizes; by default evenly from the smallest limit of any mode to the peak of keeping everything.
-        modes: any of "joint", "remat", "offload".
+        limits: bytes or sizes, or one of them; by default evenly from the smallest limit of any mode to the peak of keeping everything.
+        modes: any of "joint", "remat", "offload", or one of them.
         mem_slots, refine, host_limit: as for `solve`.
         progress: called with (fraction done, row) after each row.
         policies: systems of the papers to show beside the modes, such as "vdnn"; each limit is planned by itself.
     """
-    wanted = tuple(modes)
+    check_chain(chain)
+    wanted = _several(modes)
     for mode in wanted:
         check_mode(mode)
-    systems = tuple(policies)
+    systems = _several(policies)
     for policy in systems:
         check_policy(policy)
     if not wanted:
@@ -113,35 +116,54 @@ def sweep(
         least = max(1, min(min_mem_limit(chain, mode) for mode in wanted))
         sizes = sorted({round(size) for size in np.linspace(least, max(least, peak), STEPS)})
     else:
-        sizes = sorted({parse_bytes(limit) for limit in limits})
+        sizes = sorted({parse_bytes(limit) for limit in _several(limits)})
     host = None if host_limit is None else parse_host_limit(host_limit)
-    budget = Budget.of(refine)
-    rows: list[Row] = []
-    sequences: list[Sequence | None] = []
-    for mode in wanted:
-        best: Candidate | None = None
-        for limit in sizes:
-            if best is None or best.makespan > chain.compute_time * (1 + 1e-12):
-                known = () if best is None or best.codes is None else (best.codes,)
-                try:
-                    found = best_candidate(Problem(chain, limit, host, mem_slots, budget, known), mode)
-                    best = found if best is None or found.makespan <= best.makespan else best
-                except InfeasibleError:
-                    best = None
-            sequences.append(None if best is None else as_sequence(chain, best, mode, limit))
-            rows.append(_row(chain, limit, mode, sequences[-1]))
+    slots, budget = parse_slots(mem_slots), Budget.of(refine)
+    problems = [Problem(chain, limit, host, slots, budget) for limit in sizes]
+    made: dict[str, list[tuple[Row, Sequence | None]]] = {}
+    names = dict.fromkeys((*sorted(wanted, key=lambda mode: mode == "joint"), *systems))  # joint after the modes it holds
+    bests: dict[str, list[Candidate | None]] = {}
+    for name in names:
+        made[name] = []
+        for n, sequence in enumerate(_by_mode(problems, name, bests) if name in MODES else _by_policy(problems, name)):
+            made[name].append((_row(chain, sizes[n], name, sequence), sequence))
             if progress is not None:
-                progress(len(rows) / (len(sizes) * (len(wanted) + len(systems))), rows[-1])
-    for policy in systems:
-        for limit in sizes:
-            sequences.append(_by_policy(chain, limit, policy))
-            rows.append(_row(chain, limit, policy, sequences[-1]))
-            if progress is not None:
-                progress(len(rows) / (len(sizes) * (len(wanted) + len(systems))), rows[-1])
-    return Sweep(tuple(rows), tuple(sequences))
+                progress(sum(map(len, made.values())) / (len(sizes) * len(names)), made[name][-1][0])
+    pairs = [pair for name in (*wanted, *systems) for pair in made[name]]
+    return Sweep(tuple(row for row, _ in pairs), tuple(sequence for _, sequence in pairs))
 
 
-def _by_policy(chain: Chain, limit: int, policy: str) -> Sequence | None:
+def _several(given: Any) -> tuple[Any, ...]:
+    """What an option holds; a lone text or number is one."""
+    lone = isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
+    return (given,) if lone else tuple(given)
+
+
+def _by_mode(problems: list[Problem], mode: str, bests: dict[str, list[Candidate | None]]) -> Iterator[Sequence | None]:
+    """The sequence of each problem, limits rising; `bests` holds the candidates of the modes before, and gets this one's.
+
+    Problems remember what their pure modes found, so that joint solves nothing again. At each limit those modes' candidates
+    compete, which may be plans of smaller limits: joint's rows are never slower than theirs.
+    """
+    bests[mode] = []
+    best: Candidate | None = None
+    for n, problem in enumerate(problems):
+        rivals = [best, *(others[n] for others in bests.values() if mode == "joint" and len(others) > n)]
+        if best is None or best.makespan > problem.chain.compute_time * (1 + FLOAT_ERROR):
+            known = () if best is None or best.codes is None else (best.codes,)
+            with suppress(InfeasibleError):
+                rivals.insert(0, best_candidate(replace(problem, known=known), mode))
+        best = min((made for made in rivals if made is not None), key=lambda made: made.makespan, default=None)
+        bests[mode].append(best)
+        yield None if best is None else as_sequence(problem.chain, best, mode, problem.limit)
+
+
+def _by_policy(problems: list[Problem], policy: str) -> Iterator[Sequence | None]:
+    for problem in problems:
+        yield _planned(problem.chain, problem.limit, policy)
+
+
+def _planned(chain: Chain, limit: int, policy: str) -> Sequence | None:
     try:
         return run(policy, chain, limit, {})
     except InfeasibleError:
