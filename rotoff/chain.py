@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ChainError
-from .json_file import load_json, save_json
+from .json_file import is_text, load_json, save_json
 
 FORMAT = "rotoff.chain"
 VERSION = 1
@@ -61,6 +61,7 @@ class Stage:
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}" if self.name else "a stage"
         put = object.__setattr__
+        _check_name(self.name, "a stage")
         put(self, "forward_time", _seconds(self.forward_time, "forward_time", where))
         put(self, "backward_time", _seconds(self.backward_time, "backward_time", where))
         for name in ("output_bytes", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes"):
@@ -68,7 +69,8 @@ class Stage:
         put(self, "grad_bytes", _bytes(_default(self.grad_bytes, self.output_bytes), "grad_bytes", where))
         transient = _default(self.checkpoint_transient_bytes, self.forward_transient_bytes)
         put(self, "checkpoint_transient_bytes", _bytes(transient, "checkpoint_transient_bytes", where))
-        put(self, "forms", tuple(_checked_form(form, k, where) for k, form in enumerate(self.forms, start=1)))
+        forms = enumerate(_several(self.forms, "forms", where, "rotoff.Form"), start=1)
+        put(self, "forms", tuple(_checked_form(form, k, where) for k, form in forms))
 
     def form(self, k: int) -> Form:
         """Form `k` of ā: 0 is the stage's own costs (``F_all``), 1 to K its smaller forms (``F_sel``)."""
@@ -106,7 +108,8 @@ class Chain:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "stages", tuple(self.stages))
+        _check_name(self.name, "the chain")
+        put(self, "stages", tuple(_several(self.stages, "stages", "the chain", "rotoff.Stage")))
         if not self.stages:
             raise ChainError("the chain has no stages; it needs at least one")
         for stage in self.stages:
@@ -270,8 +273,19 @@ def _default(value: int | None, other: int) -> int:
     return other if value is None else value
 
 
+def _check_name(name: Any, where: str) -> None:
+    if not is_text(name):
+        raise ChainError(f"name of {where} is {name!r}; give text, without lone halves of surrogate pairs")
+
+
+def _several(values: Any, name: str, where: str, kind: str) -> Iterable[Any]:
+    if not isinstance(values, Iterable):
+        raise ChainError(f"{name} of {where} is {values!r}; give a sequence of {kind}")
+    return values
+
+
 def _number(value: Any, name: str, where: str) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
         raise ChainError(f"{name} of {where} is {value!r}; give a number")
     try:
         real = float(value)

@@ -24,11 +24,25 @@ def load_json(path: str | os.PathLike[str], build: Callable[[Any], T], error: ty
     Raises:
         error: where it is no JSON, or `build` raises one; the sentence begins with the file. OSError: where it cannot be read.
     """
+    return read_json(lambda: Path(path).read_text(encoding="utf-8"), str(path), build, error)
+
+
+def read_json(read: Callable[[], str], source: str, build: Callable[[Any], T], error: type[Exception]) -> T:
+    """What `build` makes of the JSON that `read` gives; sentences begin with `source`, such as "standard input".
+
+    Raises:
+        error: where it is no JSON, or `build` raises one. OSError: where it cannot be read.
+    """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read())
     except (ValueError, RecursionError) as reason:
-        raise error(f"{path} is not JSON: {reason}") from reason
+        raise error(f"{source} is not JSON: {reason}") from reason
     try:
         return build(data)
     except error as reason:
-        raise error(f"{path}: {reason}") from reason
+        raise error(f"{source}: {reason}") from reason
+
+
+def is_text(value: Any) -> bool:
+    """Whether `value` is text that every file and terminal takes: a str without lone halves of surrogate pairs."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)

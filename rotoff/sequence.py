@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple, overload
 
 from .errors import LimitError, SequenceFormatError
-from .json_file import load_json, save_json
+from .json_file import is_text, load_json, save_json
 from .sizes import parse_bytes
 
 FORMAT = "rotoff.sequence"
@@ -72,6 +72,18 @@ class Op:
     stage: int
     form: int = 0
     saved: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = isinstance(self.stage, int) and isinstance(self.form, int) and self.stage >= 0
+        if (
+            not isinstance(self.kind, OpKind)
+            or not numbers
+            or (self.form < 1 if self.kind is OpKind.F_SEL else self.form != 0)
+        ):
+            raise SequenceFormatError(
+                f"there is no operation of kind {self.kind!r}, stage {self.stage!r} and form {self.form!r}; a kind is a"
+                " rotoff.OpKind, a stage a whole number from 0, a form one from 1 for F_sel and 0 for all others"
+            )
 
     @property
     def value(self) -> Value:
@@ -169,6 +181,10 @@ class Sequence:
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ops, Iterable):
+            raise SequenceFormatError(f"the operations are {self.ops!r}; give a sequence of rotoff.Op")
+        if not is_text(self.mode):
+            raise SequenceFormatError(f"the mode is {self.mode!r}; give text, without lone halves of surrogate pairs")
         object.__setattr__(self, "ops", tuple(self.ops))
         for op in self.ops:
             if not isinstance(op, Op):

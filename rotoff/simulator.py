@@ -309,6 +309,8 @@ def simulate(chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None =
         InvalidSequenceError: naming the first operation that is not legal or exceeds `mem_limit`, and its index.
     """
     check_chain(chain)
+    if not isinstance(sequence, Iterable):
+        raise InvalidSequenceError(f"the sequence is {sequence!r}; give a rotoff.Sequence or a list of rotoff.Op")
     machine = Machine(chain, None if mem_limit is None else parse_bytes(mem_limit))
     for index, op in enumerate(sequence):
         if not isinstance(op, Op):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
     _UNITS[f"{_letter}IB"] = 1024**_power
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+MOST = 10**308  # what is larger is taken as this: it is no float, which every report of a size needs
 _HOW = 'give a whole number of bytes or a size such as "6 GiB"'
 
 
@@ -26,11 +28,10 @@ def parse_bytes(value: Any, what: str = "mem_limit") -> int:
     """
     if isinstance(value, str):
         return _parse_text(value, what)
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
         raise LimitError(f"{what} is {value!r} ({type(value).__name__}): {_HOW}")
-    if hasattr(value, "__index__"):
-        number = int(value.__index__())
-    else:
+    number = _whole(value)
+    if number is None:
         real = float(value)
         if not math.isfinite(real):
             raise LimitError(f"{what} is {value!r}: {_HOW}")
@@ -38,8 +39,17 @@ def parse_bytes(value: Any, what: str = "mem_limit") -> int:
             raise LimitError(f"{what} is {value!r}, which looks like a fraction; limits are absolute: {_HOW}")
         number = math.floor(real)
     if number <= 0:
-        raise LimitError(f"{what} is {value!r}, but must be above 0: {_HOW}")
-    return number
+        said = repr(value) if number > -MOST else "under -1e308"
+        raise LimitError(f"{what} is {said}, but must be above 0: {_HOW}")
+    return min(number, MOST)
+
+
+def _whole(value: Any) -> int | None:
+    """`value` as a whole number of any kind that is one; None where it is another number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _parse_text(text: str, what: str) -> int:
@@ -71,6 +81,6 @@ def format_bytes(number: float) -> str:
     """`number` bytes in the largest binary unit that keeps it at or above 1, such as ``"1.31 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(number) < 1024 or unit == "TiB":
-            return f"{number:.0f} B" if unit == "B" else f"{number:.2f} {unit}"
+            return f"{number:.0f} B" if unit == "B" else f"{number:.{'2f' if abs(number) < 1e6 else '3g'}} {unit}"
         number /= 1024
     raise AssertionError("unreachable")

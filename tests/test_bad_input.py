@@ -8,11 +8,13 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rotoff
-from rotoff import Chain, ChainError, InfeasibleError, LimitError, OptionError, Stage
+from rotoff import Chain, ChainError, InfeasibleError, LimitError, OptionError, SequenceFormatError, Stage
 from rotoff.solver import keep_all
+from rotoff.solver.joint import solve_slots
 
 MODES = ("joint", "remat", "offload")
 CHAIN = Chain(
@@ -210,3 +212,66 @@ def test_what_is_no_chain_says_how_to_get_one(chain: Any) -> None:
     for use in (lambda: rotoff.solve(chain, 100), lambda: rotoff.simulate(chain, [])):
         with pytest.raises(ChainError, match=r"the chain is .* give a rotoff.Chain, such as Chain.load\(path\)"):
             use()
+
+
+# -- extreme and wrong-typed values, each a sentence or a result
+
+
+@pytest.mark.parametrize(("bandwidth", "seconds"), [(1e20, 1.0), (1e30, 1.0), (1e308, 1e-3), (1e10, 1e300), (1e30, 1e300)])
+def test_links_and_times_of_any_speed_are_planned_without_warnings(bandwidth: float, seconds: float) -> None:
+    forms = (rotoff.Form(2 * 10**6, 3 * seconds),)
+    stages = tuple(Stage("", seconds, 2 * seconds, 10**6, 3 * 10**6, forms=forms) for _ in range(6))
+    chain = Chain(stages, bandwidth, bandwidth)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rounding in ("up", "sums"):
+            cost, _ = solve_slots(chain, 10 * 10**6, 10, rounding)
+            assert cost >= chain.compute_time * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("wrong", [None, "abc", 5])
+def test_what_is_no_chain_is_refused(wrong: Any) -> None:
+    for call in (keep_all, rotoff.sweep):
+        with pytest.raises(ChainError, match="give a rotoff.Chain") as caught:
+            call(wrong)
+        assert one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("name", [None, 5, ["x"], {"a": 1}, "half a pair \ud800"])
+def test_names_are_text(name: Any) -> None:
+    with pytest.raises(ChainError, match="name of a stage is"):
+        Stage(name, 1.0, 2.0, 10, 30)
+    with pytest.raises(ChainError, match="name of the chain is"):
+        replace(CHAIN, name=name)
+    with pytest.raises(SequenceFormatError, match="the mode is"):
+        rotoff.Sequence((), mode=name)
+
+
+def test_what_is_no_sequence_of_things_is_refused() -> None:
+    with pytest.raises(ChainError, match="forms of stage 'x' is 5"):
+        Stage("x", 1.0, 2.0, 10, 30, forms=5)  # type: ignore[arg-type]
+    with pytest.raises(ChainError, match="stages of the chain is 5"):
+        Chain(5, 1.0, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(rotoff.InvalidSequenceError, match="the sequence is None"):
+        rotoff.simulate(CHAIN, None)  # type: ignore[arg-type]
+    with pytest.raises(SequenceFormatError, match="the operations are 5"):
+        rotoff.Sequence(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", [np.array([178]), np.array([178.5]), -(10**5000)], ids=["1", "2", "3"])
+def test_arrays_and_endless_negative_numbers_are_no_limits(limit: Any) -> None:
+    with pytest.raises(LimitError) as caught:
+        rotoff.solve(CHAIN, limit)
+    assert one_sentence(caught.value)
+    assert rotoff.solve(CHAIN, np.float64(250.5)).mem_limit == rotoff.solve(CHAIN, np.array(250)).mem_limit == 250
+
+
+@pytest.mark.parametrize("form", [-1, 0, "1"])
+def test_smaller_forms_count_from_1(form: Any) -> None:
+    with pytest.raises(SequenceFormatError, match="a form one from 1"):
+        rotoff.Op(rotoff.OpKind.F_SEL, 1, form)
+
+
+def test_a_sequence_with_an_endless_limit_is_shown() -> None:
+    endless = rotoff.Sequence.from_dict({**keep_all(CHAIN).to_dict(), "mem_limit": 10**400})
+    assert "TiB" in rotoff.render(CHAIN, endless, width=80)

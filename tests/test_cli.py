@@ -91,6 +91,17 @@ def test_a_chain_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch, c
     assert data["format"] == "rotoff.sequence"
     monkeypatch.setattr("sys.stdin", io.StringIO("nothing"))
     assert "standard input is not JSON" in error(capsys, "show", "-")
+    monkeypatch.setattr("sys.stdin", io.StringIO("[" * 100_000))
+    assert "standard input is not JSON" in error(capsys, "solve", "-", "--mem-limit", "20MiB")
+    monkeypatch.setattr("sys.stdin", io.StringIO("{}"))
+    assert "standard input: not a chain" in error(capsys, "show", "-")
+
+
+def test_letters_that_cannot_be_printed_are_replaced(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert main(["show", "chain.json", "sequence.json"]) == 0
+    assert b"forward again" in printed.getvalue()
 
 
 def test_compare_has_a_row_for_every_mode(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

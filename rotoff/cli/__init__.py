@@ -10,6 +10,7 @@ file that cannot be read, or a model that cannot be measured; 130, interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser().parse_args(arguments)
     except SystemExit as stop:  # --help, --version, or wrong usage, which argparse has explained
         return stop.code if isinstance(stop.code, int) else 2
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # a terminal of few letters shows the picture all the same
     try:
         code: int = options.run(options)
         sys.stdout.flush()

@@ -8,12 +8,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..chain import Chain
 from ..errors import ChainError, LimitError, SequenceFormatError
+from ..json_file import read_json
 from ..sequence import Sequence
 from ..sizes import parse_bytes
+
+T = TypeVar("T")
 
 
 class Stop(Exception):
@@ -79,18 +82,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def read_chain(path: str) -> Chain:
-    return Chain.from_dict(_standard_input(ChainError)) if path == "-" else Chain.load(path)
+    return _standard_input(Chain.from_dict, ChainError) if path == "-" else Chain.load(path)
 
 
 def read_sequence(path: str) -> Sequence:
-    return Sequence.from_dict(_standard_input(SequenceFormatError)) if path == "-" else Sequence.load(path)
+    return _standard_input(Sequence.from_dict, SequenceFormatError) if path == "-" else Sequence.load(path)
 
 
-def _standard_input(wrong: type[Exception]) -> Any:
-    try:
-        return json.loads(sys.stdin.read())
-    except ValueError as error:
-        raise wrong(f"standard input is not JSON: {error}") from None
+def _standard_input(build: Callable[[Any], T], error: type[Exception]) -> T:
+    return read_json(sys.stdin.read, "standard input", build, error)
 
 
 def print_json(data: Any) -> None:

@@ -24,6 +24,9 @@ from .plan import MOVE, from_forwards
 from .slots import ROUNDINGS, clock, discretize, needed
 
 TABLE_BYTES = 4 << 30
+MOST_DRAINED = (
+    1e12  # slots in one step: links that let more through hide every copy, and sums of more would lose what is held
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
     slots = discretize(c, mem_limit, N, rounding)
     N = slots.N
     room, need = slots.room, remat.needs(c)
-    beta_F, beta_B = chain.d2h_bandwidth * N / room, chain.h2d_bandwidth * N / room
+    total = float((c.u_F + c.u_B.max(axis=1)).sum())
+    fastest_link = MOST_DRAINED / total if total else math.inf
+    beta_F, beta_B = (min(beta * N / room, fastest_link) for beta in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     own = np.zeros((L + 1, L + 1))  # own[i, q]: F_ck i (q = i) or F_∅ q, real slots
     rest = np.zeros((L + 1, L + 1), dtype=np.int64)  # bytes of F_∅ i+1..k
     late, early = np.zeros((L + 1, L + 1)), np.zeros((L + 1, L + 1))
