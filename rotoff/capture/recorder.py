@@ -209,8 +209,6 @@ class Recorder(TorchFunctionMode):
             self._refuse(what, kind=UnrecordableError)
         if (objection := self._parameters.objection(function, args, kwargs)) is not None:
             self._refuse(*objection, UnrepeatableError)
-        if name == "_pack_padded_sequence":  # recurrent layers then make as many tensors as the longest is long
-            self._leave_to_module("packs sequences, the lengths of which are data")
         if (hooks := foreign_hooks()) is not None:
             self._refuse(hooks[0], hooks[1], UnrepeatableError)
         versions = [t._version for t in tensors]
