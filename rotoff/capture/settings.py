@@ -231,12 +231,13 @@ def _settled(then: Any, now: Any, used: Container[int], done: dict[int, bool]) -
 
 
 def holds_settings(kind: type) -> bool:
-    """Whether a class is such that its attributes may be a user's settings: none of Python's, NumPy's or torch's own."""
+    """Whether a class is such that its attributes may be a user's settings: none of Python's, NumPy's, torch's or rotoff's own (`rotoff.attach`
+    leaves one with the model)."""
     module = str(getattr(kind, "__module__", ""))
     package = module.partition(".")[0]
     if issubclass(kind, (types.SimpleNamespace, Namespace)) or module.startswith("torch.distributions."):
         return True
-    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
+    return package not in ("torch", "numpy", "rotoff") and package not in sys.stdlib_module_names
 
 
 def _reader(value: Any) -> _Read | None:
