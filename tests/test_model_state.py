@@ -398,6 +398,18 @@ def test_a_parameter_that_is_only_asked_for_a_gradient_is_not_changed() -> None:
     assert same(trained(lambda: sequential(Thaws), "remat"), trained(lambda: sequential(Thaws), None))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_put_in_the_type_that_it_has_is_not_changed(kind: Any) -> None:
+    """``to`` sets the data of each parameter, to what they are already."""
+
+    class Router(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.up = self.up.to(x.dtype)
+            return super().forward(x)
+
+    assert same(trained(lambda: kind(Router), "remat"), trained(lambda: kind(Router), None))
+
+
 class Draws(Block):
     generator: torch.Generator
 

@@ -74,6 +74,8 @@ class Parameters:
             return None if largest is None else self._of(kwargs.get("weight", args[1] if len(args) > 1 else None))
         own = getattr(function, "__name__", "")
         sets = own == "__set__" and getattr(getattr(function, "__self__", None), "__name__", "") == "data"
+        if sets and len(args) > 1 and _same_bytes(args[0], args[1]):
+            return None  # module.to(dtype) sets what is of that type already
         in_place = own.endswith("_") and not own.endswith("__") and own not in _NO_CONTENT
         if sets or in_place or own == "__setitem__" or (own.startswith("__i") and own in _IN_PLACE):
             targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]  # a list: torch._foreach_mul_
@@ -85,6 +87,13 @@ class Parameters:
             return None
         key = key_of(target)
         return None if key is None else self._names.get(key)
+
+
+def _same_bytes(tensor: Any, other: Any) -> bool:
+    if not (isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor)) or (key := key_of(tensor)) is None:
+        return False
+    place = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+    return key == key_of(other) and place == (other.dtype, other.size(), other.stride(), other.storage_offset())
 
 
 _NO_CONTENT = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])  # change no numbers
