@@ -9,6 +9,8 @@ from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple, overload
 
+import numpy as np
+
 from .errors import LimitError, SequenceFormatError
 from .json_file import is_text, load_json, save_json
 from .sizes import parse_bytes
@@ -74,7 +76,7 @@ class Op:
     saved: bool = False
 
     def __post_init__(self) -> None:
-        numbers = isinstance(self.stage, int) and isinstance(self.form, int) and self.stage >= 0
+        numbers = all(isinstance(n, (int, np.integer)) for n in (self.stage, self.form)) and self.stage >= 0
         if (
             not isinstance(self.kind, OpKind)
             or not numbers
