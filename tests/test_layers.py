@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "nn": {"errors"},
 }
 MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "nn"} | {
+    "like_its_model",
     "checkpointable",
     "in_place",
     "estimation",
