@@ -517,3 +517,23 @@ def test_models_may_be_measured_on_several_threads() -> None:
         run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
         run(torch.randn(32, WIDTH)).sum().backward()
         run.close()
+
+
+def test_a_model_that_changes_before_each_step_is_said_to(caplog: pytest.LogCaptureFixture) -> None:
+    class Tracked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.tracker = SimpleNamespace(seen=0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(x)
+
+    model = Tracked()
+    wrapped = rotoff.Checkpointable(model).compute_sequence("1 GiB")
+    for _ in range(6):
+        wrapped(torch.randn(32, WIDTH)).sum().backward()
+        model.tracker.seen += 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "3 steps in a row were measured anew, since attribute 'tracker' of a Tracked changed" in said[0]

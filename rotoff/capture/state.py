@@ -138,6 +138,16 @@ class ModuleState:
         for module in model.modules() if used else ():
             self._tables += [(vars(module), name, value) for name, value in vars(module).items() if id(value) in used]
 
+    def what_changed(self, model: nn.Module) -> str:
+        """What is not as it was, for a message, where `unchanged` says that something is."""
+        owners = {id(vars(module)): f"attribute {{!r}} of a {type(module).__name__}" for module in model.modules()}
+        for held, name, then in (*self._values, *self._taken):
+            if not alike(then, held.get(name, GONE), {}):
+                return owners.get(id(held), "attribute {!r} of a class").format(name)
+        return next(
+            (f"attribute {name!r}" for held, name, tensor in self._tables if held.get(name) is not tensor), "the model"
+        )
+
     def unchanged(self) -> bool:
         """Whether everything watched is as it was."""
         for attributes, name, value in self._values:

@@ -79,6 +79,9 @@ class Course:
         return True
 
 
+_TOO_OFTEN = 3  # steps in a row that are measured anew
+
+
 class Courses:
     """The courses of `model`, measured and planned alike by all processes of `group`, if any.
 
@@ -110,6 +113,7 @@ class Courses:
         self._cache = cache
         self._times = MeasuredTimes() if options.interpolate and group is None else None
         self._known: OrderedDict[Any, deque[Course]] = OrderedDict()
+        self._anew = 0  # steps in a row that were measured anew, since the model had changed
 
     def __iter__(self) -> Iterator[Course]:
         """Every course that is kept."""
@@ -208,13 +212,32 @@ class Courses:
         if course is None:
             if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
                 return None
-            logger.info("rotoff: measuring a new input signature %s", key[0])
+            self._tell_why(key)
             course = self.measure(value, None, None, timed=False)
+        else:
+            self._anew = 0
         self._known.move_to_end(key)
         if course.plan is None:
             course.plan = make_plan(course.profile, self.request, self._group)
         self.latest = course
         return course
+
+    def _tell_why(self, key: Any) -> None:
+        """Log why the step to come is measured; where the model changes in each, that is worth a warning."""
+        before = next((one.captured.state for one in self._known.get(key, ()) if not one.holds()), None)
+        if before is None:
+            logger.info("rotoff: measuring a new input signature %s", key[0])
+            return
+        self._anew += 1
+        changed = before.what_changed(self._model)
+        logger.info("rotoff: measuring anew, since %s changed", changed)
+        if self._anew == _TOO_OFTEN:
+            logger.warning(
+                "rotoff: %d steps in a row were measured anew, since %s changed before each; planned steps hold what followed from it,"
+                " so keep what changes in each step outside of the model, in a buffer or an argument",
+                _TOO_OFTEN,
+                changed,
+            )
 
 
 def signature(value: Any) -> Any:
