@@ -537,3 +537,21 @@ def test_a_model_that_changes_before_each_step_is_said_to(caplog: pytest.LogCapt
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
     assert "3 steps in a row were measured anew, since attribute 'tracker' of a Tracked changed" in said[0]
+
+
+def test_containers_that_hold_themselves() -> None:
+    class Circular(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts: dict[str, Any] = {"scale": 1.0}
+            self.parts["all"] = [self.parts]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.parts["scale"]
+
+    def change(model: nn.Module, _step: int) -> None:
+        for module in model.modules():
+            if isinstance(module, Circular):
+                module.parts["scale"] += 0.5
+
+    assert same(trained(lambda: Net(Circular), "remat", change), trained(lambda: Net(Circular), None, change))

@@ -169,7 +169,10 @@ class Recorder(TorchFunctionMode):
         for name, value in vars(module).items():
             if name in _TABLES or _torch_hooks(module):
                 continue
-            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            try:
+                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            except RecursionError:  # it holds itself
+                continue
             if not any(t.requires_grad and self._tensors.number(t) is not None for t in tensors):
                 continue
             if value is self._before[module].get(name, NOTHING):
