@@ -104,6 +104,43 @@ def test_what_a_graph_keeps_past_all_hooks_is_a_constant() -> None:
     assert wrapped.profile.stuck_bytes == 32 * 16 * 4
 
 
+class ByNorm(nn.Module):
+    """A layer divided by a norm of its weight that is no part of the gradient, as in DoRA; the norm's graph ends in nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = torch.eye(64) @ self.weight * self.weight  # saves two products
+        return x @ self.weight / columns.square().sum(0).sqrt().detach()
+
+
+def test_what_a_part_of_the_graph_saves_that_nothing_leads_to_is_not_there() -> None:
+    """1024 x 64 floats are 256 KiB; the eye and the products, 16 KiB each, go with their graph."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(ByNorm(), nn.GELU()) for _ in range(4)])
+    x = torch.randn(1024, 64)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
+    norm = 64 * 4
+    assert [s.saved_bytes for s in wrapped.chain.stages] == [256 * KIB + norm, 256 * KIB] * 4
+    estimated = rotoff.estimate(model, x, device="cpu")
+    assert [s.saved_bytes for s in estimated.stages] == [s.saved_bytes for s in wrapped.chain.stages]
+
+    def step(of: nn.Module) -> list[torch.Tensor]:
+        of.zero_grad()
+        of(x).sum().backward()
+        return [p.grad for p in of.parameters() if p.grad is not None]
+
+    expected = step(model)
+    for mode in ("remat", "offload", "joint"):
+        wrapped.compute_sequence(wrapped.keep_all_memory * 6 // 10, mode=mode)
+        step(wrapped)
+        assert peak_bytes(lambda: step(wrapped)) <= wrapped.get_expected_memory()
+        assert all(map(torch.equal, step(wrapped), expected))
+    wrapped.close()
+
+
 def test_a_profiler_that_is_on_is_named() -> None:
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4)))
     with torch.autograd.profiler.profile(), pytest.raises(rotoff.MeasureError, match="profiler is active"):

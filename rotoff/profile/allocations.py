@@ -58,6 +58,10 @@ class AllocationLog:
                 alive.pop(event.ptr, None)
         return alive
 
+    def taken(self) -> set[int]:
+        """Addresses that were taken, whether or not they were given back."""
+        return {event.ptr for event in self.events if event.size > 0}
+
     def level(self) -> int:
         """Bytes held at the end above the start."""
         return sum(event.size for event in self.events)

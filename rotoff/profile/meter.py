@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from .form_meter import FormMeter
 from .form_trial import WholeStage
 from .forms import Policy, unfit
 from .gradients import GradientPlace
+from .kept import keep_everything
 from .known_times import StageTimes, check_times
 from .skips import Lying, lying
 from .stage_timing import End, Timings, copy_bandwidth, time_stage
@@ -39,19 +40,6 @@ COLLECTIVE_TRIES = 3
 LOOKS = 3  # runs by which known times are judged
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})  # whose bytes are those of one storage
-
-
-class Kept(NamedTuple):
-    """A recorded forward with everything kept. saved: what autograd saves. gathered: which storages of those are parameters'."""
-
-    outputs: list[torch.Tensor]
-    saved: list[torch.Tensor]
-    gathered: set[int]
-    log: AllocationLog
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(self.log.live().values())
 
 
 @dataclass(frozen=True)
@@ -163,22 +151,21 @@ class Meter:
         attributes = ChangedAttributes(run.stage)
         leaves = run.leaves()
         versions = [t._version for t in leaves]
-        kept = self._kept(run, leaves)
+        kept = keep_everything(run, leaves, self.allocator)
         for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
             generators.put(drawn)
-            again = self._kept(run, leaves)
+            again = keep_everything(run, leaves, self.allocator)
             kept = again if again.live_bytes < kept.live_bytes else kept
             del again
-        outputs, saved, gathered, log = kept
-        del kept
+        outputs, saved, log = kept.outputs, kept.saved, kept.log
         live = log.live()
-        self._refuse_subclasses(run.stage, saved)
+        self._refuse_subclasses(run.stage, kept.tensors)
         changed = changes.look()
         changed_attributes = attributes.look()
         draws = log.drew or generators.states() is not drawn
         inputs = {storage_key(t) for t in leaves}
-        kinds = tuple(SavedKind.RESIDENT if storage_key(t) in gathered else self._kind(t, inputs, live) for t in saved)
-        own = {self.allocator.address(t) for t, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN}
+        kinds = kept.kinds(inputs)
+        own = {one.address for one, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN and one.alive}
         made = {self.allocator.address(t) for t in outputs}
         self._lasting |= {
             storage_key(t) for t in outputs if self.allocator.address(t) not in live
@@ -193,12 +180,11 @@ class Meter:
         del carried
         own_gradients = tuple(self.gradient_bytes([t]) for t in outputs)
         written = [n for n, (t, version) in enumerate(zip(leaves, versions, strict=True)) if t._version != version]
-        lies = lying(leaves, outputs, [self.storage_bytes([t]) for t in outputs], saved, written)
+        lies = lying(leaves, outputs, [self.storage_bytes([t]) for t in outputs], kept.keys(inputs), written)
         # nobody runs on the last stage's output
         outputs = [t.new_empty(0) if run.last else t.detach() for t in outputs]
-        shapes = [(t.shape, t.dtype) for t in saved]
-        saved.clear()
-        del leaves
+        shapes = [(one.shape, one.dtype) for one in saved]
+        del leaves, kept
 
         back, strange_bytes = self._backward(run, outputs)
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
@@ -259,19 +245,6 @@ class Meter:
             timings=timings,
         )
         return measured, outputs
-
-    def _kept(self, run: Run, leaves: list[torch.Tensor]) -> Kept:
-        saved: list[torch.Tensor] = []
-        gathered: set[int] = set()  # parameters may be there only while the stage runs (FSDP)
-
-        def keep(tensor: torch.Tensor) -> None:
-            saved.append(tensor.detach())
-            if storage_key(tensor) in {storage_key(p) for m in run.stage.modules for p in m.parameters()}:
-                gathered.add(storage_key(tensor))
-
-        with watch_saved(keep):
-            outputs, log = self.allocator.log(lambda: flatten(run.forward(leaves))[0])
-        return Kept(outputs, saved, gathered, log)
 
     def _backward(self, run: Run, outputs: Sequence[torch.Tensor]) -> tuple[BackwardBytes, int]:
         """The bytes of the backward, and what it holds more where the gradients given are not contiguous."""
@@ -363,8 +336,3 @@ class Meter:
                     f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move; use plain"
                     " tensors in what it returns and differentiates"
                 )
-
-    def _kind(self, tensor: torch.Tensor, inputs: set[int], live: dict[int, int]) -> SavedKind:
-        if storage_key(tensor) in inputs:
-            return SavedKind.INPUT
-        return SavedKind.OWN if self.allocator.address(tensor) in live else SavedKind.RESIDENT

@@ -38,16 +38,20 @@ def lying(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     output_bytes: Sequence[int],
-    saved: Sequence[torch.Tensor],
+    saved: Sequence[int | None],
     written: Collection[int],
 ) -> Lying:
-    """How the tensors of a run lie; output_bytes: of each output's storage, as the device's allocator counts them."""
+    """How the tensors of a run lie.
+
+    output_bytes: of each output's storage, as the device's allocator counts them. saved: the storage of each tensor saved, None for one
+    that is gone.
+    """
     given, made = _first(inputs), _first(outputs)
     return Lying(
         tuple(
             (size, given.get(storage_key(t)), made[storage_key(t)]) for t, size in zip(outputs, output_bytes, strict=True)
         ),
-        tuple((given.get(storage_key(t)), made.get(storage_key(t))) for t in saved),
+        tuple((None, None) if key is None else (given.get(key), made.get(key)) for key in saved),
         frozenset(written),
     )
 
