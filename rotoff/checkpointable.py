@@ -37,7 +37,7 @@ from .runtime.interpreter import Step
 from .runtime.link_pool import LinkPool
 from .runtime.options import Options
 from .runtime.plan import ExecutionPlan
-from .runtime.planning import Request, check_options, expected_bytes, own_bytes, plan_everything
+from .runtime.planning import Request, check_options, expected_bytes, plan_everything
 from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
@@ -274,7 +274,7 @@ class Checkpointable(RotorNames, LikeItsModel):
     @property
     def keep_all_memory(self) -> int:
         """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
-        return own_bytes(self.profile, plan_everything(self.profile))
+        return expected_bytes(self.profile, plan_everything(self.profile))
 
     # -- running
 

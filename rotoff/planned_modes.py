@@ -16,7 +16,7 @@ from .estimation import estimated
 from .json_file import save_json
 from .profile.devices import Device, find
 from .profile.model_profile import Profile
-from .runtime.planning import Request, least_limit, least_time, make_plan, own_bytes, plan_everything
+from .runtime.planning import Request, least_limit, least_time, make_plan, plan_everything, told_bytes
 from .sizes import format_bytes, parse_bytes
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
@@ -173,7 +173,7 @@ def plan(
         chain=profile.chain,
         device=target.name,
         mem_limit=limit,
-        keep_all_bytes=own_bytes(profile, everything),
+        keep_all_bytes=told_bytes(profile, everything),
         keep_all_time=everything.trace.makespan,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
@@ -209,7 +209,7 @@ def _row(profile: Profile, request: Request, base: float) -> PlannedMode:
         mode=request.mode,
         step_time=time,
         overhead=time / base - 1 if base else 0.0,
-        peak_bytes=own_bytes(profile, found),
+        peak_bytes=told_bytes(profile, found),
         host_bytes=found.trace.host_peak_bytes,
         bound_time=least_time(profile, request),
         min_mem_limit=least,

@@ -8,6 +8,7 @@ stages in a tuple, and a module's own tables) for nothing; a skip connection's a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
             aliases = all(storage_key(t) in keys for t in outputs)
             at_start = not groups or first_aliases
             if changed and at_start:
-                stage, aliases = StageModule(stage.name, (Copy(), *stage.modules)), False
+                stage, aliases = replace(stage, modules=(Copy(), *stage.modules)), False
                 lasting -= keys
             elif changed & lasting:
                 raise MeasureError(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .lifetimes import Lifetimes, lifetimes
 from .segment import Segment
 from .stage import StageModule
 from .tape import NOTHING, Operation, Owned, Tape
@@ -36,7 +37,7 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> tuple[
     Questions are what the forward asks about the batch's contents before it computes anything (``if mask.all():``). They are
     taken out of the stages and asked before each step.
     """
-    operations = _used(tape)
+    operations = used = _used(tape)
     early = _early(tape, operations)
     asked, needed = _questions(tape, operations, early)
     operations = [op for op in operations if id(op) not in {id(question) for question in asked}]
@@ -45,13 +46,16 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> tuple[
     first = _needed_early(tape, operations, early, positions)
     pieces = [first] if first else []
     rest = {id(op) for op in first}
+    place: dict[int, int] = {}  # operation -> piece that ends no sooner than it does in the model
     start = 0
     for cut in [*positions, len(operations) - 1]:
         piece = [op for op in operations[start : cut + 1] if id(op) not in rest]
+        place.update((id(op), len(pieces)) for op in operations[start : cut + 1])
         if piece:
             pieces.append(piece)
         start = cut + 1
-    return _modules(tape, pieces, bool(first)), Segment(tape, needed, tape.inputs, ()) if asked else None
+    found = _modules(tape, pieces, bool(first), lifetimes(tape, used, first, place, len(pieces)))
+    return found, Segment(tape, needed, tape.inputs, ()) if asked else None
 
 
 def _questions(tape: Tape, operations: list[Operation], early: set[int]) -> tuple[list[Operation], list[Operation]]:
@@ -81,7 +85,7 @@ def _questions(tape: Tape, operations: list[Operation], early: set[int]) -> tupl
     return asked, [op for op in operations if id(op) in needed]
 
 
-def _modules(tape: Tape, pieces: list[list[Operation]], prepared: bool) -> list[StageModule]:
+def _modules(tape: Tape, pieces: list[list[Operation]], prepared: bool, lives: list[Lifetimes]) -> list[StageModule]:
     last_use: dict[int, int] = {n: len(pieces) for n in tape.result_variables()}
     for number, piece in enumerate(pieces):
         for op in piece:
@@ -95,7 +99,9 @@ def _modules(tape: Tape, pieces: list[list[Operation]], prepared: bool) -> list[
         final = number + 1 == len(pieces)
         leaves = [n for n in known if last_use.get(n, -1) > number]
         name = "masks and tables" if prepared and number == 0 else _name(piece)
-        found.append(StageModule(name, (Segment(tape, piece, enters, None if final else leaves),)))
+        run = Segment(tape, piece, enters, None if final else leaves)
+        storages = () if final else tuple(tape.variables[n].storage for n in leaves)
+        found.append(StageModule(name, (run,), storages, lives[number]))
         enters = leaves
         known = dict.fromkeys(leaves)
     return found

@@ -33,6 +33,7 @@ class KnownTensors:
                         self._owned.setdefault(id(tensor), Owned(module, table, name))
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._there: dict[int, StorageWeakRef] = {}  # by number, those not known to be gone
         self._owners: dict[int | None, list[Owned]] = {}  # by storage
         for owned in self._owned.values():
             self._owners.setdefault(storage_key(owned.tensor), []).append(owned)
@@ -93,8 +94,17 @@ class KnownTensors:
             if not new:
                 return None
             # a weak reference keeps the address from being given to another storage
-            self._storages[key] = (StorageWeakRef(tensor.untyped_storage()), len(self._storages))
+            watch = StorageWeakRef(tensor.untyped_storage())
+            self._storages[key] = (watch, len(self._storages))
+            self._there[self._storages[key][1]] = watch
         return self._storages[key][1]
+
+    def gone(self) -> tuple[int, ...]:
+        """The numbers of the storages that have gone since this was last asked."""
+        found = tuple(number for number, watch in self._there.items() if watch.expired())
+        for number in found:
+            del self._there[number]
+        return found
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

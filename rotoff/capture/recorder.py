@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -136,12 +137,14 @@ class Recorder(TorchFunctionMode):
         self._drawn = self._generators.states()
         self._ambient = _autocast()
         self.casts = WeightCasts(self._tensors)
+        self._saves: list[int] = []  # storages that the call under way has saved
 
     def begin(self, given: list[torch.Tensor]) -> None:
         self.tape.inputs = [self._tensors.variable(t) for t in given]
 
     def end(self, result: Any) -> None:
         """Take what the model returned."""
+        self._note_gone()
         self.tape.attributes = [(module, name) for module in self._model.modules() for name in self._kept(module)]
         look_into(result)
         if self.tape.attributes:
@@ -154,6 +157,12 @@ class Recorder(TorchFunctionMode):
                     " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache, the parameters of a distribution)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """In place of keeping what autograd saves."""
+        storage = self._tensors.storage(tensor, new=True)
+        if storage is not None:
+            self._saves.append(storage)
 
     def put_back(self) -> None:
         """Give the attributes that every step sets what they held before."""
@@ -182,6 +191,13 @@ class Recorder(TorchFunctionMode):
                 )
             yield name
 
+    def _note_gone(self) -> None:
+        """Which storages have gone since the last operation began."""
+        gone = self._tensors.gone()
+        if gone and self.tape.operations:
+            last = self.tape.operations[-1]
+            self.tape.operations[-1] = replace(last, ends=last.ends + gone)
+
     # -- what is called
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -202,6 +218,7 @@ class Recorder(TorchFunctionMode):
 
     def _noted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "")
+        self._note_gone()
         generated = self._generators.states()
         if generated is not self._drawn:
             self._refuse("sets the state of torch's random numbers (manual_seed, fork_rng), which a replay could not follow")
@@ -220,6 +237,7 @@ class Recorder(TorchFunctionMode):
             self._leave_to_module(f"packs sequences by lengths that are in a tensor ({name})")
             self._refuse(f"packs sequences by lengths that are in a tensor ({name})", PACK_INSIDE, UnrepeatableError)
         grad, autocast = torch.is_grad_enabled(), _autocast()
+        self._saves.clear()
         with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
             result = function(*args, **kwargs)
         self._drawn = self._generators.states()
@@ -275,6 +293,7 @@ class Recorder(TorchFunctionMode):
                 effect=effect,
                 place=tuple(self._place),
                 casts=tuple(casts),
+                saves=tuple(self._saves),
             )
         )
         return result

@@ -116,7 +116,7 @@ def _once(
         copied_args, copied_kwargs = rebuild(given)
         try:
             with (
-                saved_tensors_hooks(_forget, _never),
+                saved_tensors_hooks(recorder.saves, _never),
                 seen_calls(recorder.called, recorder.applied),
                 recorder.casts.counting(),
                 recorder,
@@ -161,10 +161,6 @@ def _difference(first: Tape, second: Tape) -> tuple[str | None, str]:
     if len(first.operations) != len(second.operations):
         return f"{len(first.operations)} operations in one, {len(second.operations)} in the next", ""
     return None, ""
-
-
-def _forget(_: torch.Tensor) -> None:
-    return None
 
 
 def _never(_: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
+from .lifetimes import UNSEEN, Lifetimes
 
 if TYPE_CHECKING:
     from ..runtime.selective import Recipe
@@ -33,11 +34,14 @@ class Copy(nn.Module):
 class StageModule:
     """Modules run in order, the output of one being the only argument of the next.
 
-    name: for messages and tables, such as ``"blocks.3"`` or ``"relu..flatten"``.
+    name: for messages and tables, such as ``"blocks.3"`` or ``"relu..flatten"``. storages: of a recorded model, the number of the
+    storage of each output tensor. lives: how long the model itself holds what is made there.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
+    storages: tuple[int | None, ...] = ()
+    lives: Lifetimes = UNSEEN
 
     def run(self, value: Any) -> Any:
         for module in self.modules:
@@ -46,7 +50,8 @@ class StageModule:
 
     def merged(self, following: StageModule) -> StageModule:
         """This stage and the one after it, as one."""
-        return StageModule(f"{self.name.split('..')[0]}..{following.name.split('..')[-1]}", self.modules + following.modules)
+        name = f"{self.name.split('..')[0]}..{following.name.split('..')[-1]}"
+        return StageModule(name, self.modules + following.modules, following.storages, self.lives.and_then(following.lives))
 
     @property
     def varying(self) -> bool:

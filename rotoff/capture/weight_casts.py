@@ -87,7 +87,8 @@ def share(tape: Tape) -> None:
         for cast in operation.casts:
             users.setdefault(cast, []).append(operation)
     shared: dict[WeightCast, int] = {}  # and the variable that it makes
-    storage = max((v.storage for v in tape.variables if v.storage is not None), default=-1)
+    known = [v.storage for v in tape.variables if v.storage is not None]
+    storage = max([*known, *(n for operation in tape.operations for n in operation.saves)], default=-1)
     for cast, using in users.items():
         if len(using) > 1 and all(operation.grad for operation in using):
             storage += 1
@@ -121,6 +122,8 @@ def _cast(cast: WeightCast, number: int, before: Operation) -> Operation:
         returned=(),
         effect=False,
         casts=(),
+        saves=(),
+        ends=(),
     )
 
 

@@ -58,7 +58,7 @@ def estimate_profile(
     value = fake_copy(strategy.chain_input(model, args, kwargs, wanted), mode)
     with cuda_variants(device):
         stages = strategy.stages(copied, value, _CPU, wanted)
-        stages = [StageModule(s.name, tuple(InMode(m, mode) for m in s.modules)) for s in stages]
+        stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in stages]
         meter = FakeMeter(device, mode, read_forms(forms))
         named = bool(strategy.named(copied, wanted))
         profile = measure(stages, value, meter, lambda *_: link(device), named=named)

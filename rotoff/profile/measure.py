@@ -27,7 +27,7 @@ from .gradients import Charge, charge
 from .known_times import KnownTimes
 from .meter import Measured, Meter
 from .model_profile import Compact, Profile, replay_bytes
-from .skips import find_skips
+from .skips import find_lingering, find_passing, find_skips
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
 
@@ -98,6 +98,7 @@ def measure(
     for charges in gradients, compact:
         charges[0] = charges[0]._replace(nbytes=max(charges[0].nbytes, meter.gradient_bytes(starts)))
     costs = [_charged(m, *pair) for m, pair in zip(measured, pairwise(gradients), strict=True)]
+    runs = [(m.lies, m.behaviour) for m in measured]
     copies = any(one.copied for one in compact)
     copy_bandwidth = (known and known.copy_bandwidth) or meter.copy_bandwidth(typical) if copies else None
     return Profile(
@@ -123,7 +124,9 @@ def measure(
         resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
         no_forms=tuple(m.no_forms for m in measured),
-        skips=find_skips([(m.lies, m.behaviour) for m in measured]),
+        skips=find_skips(runs),
+        passing=find_passing(runs, groups[prefix:]),
+        lingering=find_lingering(groups[:prefix], groups[prefix:], meter.allocator.rounded),
         spare_bytes=tuple(m.lies.spare for m in measured),
         staying_bytes=tuple(_staying(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
         compact=_compact(measured, compact, copy_bandwidth) if copy_bandwidth else None,

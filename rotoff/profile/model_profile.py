@@ -13,7 +13,7 @@ from ..chain import Chain, Form, Stage
 from ..runtime.convolutions import Algorithms
 from ..runtime.upkeep import NO_UPKEEP, Upkeep, UpkeepTimes
 from .allocations import block_bytes, rounded
-from .skips import Skip, behave_in_place, gone_in_place, keep_in_place
+from .skips import Lingering, Passing, Skip, behave_in_place, gone_in_place, keep_in_place
 
 
 class StageForms(NamedTuple):
@@ -50,7 +50,8 @@ class Profile:
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, and autocast of
     weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
     prefix holds, its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the
-    step: all of it, or what a prefix hands on of the batch. skips: bytes that several values carry. spare_bytes: of each
+    step: all of it, or what a prefix hands on of the batch. skips: bytes that several values carry. passing: bytes of values that
+    the plain model lets go; lingering: others that it holds longer. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
     tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.tails`); 0 by
     default. gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
@@ -72,6 +73,8 @@ class Profile:
     rng_bytes: int = 0
     gone_bytes: tuple[int, ...] = ()
     skips: tuple[Skip, ...] = ()
+    passing: tuple[Passing, ...] = ()
+    lingering: tuple[Lingering, ...] = ()
     spare_bytes: tuple[tuple[int, int], ...] = ()
     staying_bytes: tuple[int, ...] = ()
     compact: Compact | None = None

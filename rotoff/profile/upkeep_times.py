@@ -107,7 +107,7 @@ class _Front(nn.Module):
 
 @dataclass(frozen=True)
 class _TimedStage(StageModule):
-    spans: _Spans
+    spans: _Spans = field(kw_only=True)
 
     def run(self, value: Any) -> Any:
         start = time.perf_counter()
@@ -151,7 +151,7 @@ def _run_step(run: Run, behaviour: Behaviour, spans: _Spans) -> None:
     """A forward and a backward of the stage under the interpreter, after a stage that does nothing."""
     leaves = run.leaves()
     front = StageModule("front", (_Front(),))
-    stages = [front, _TimedStage(run.stage.name, run.stage.modules, spans)]
+    stages = [front, _TimedStage(run.stage.name, run.stage.modules, spans=spans)]
     behaviours = [Behaviour((), (False,) * len(leaves)), replace(behaviour, copied=(), kept=())]
     step = _TimedStep(_PLAN, stages, behaviours, leaves[0].device, None, lambda _: None)
     step.spans = spans

@@ -305,6 +305,9 @@ class Step:
             own = self._behaviours[i - 1].own_outputs if outputs else ()
             self._held[v] = Held((v, self._stage_name(i)), outputs, own, self._runs[i].saved() if keep else [])
         self._held.touch(op, [source], [v])
+        if self._plan.keeps_all and i in self._plan.untouched and self._checker is None and i > 1:
+            self._runs[i - 1].kept.clear()
+            self._held[abar(i - 1)].pass_on()
 
     def _first(self, i: int, given: list[torch.Tensor], keep: bool, recipe: Recipe | None) -> list[torch.Tensor]:
         """Run stage i in the user's graph, its input's bytes being `given`; returns its outputs, detached."""

@@ -28,7 +28,7 @@ class ExecutionPlan:
     replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the
     plain model, since neither what they save nor their input goes before their backward. closing: op index of each ``F_all``
     again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes: size of the
-    slab. trace: the prediction; replays that end early leave their tails out. keeps_all: nothing is moved or run twice.
+    slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain model that runs.
     kept: numbers of the profile's skip connections that stay in place; the sequence is one of the chain without their bytes.
     compact: whether gradients that wait are copied.
     """
@@ -41,7 +41,7 @@ class ExecutionPlan:
     host: dict[int, HostRange]
     host_bytes: int
     trace: Trace
-    keeps_all: bool
+    keeps_all: bool = False
     kept: tuple[int, ...] = ()
     compact: bool = False
 
@@ -71,7 +71,6 @@ def compile_sequence(
     redone = {op.stage for op in sequence if op.kind is OpKind.F_SEL}
     replayed = frozenset(i for i, count in runs.items() if count > 1) | redone
     host = _host_ranges(chain, sequence)
-    moves = any(op.kind not in COMPUTES for op in sequence)
     return ExecutionPlan(
         sequence=sequence,
         forward_end=_forward_end(sequence, len(chain)),
@@ -81,7 +80,6 @@ def compile_sequence(
         host=host,
         host_bytes=max((r.offset + r.room for r in host.values()), default=0),
         trace=trace,
-        keeps_all=not moves and not replayed and all(op.kind in (OpKind.F_ALL, OpKind.B) for op in sequence),
         kept=kept,
         compact=compact,
     )

@@ -170,7 +170,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     """
     asked, least = request.mem_limit, profile.prefix_peak_bytes
     everything = plan_everything(profile)
-    if request.policy is None and own_bytes(profile, everything) <= asked:
+    if request.policy is None and expected_bytes(profile, everything) <= asked:
         _report(profile, request, everything)
         return everything
     ways = _ways(profile, request)
@@ -185,7 +185,10 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
         sequence = search() if group is None else agree_on_sequence(search, group)
         seconds = time.perf_counter() - began
     except InfeasibleError as error:
-        raise _infeasible(request, max(least, error.min_mem_limit), ways) from None
+        enough = error.min_mem_limit
+        if request.policy is None:
+            enough = min(enough, expected_bytes(profile, everything))
+        raise _infeasible(request, max(least, enough), ways) from None
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     chosen = profile.keeping(kept, compact)
     plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep)
@@ -194,15 +197,18 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
 
 
 def plan_everything(profile: Profile) -> ExecutionPlan:
-    """The plan that keeps everything, as the plain model does, by the account that charges least for it."""
+    """The plan that keeps everything, which is to run the plain model, by the account that charges least for it."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
     plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]  # which replay nothing
-    return min(plans, key=lambda plan: own_bytes(profile, plan))
+    return min((replace(plan, keeps_all=True) for plan in plans), key=lambda plan: expected_bytes(profile, plan))
 
 
 def least_limit(profile: Profile, request: Request) -> int:
     """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
-    return max(min(way.least for way in _ways(profile, request)), profile.prefix_peak_bytes, 1)
+    least = min(way.least for way in _ways(profile, request))
+    if request.policy is None:
+        least = min(least, expected_bytes(profile, plan_everything(profile)))
+    return max(least, profile.prefix_peak_bytes, 1)
 
 
 def least_time(profile: Profile, request: Request) -> float:
@@ -301,6 +307,11 @@ def _binding(least: int, ways: list[Way]) -> str:
     return ""
 
 
+def told_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+    """The peak of `plan` that is held against a limit: the machine's, or that of the plain model where everything is kept."""
+    return expected_bytes(profile, plan) if plan.keeps_all else own_bytes(profile, plan)
+
+
 def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """The machine's peak in the terms of the user's limit."""
     levels = _told(profile, plan, [event.memory for event in plan.trace.events])
@@ -317,7 +328,8 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     user's limit, less what is sure not to be there.
 
     That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which the
-    loss has yet to make, and whatever several values share.
+    loss has yet to make, and whatever several values share. Of the plain model, values that nobody saved once it has let go of them; and
+    what its own code holds longer than a stage is added.
     """
     L = len(profile.chain)
     made, whole = False, set()
@@ -335,9 +347,21 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
             whole.add(op.stage)
         elif op.kind is OpKind.F_SEL:
             whole.discard(op.stage)
+        if plan.keeps_all:
+            less += _passed(profile, op)
         made = made or (op.kind in FORWARDS and op.stage == L)
         levels.append(event.memory - less)
     return _told(profile, plan, levels)
+
+
+def _passed(profile: Profile, op: Op) -> int:
+    """Bytes that the plain model has let go of when its ``F`` or ``B`` of a stage begins, and that are still charged once; less those
+    that its ``F`` holds and that are not charged."""
+    i = op.stage
+    if op.kind is OpKind.B:
+        return sum(one.nbytes for one in profile.passing if one.first < i)
+    held = sum(one.nbytes for one in profile.lingering if one.first < i <= one.until)
+    return sum(one.nbytes for one in profile.passing if one.until < i) - held
 
 
 def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:

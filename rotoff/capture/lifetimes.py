@@ -1,0 +1,87 @@
+"""How long the plain model holds what it makes, seen while its forward was recorded: longer than its stages do, or less long.
+
+A forward's local variables may outlive their last use, and it may compute what nobody uses. What autograd saves stays into the
+backward, and is known when stages are measured; here are the storages that it does not save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+from .tape import Operation, Tape
+
+
+class Span(NamedTuple):
+    """A storage that autograd does not save. begin: the position on the tape from which the model holds it for nothing that its stage
+    does there: past its last use, or from its making. end: the last position at which it is there, None where that is not known."""
+
+    storage: int
+    nbytes: int
+    begin: int
+    end: int | None
+
+
+class Lifetimes(NamedTuple):
+    """Of one piece of a tape. ends: the storages that the model's own code lets go of in it. spans: of those that it makes."""
+
+    ends: frozenset[int] = frozenset()
+    spans: tuple[Span, ...] = ()
+
+    def and_then(self, following: Lifetimes) -> Lifetimes:
+        """Of both pieces as one."""
+        return Lifetimes(self.ends | following.ends, self.spans + following.spans)
+
+    def outliving(self, charged: Collection[int]) -> list[Span]:
+        """What stays when the piece ends; charged: storages that are accounted for."""
+        return [span for span in self.spans if span.storage not in self.ends and span.storage not in charged]
+
+    def beside_bytes(self, charged: Collection[int]) -> int:
+        """The most bytes of what goes before the piece ends, where they are there for nothing."""
+        changes: dict[int, int] = {}
+        for span in self.spans:
+            if span.storage in self.ends and span.storage not in charged and span.end is not None and span.begin <= span.end:
+                changes[span.begin] = changes.get(span.begin, 0) + span.nbytes
+                changes[span.end + 1] = changes.get(span.end + 1, 0) - span.nbytes
+        return max(accumulate(changes[position] for position in sorted(changes)), default=0)
+
+
+UNSEEN = Lifetimes()
+
+
+def lifetimes(
+    tape: Tape, used: Collection[Operation], moved: Collection[Operation], place: Mapping[int, int], count: int
+) -> list[Lifetimes]:
+    """Of each of `count` pieces.
+
+    used: the operations that somebody needs the outcome of. moved: those that no longer run where they do in the model. place: of an
+    operation (its id), the piece that ends no sooner than it does in the model; the others follow those before them.
+    """
+    needed = {id(op) for op in used} - {id(op) for op in moved}
+    saved = {storage for op in used for storage in op.saves}
+    # a graph that nothing leads to saves them for as long as a variable holds its end
+    saved_for_nothing = {storage for op in tape.operations for storage in op.saves} - saved
+    pieces = list(accumulate((place.get(id(op), 0) for op in tape.operations), max))
+    pieces = [min(piece, count - 1) for piece in pieces]
+    made: dict[int, tuple[int, int]] = {}  # storage -> position, bytes
+    begins: dict[int, int] = {}  # where it is in the way: made for nothing here, or past its last use
+    ends: dict[int, int] = {}
+    batch = {tape.variables[n].storage for n in tape.inputs}
+    for position, op in enumerate(tape.operations):
+        ends.update((storage, position) for storage in op.ends if storage not in saved_for_nothing)
+        for n in {*op.reads, *(n for n in op.outputs if n is not None)}:
+            variable = tape.variables[n]
+            if variable.storage is None or variable.storage in batch or variable.storage in saved:
+                continue
+            if made.setdefault(variable.storage, (position, variable.nbytes))[0] == position:
+                begins[variable.storage] = position
+            if id(op) in needed:
+                begins[variable.storage] = position + 1
+    spans: list[list[Span]] = [[] for _ in range(count)]
+    for storage, (position, nbytes) in made.items():
+        spans[pieces[position]].append(Span(storage, nbytes, begins[storage], ends.get(storage)))
+    going: list[set[int]] = [set() for _ in range(count)]
+    for storage, position in ends.items():
+        going[pieces[position]].add(storage)
+    return [Lifetimes(frozenset(gone), tuple(own)) for gone, own in zip(going, spans, strict=True)]

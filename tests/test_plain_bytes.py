@@ -1,0 +1,134 @@
+"""Bytes of keeping everything are those of the plain model, whose own code holds some values longer than stages do, and lets go of others."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from allocated import peak_bytes
+from torch import nn
+
+import rotoff
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def trained(model: nn.Module, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """The peak of a step that finds gradients to add to, and the gradients of one."""
+    gradients = [g.clone() for g in step(model, x)]
+    return peak_bytes(lambda: model(x).backward()), gradients
+
+
+class Holding(nn.Module):
+    """A local variable, of which autograd needs nothing, outlives its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(30))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        big = x.repeat(1, 16) * 2.0
+        y = big.view(-1, 16, 64).sum(1)
+        for layer in self.layers:
+            y = torch.relu(layer(y))
+        return y.square().mean()
+
+
+class Passing(nn.Module):
+    """Between two cuts goes a sum that no backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
+        self.outer = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for inner, outer in zip(self.inner, self.outer, strict=True):
+            side = inner(torch.tanh(x))
+            x = outer(torch.tanh(x)) + side + x
+        return x.square().mean()
+
+
+def test_what_the_models_own_code_holds_is_counted_where_it_runs() -> None:
+    torch.manual_seed(0)
+    model, x = Holding(), torch.randn(2048, 64)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
+    peak, gradients = trained(model, x)
+    assert peak <= wrapped.keep_all_memory <= 1.03 * peak
+    wrapped.compute_sequence(wrapped.keep_all_memory)
+    assert trained(wrapped, x)[0] == peak
+    limit = peak * 9 // 10
+    wrapped.compute_sequence(limit)
+    less, planned = trained(wrapped, x)
+    assert less <= wrapped.get_expected_memory() <= limit
+    assert all(map(torch.equal, planned, gradients))
+    wrapped.close()
+
+
+def test_values_that_nobody_saves_are_not_counted_once_they_are_gone() -> None:
+    torch.manual_seed(0)
+    model, x = Passing(), torch.randn(2048, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    peak, _ = trained(model, x)
+    assert peak <= wrapped.keep_all_memory <= 1.03 * peak
+    assert wrapped.keep_all_memory < 0.9 * rotoff.simulate(wrapped.chain, rotoff.keep_all(wrapped.chain)).peak_bytes
+    with wrapped.record_step():  # under rotoff, which lets go of them as well
+        assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.keep_all_memory
+    wrapped.close()
+
+
+class Program(nn.Module):
+    """A random forward: a few values, some large ones made on the way, overwritten or held, or made for nothing."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.lines = [(draw.choice("lttwsnau"), draw.randrange(3), draw.randrange(3)) for _ in range(40)]
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in self.lines)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        names = [x, x * 2, x + 1]
+        held = []
+        for (kind, to, other), layer in zip(self.lines, self.layers, strict=True):
+            if kind == "l":
+                names[to] = layer(names[to])
+            elif kind == "t":
+                names[to] = torch.tanh(names[to])
+            elif kind == "w":  # large, needed by nobody else, and held
+                held.append(names[to].repeat(1, 8) * 0.5)
+                names[to] = held[-1].view(-1, 8, 32).sum(1)
+            elif kind == "s":
+                names[to] = names[to] * 0.5 + names[other]
+            elif kind == "n":
+                held.clear()
+            elif kind == "u":
+                held.append(torch.tanh(names[other] * 2))
+            else:
+                names[to] = names[to] * torch.sigmoid(names[other])
+        return torch.stack([name.square().mean() for name in names]).sum()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_plain_model_never_holds_more_than_is_said(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Program(seed), torch.randn(1024, 32)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
+    peak, gradients = trained(model, x)
+    assert peak <= wrapped.keep_all_memory
+    for share in (1.0, 0.9, 0.6):
+        limit = int(wrapped.keep_all_memory * share)
+        try:
+            wrapped.compute_sequence(limit, mem_slots=30, refine=False)
+        except rotoff.InfeasibleError as error:
+            limit = error.min_mem_limit
+            wrapped.compute_sequence(limit, mem_slots=30, refine=False)
+        held, planned = trained(wrapped, x)
+        assert held <= wrapped.get_expected_memory() <= limit
+        assert all(map(torch.equal, planned, gradients))
+    wrapped.close()
