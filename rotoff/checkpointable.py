@@ -37,7 +37,7 @@ from .runtime.interpreter import Step
 from .runtime.link_pool import LinkPool
 from .runtime.options import Options
 from .runtime.plan import ExecutionPlan
-from .runtime.planning import Request, check_options, expected_bytes, plan_everything
+from .runtime.planning import Request, check_options, expected_bytes, plan_everything, told_bytes
 from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
@@ -197,7 +197,7 @@ class Checkpointable(RotorNames, LikeItsModel):
             return parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        self._courses.ask(Request(limit, mode, mem_slots, options, policy, self._cache))
+        self._courses.ask(Request(limit, mode, mem_slots, options, policy, not self._check, self._cache))
         return self
 
     # -- what is planned
@@ -274,7 +274,7 @@ class Checkpointable(RotorNames, LikeItsModel):
     @property
     def keep_all_memory(self) -> int:
         """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
-        return expected_bytes(self.profile, plan_everything(self.profile))
+        return told_bytes(self.profile, plan_everything(self.profile, plain=not self._check))
 
     # -- running
 
@@ -297,7 +297,7 @@ class Checkpointable(RotorNames, LikeItsModel):
         profile, plan = course.planned, course.plan
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if plan.keeps_all and not self._check and recording is None:
-            return plain(*args, **kwargs)
+            return course.captured.plain(plain, value)
         strategy.refuse_passed_by(self._model, attached=self._courses.plain is not None)
         if plan.replayed and course.captured.state is not None:
             course.captured.state.refuse_borrowed()

@@ -47,7 +47,7 @@ def sequential(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def measured(model: nn.Module, x: torch.Tensor) -> rotoff.Checkpointable:
-    return rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    return rotoff.Checkpointable(model, cache_directory=None, check=True).measure(x, repeats=1)
 
 
 def trained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,61 @@ def test_values_that_nobody_saves_are_not_counted_once_they_are_gone() -> None:
     with wrapped.record_step():  # under rotoff, which lets go of them as well
         assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.keep_all_memory
     wrapped.close()
+
+
+class Caching(nn.Module):
+    """Returns its keys unless told not to, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x: torch.Tensor, use_cache: bool | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        keys = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if self.config.use_cache if use_cache is None else use_cache:
+                keys.append(x.detach() * 2)
+        return x.square().mean(), keys
+
+
+class CachingWithin(nn.Module):
+    """One whose inner model alone has that setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Caching()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        found: tuple[torch.Tensor, list[torch.Tensor]] = self.inner(x)
+        return found
+
+
+@pytest.mark.parametrize("kind", [Caching, CachingWithin])
+def test_caches_are_off_where_everything_is_kept_as_where_it_is_not(kind: type[nn.Module]) -> None:
+    model, x = kind(), torch.randn(2048, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+
+    def one() -> list[torch.Tensor]:
+        loss, keys = wrapped(x)
+        loss.backward()
+        found: list[torch.Tensor] = keys
+        return found
+
+    everything = wrapped.keep_all_memory
+    for limit in (everything, everything // 2):
+        wrapped.compute_sequence(limit)
+        assert one() == []
+        assert peak_bytes(one) <= wrapped.get_expected_memory() <= limit
+    wrapped.close()
+    assert len(model(x)[1]) == 12
+    if kind is Caching:
+        asked = rotoff.Checkpointable(model).measure(x, use_cache=True, repeats=1)
+        asked.compute_sequence(asked.keep_all_memory)
+        assert len(asked(x, use_cache=True)[1]) == 12
+        assert asked.keep_all_memory > everything
+        asked.close()
 
 
 class Program(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 import rotoff
 from rotoff.capture.sharding import gathers
-from rotoff.profile.meter import Meter
+from rotoff.profile import meter
 
 
 def test_parameters_of_this_process_alone_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_parameters_of_this_process_alone_are_not_gathered(monkeypatch: pytest.M
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert not gathers(model)
     runs = []
-    kept = Meter._kept
-    monkeypatch.setattr(Meter, "_kept", lambda self, run, leaves: runs.append(run.stage.name) or kept(self, run, leaves))
+    kept = meter.keep_everything
+    monkeypatch.setattr(meter, "keep_everything", lambda run, *rest: runs.append(run.stage.name) or kept(run, *rest))
     rotoff.Checkpointable(model).measure(torch.randn(2, 4), repeats=1)
     assert runs == ["0", "1"]

@@ -21,18 +21,23 @@ _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-@contextmanager
-def caches_off(model: nn.Module) -> Iterator[None]:
-    """Within, every setting ``use_cache`` that `model` and its modules hold, or their configurations, is False.
-
-    For forwards that read it there rather than take it as an argument; training has no use for keys and values kept.
-    """
-    held: list[dict[str, Any]] = []
+def caches(model: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of `model`, its modules and their configurations that hold a setting ``use_cache`` which is True."""
+    held: dict[int, dict[str, Any]] = {}
     for module in model.modules():
         for value in (module, *vars(module).values()):
             attributes = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
             if attributes.get("use_cache") is True:
-                held.append(attributes)
+                held[id(attributes)] = attributes
+    return list(held.values())
+
+
+@contextmanager
+def switched_off(held: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Within, the `caches` are off.
+
+    For forwards that read the setting there rather than take it as an argument; training has no use for keys and values kept.
+    """
     for attributes in held:
         attributes["use_cache"] = False
     try:

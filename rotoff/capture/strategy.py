@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence, Sized
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from .recording import Call, record
 from .saved_tensors import foreign_hooks
 from .segment import Segment
 from .stage import StageModule, flatten, refuse_packed, storage_key
-from .state import ModuleState, caches_off
+from .state import ModuleState, caches, switched_off
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
@@ -41,7 +40,7 @@ Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the
 @dataclass(frozen=True)
 class Captured:
     """stages: in order. strategy: how they were found, for people. state: what they hold true for; None: for good.
-    questions: raises BranchError where they do not hold for a batch.
+    questions: raises BranchError where they do not hold for a batch. cached: of a recorded model, whose ``use_cache`` was switched off.
     """
 
     stages: list[StageModule]
@@ -49,6 +48,17 @@ class Captured:
     state: ModuleState | None = None
     questions: Segment | None = None
     attributes: tuple[tuple[nn.Module, str], ...] = ()
+    cached: tuple[dict[str, Any], ...] | None = None
+
+    def plain(self, forward: Callable[..., Any], value: Any) -> Any:
+        """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the stages."""
+        if self.cached is None:
+            return forward(value)
+        args, kwargs = value
+        if not self.cached:
+            return forward(*args, **kwargs)
+        with switched_off(self.cached):
+            return forward(*args, **kwargs)
 
     def returned(self, output: Any) -> Any:
         """What the model returns, given the last stage's `output`; the modules' attributes are set as its forward sets them."""
@@ -71,7 +81,7 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """What flows into the first stage when `model` is called with `args` and `kwargs`.
 
     A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values (see also
-    `state.caches_off`).
+    `state.switched_off`).
 
     Raises:
         MeasureError: where the arguments are not forward's, or the model has no forward in Python.
@@ -170,9 +180,9 @@ def capture(
     names = named(model, wanted)
     args, kwargs = value
     state = ModuleState(model)
-    asked_for = "use_cache" in kwargs and kwargs["use_cache"]
+    cached = () if kwargs.get("use_cache") else tuple(caches(model))
     try:
-        with nullcontext() if asked_for else caches_off(model):
+        with switched_off(cached):
             call = Call(model, forward or model, args, kwargs, device)
             tape = _recorded(call, [model.get_submodule(name) for name in names])
     except UncuttableError:
@@ -191,7 +201,7 @@ def capture(
     how = "recorded operations, cut " + (
         "where the named modules end, which run as they are" if names else "where few bytes cross"
     )
-    return Captured(found, how, state, questions, tuple(tape.attributes))
+    return Captured(found, how, state, questions, tuple(tape.attributes), cached)
 
 
 def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:

@@ -59,6 +59,7 @@ class Request:
     mem_slots: int
     options: dict[str, Any]
     policy: str | None = None  # a system of the papers, instead of the mode
+    plain: bool = True  # whether the plain model may run where everything fits
     cache: Cache = field(default_factory=lambda: Cache(None))
 
     def __str__(self) -> str:
@@ -169,8 +170,8 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
         InfeasibleError: where nothing fits, in the terms of the user's limit.
     """
     asked, least = request.mem_limit, profile.prefix_peak_bytes
-    everything = plan_everything(profile)
-    if request.policy is None and expected_bytes(profile, everything) <= asked:
+    everything = plan_everything(profile, request.plain)
+    if request.policy is None and told_bytes(profile, everything) <= asked:
         _report(profile, request, everything)
         return everything
     ways = _ways(profile, request)
@@ -187,7 +188,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     except InfeasibleError as error:
         enough = error.min_mem_limit
         if request.policy is None:
-            enough = min(enough, expected_bytes(profile, everything))
+            enough = min(enough, told_bytes(profile, everything))
         raise _infeasible(request, max(least, enough), ways) from None
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     chosen = profile.keeping(kept, compact)
@@ -196,18 +197,18 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     return plan
 
 
-def plan_everything(profile: Profile) -> ExecutionPlan:
-    """The plan that keeps everything, which is to run the plain model, by the account that charges least for it."""
+def plan_everything(profile: Profile, plain: bool = True) -> ExecutionPlan:
+    """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model that runs."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
     plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]  # which replay nothing
-    return min((replace(plan, keeps_all=True) for plan in plans), key=lambda plan: expected_bytes(profile, plan))
+    return replace(min(plans, key=lambda plan: own_bytes(profile, plan)), keeps_all=plain)
 
 
 def least_limit(profile: Profile, request: Request) -> int:
     """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
     least = min(way.least for way in _ways(profile, request))
     if request.policy is None:
-        least = min(least, expected_bytes(profile, plan_everything(profile)))
+        least = min(least, told_bytes(profile, plan_everything(profile, request.plain)))
     return max(least, profile.prefix_peak_bytes, 1)
 
 
