@@ -22,7 +22,7 @@ def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float
     kinds = (*forwards, *KINDS[len(FORWARD) :]) if moves else (*forwards, OpKind.DROP)
 
     def legal(op: Op) -> bool:
-        trial = copy.deepcopy(machine)
+        trial = _copied(machine)
         try:
             trial.step(op)
         except InvalidSequenceError:
@@ -43,6 +43,15 @@ def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float
         ops.append(op)
     machine.finish()
     return Sequence(tuple(ops), mode="random")
+
+
+def _copied(machine: Machine) -> Machine:
+    """Another machine in the same state; what it holds in dicts, sets and lists is never changed itself."""
+    other = copy.copy(machine)
+    for name, value in vars(machine).items():
+        if isinstance(value, (dict, set, list)):
+            setattr(other, name, value.copy())
+    return other
 
 
 def _candidates(chain: Chain, kind: OpKind) -> list[Op]:
