@@ -146,7 +146,7 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", choices=sorted(LIBRARIES), help="one library only")
+    parser.add_argument("--library", choices=sorted({*LIBRARIES, *gallery_held_out.LIBRARIES}), help="one library only")
     parser.add_argument("--held-out", action="store_true", help="the architectures that were not looked at meanwhile")
     parser.add_argument("--quick", action="store_true", help="do not refine plans: the same checks, sooner, on slower plans")
     parser.add_argument("--only", default="", help="names, separated by commas")

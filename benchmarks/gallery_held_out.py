@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gallery_further import LIBRARIES as FURTHER
 from gallery_models import (
     BART,
     DECODER,
@@ -406,4 +407,4 @@ class _Drawn(dict[str, Callable[[], Case]]):
         return _drawn(name)
 
 
-LIBRARIES = {"torchvision": TORCHVISION, "timm": _Drawn(), "transformers": TRANSFORMERS}
+LIBRARIES = {"torchvision": TORCHVISION, "timm": _Drawn(), "transformers": TRANSFORMERS, **FURTHER}

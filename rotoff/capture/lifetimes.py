@@ -59,9 +59,10 @@ def lifetimes(
     operation (its id), the piece that ends no sooner than it does in the model; the others follow those before them.
     """
     needed = {id(op) for op in used} - {id(op) for op in moved}
-    saved = {storage for op in used for storage in op.saves}
-    # a graph that nothing leads to saves them for as long as a variable holds its end
-    saved_for_nothing = {storage for op in tape.operations for storage in op.saves} - saved
+    leading = _leading(tape)
+    saved = {storage for op in tape.operations if id(op) in leading for storage, _ in op.saves}
+    # a graph that leads to nothing saves them for as long as a variable holds its end
+    saved_for_nothing = {storage for op in tape.operations for storage, _ in op.saves} - saved
     pieces = list(accumulate((place.get(id(op), 0) for op in tape.operations), max))
     pieces = [min(piece, count - 1) for piece in pieces]
     made: dict[int, tuple[int, int]] = {}  # storage -> position, bytes
@@ -78,6 +79,10 @@ def lifetimes(
                 begins[variable.storage] = position
             if id(op) in needed:
                 begins[variable.storage] = position + 1
+        for storage, nbytes in op.saves if id(op) not in leading else ():
+            if storage in saved_for_nothing and storage not in made:
+                made[storage] = position, nbytes
+                begins[storage] = position
     spans: list[list[Span]] = [[] for _ in range(count)]
     for storage, (position, nbytes) in made.items():
         spans[pieces[position]].append(Span(storage, nbytes, begins[storage], ends.get(storage)))
@@ -85,3 +90,14 @@ def lifetimes(
     for storage, position in ends.items():
         going[pieces[position]].add(storage)
     return [Lifetimes(frozenset(gone), tuple(own)) for gone, own in zip(going, spans, strict=True)]
+
+
+def _leading(tape: Tape) -> set[int]:
+    """The operations (their ids) on which what the model returns depends."""
+    wanted = set(tape.result_variables())
+    found = set()
+    for op in reversed(tape.operations):
+        if op.writes or op.writes_owned or not wanted.isdisjoint(n for n in op.outputs if n is not None):
+            found.add(id(op))
+            wanted.update(op.reads)
+    return found

@@ -137,7 +137,7 @@ class Recorder(TorchFunctionMode):
         self._drawn = self._generators.states()
         self._ambient = _autocast()
         self.casts = WeightCasts(self._tensors)
-        self._saves: list[int] = []  # storages that the call under way has saved
+        self._saves: list[tuple[int, int]] = []  # storages that the call under way has saved
 
     def begin(self, given: list[torch.Tensor]) -> None:
         self.tape.inputs = [self._tensors.variable(t) for t in given]
@@ -162,7 +162,7 @@ class Recorder(TorchFunctionMode):
         """In place of keeping what autograd saves."""
         storage = self._tensors.storage(tensor, new=True)
         if storage is not None:
-            self._saves.append(storage)
+            self._saves.append((storage, tensor.untyped_storage().nbytes()))
 
     def put_back(self) -> None:
         """Give the attributes that every step sets what they held before."""

@@ -57,7 +57,7 @@ class Operation:
     (``bool(x.any())``), that value. returned: of a module taken whole, its result's leaves, with (shape, dtype) for a
     tensor. effect: to be run though nobody uses what it returns. casts: of weights, which autocast within the model keeps
     (`weight_casts`). place: the modules around it, outermost first, each call of
-    a module as (name, number of the call). saves: storages of which autograd saves something for it. ends: those that are gone
+    a module as (name, number of the call). saves: (number, bytes) of the storages of which autograd saves something for it. ends: those that are gone
     by the next one, since Python lets go of them; what autograd saves is not seen to stay.
     """
 
@@ -76,7 +76,7 @@ class Operation:
     effect: bool
     place: tuple[tuple[str, int], ...]
     casts: tuple[Any, ...] = ()
-    saves: tuple[int, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, ...] = ()
 
     @property

@@ -88,7 +88,7 @@ def share(tape: Tape) -> None:
             users.setdefault(cast, []).append(operation)
     shared: dict[WeightCast, int] = {}  # and the variable that it makes
     known = [v.storage for v in tape.variables if v.storage is not None]
-    storage = max([*known, *(n for operation in tape.operations for n in operation.saves)], default=-1)
+    storage = max([*known, *(n for operation in tape.operations for n, _ in operation.saves)], default=-1)
     for cast, using in users.items():
         if len(using) > 1 and all(operation.grad for operation in using):
             storage += 1
