@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
+import gallery_further  # noqa: E402
 import gallery_held_out  # noqa: E402
 from allocated import peak_bytes  # noqa: E402
 from gallery_models import LIBRARIES, Case  # noqa: E402
@@ -154,10 +156,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
     only = [name for name in options.only.split(",") if name]
+    missing = [library for library in gallery_further.LIBRARIES if options.held_out and find_spec(library) is None]
+    if missing and options.library is None:
+        print(f"left out, not installed: {', '.join(missing)}")
     cases = [
         (options.held_out, library, name, not options.quick)
         for library, found in SETS[options.held_out].items()
-        if options.library in (None, library)
+        if options.library == library or (options.library is None and library not in missing)
         for name in found
         if not only or name in only
     ]
