@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +19,7 @@ from ..chain import Chain, Form, Stage
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
 from ..profile.model_profile import Profile
 from ..profile.provenance import TAIL_TIMES
-from ..profile.skips import Skip
+from ..profile.skips import Lingering, Passing, Skip
 from ..sequence import Sequence as Plan
 
 T = TypeVar("T")
@@ -36,6 +36,19 @@ _SECONDS = ("forward_time", "backward_time")
 _CONSTANTS = ("stuck_bytes", "replay_bytes", "prefix_peak_bytes")
 
 
+class _Costs(NamedTuple):
+    """What a process tells the others of its profile. forms: of each stage, which ones it found."""
+
+    chain: Chain
+    constants: dict[str, int]
+    tail_times: tuple[float, ...]
+    forms: list[list[Identity]]
+    skips: tuple[Skip, ...]
+    gone_bytes: tuple[int, ...]
+    passing: tuple[Passing, ...]
+    lingering: tuple[Lingering, ...]
+
+
 def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     """What `measure` gives here, with the largest bytes and times of all processes, and the smallest bandwidths.
 
@@ -44,15 +57,15 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     """
     found: list[Profile] = []
 
-    def costs() -> tuple[Chain, dict[str, int], tuple[float, ...], list[list[Identity]], tuple[Skip, ...]]:
-        found.append(measure())
-        forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in found[0].behaviours]
-        constants = {name: getattr(found[0], name) for name in _CONSTANTS}
-        return found[0].chain, constants, found[0].tail_times, forms, found[0].skips
+    def costs() -> _Costs:
+        found.append(one := measure())
+        forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in one.behaviours]
+        constants = {name: getattr(one, name) for name in _CONSTANTS}
+        return _Costs(one.chain, constants, one.tail_times, forms, one.skips, one.gone_bytes, one.passing, one.lingering)
 
     everyone = _from_everyone(costs, "measure the model", group)
     profile = found[0]
-    chains = [chain for chain, *_ in everyone]
+    chains = [theirs.chain for theirs in everyone]
     names = [[stage.name for stage in chain.stages] for chain in chains]
     if any(other != names[0] for other in names):
         raise MeasureError(
@@ -66,14 +79,17 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
         input_bytes=max(chain.input_bytes for chain in chains),
         input_grad_bytes=max(chain.input_grad_bytes for chain in chains),
     )
-    constants: dict[str, Any] = {name: max(theirs[name] for _, theirs, *_ in everyone) for name in _CONSTANTS}
-    # a skip of other bytes elsewhere could be taken off the chain by too much
-    skips = profile.skips if all(theirs == profile.skips for *_, theirs in everyone) else ()
-    tails = tuple(map(min, zip(*(theirs for _, _, theirs, *_ in everyone), strict=True)))  # what all of them spare
+    constants: dict[str, Any] = {name: max(theirs.constants[name] for theirs in everyone) for name in _CONSTANTS}
+    # a skip of other bytes elsewhere could be taken off the chain by too much, and so could what the plain model lets go of
+    skips = profile.skips if all(theirs.skips == profile.skips for theirs in everyone) else ()
+    constants["passing"] = profile.passing if all(theirs.passing == profile.passing for theirs in everyone) else ()
+    constants["lingering"] = max((theirs.lingering for theirs in everyone), key=lambda held: sum(one.nbytes for one in held))
+    constants["gone_bytes"] = tuple(map(min, zip(*(theirs.gone_bytes for theirs in everyone), strict=True)))
+    tails = tuple(map(min, zip(*(theirs.tail_times for theirs in everyone), strict=True)))  # what all of them spare
     chain = replace(chain, meta={**chain.meta, TAIL_TIMES: list(tails)})
     # gradients lie where they were made
     agreed = replace(profile, chain=chain, skips=skips, tail_times=tails, compact=None, **constants)
-    return _with_common_forms(agreed, chains, [forms for *_, forms, _ in everyone])
+    return _with_common_forms(agreed, chains, [theirs.forms for theirs in everyone])
 
 
 def _with_common_forms(profile: Profile, chains: list[Chain], found: list[list[list[Identity]]]) -> Profile:
