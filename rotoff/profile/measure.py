@@ -27,7 +27,8 @@ from .gradients import Charge, charge
 from .known_times import KnownTimes
 from .meter import Measured, Meter
 from .model_profile import Compact, Profile, replay_bytes
-from .skips import find_lingering, find_passing, find_skips
+from .plain_bytes import find_lingering, find_passing
+from .skips import find_skips
 
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
 

@@ -13,7 +13,8 @@ from ..chain import Chain, Form, Stage
 from ..runtime.convolutions import Algorithms
 from ..runtime.upkeep import NO_UPKEEP, Upkeep, UpkeepTimes
 from .allocations import block_bytes, rounded
-from .skips import Lingering, Passing, Skip, behave_in_place, gone_in_place, keep_in_place
+from .plain_bytes import Lingering, Passing
+from .skips import Skip, behave_in_place, gone_in_place, keep_in_place
 
 
 class StageForms(NamedTuple):

@@ -9,13 +9,13 @@ same stages, made from one measurement, and the planner asks for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from ..capture.stage import Behaviour, SavedKind, StageModule, storage_key
+from ..capture.stage import Behaviour, SavedKind, storage_key
 from ..chain import Chain, Form, Stage
 
 
@@ -84,33 +84,13 @@ class Skip:
         return self.last - self.first
 
 
-class Passing(NamedTuple):
-    """One storage that nobody saves and the plain model lets go in its forward, where the machine keeps it.
+class Found:
+    """One storage of outputs, while it is followed. first, last: of the stages whose outputs hold it. output: its number among those of the
+    first. saved: by stage, the numbers of the tensors in it that autograd saves. written: whether a stage changes it."""
 
-    first, last: of the values that hold it, as of `Skip`. nbytes: of it. until: the stage in whose forward the model's own code lets
-    go of it. skip: its number among the skips, where it is one.
-    """
-
-    first: int
-    last: int
-    nbytes: int
-    until: int
-    skip: int | None
-
-
-class Lingering(NamedTuple):
-    """Bytes that are in no value, and that the plain model's own code holds after stage `first` until stage `until`: a variable of a
-    forward that is still under way, or what it computes for nothing."""
-
-    first: int
-    until: int
-    nbytes: int
-
-
-class _Found:
     def __init__(self, first: int, output: int, nbytes: int) -> None:
         self.first = self.last = first
-        self.output = output  # number of the first stage's output
+        self.output = output
         self.nbytes = nbytes
         self.outputs: dict[int, list[int]] = {}
         self.saved: dict[int, list[int]] = {}
@@ -137,66 +117,27 @@ def find_skips(runs: Sequence[tuple[Lying, Behaviour]]) -> tuple[Skip, ...]:
 
     Those that a later stage changes in place are left out: a replay of their making would find them changed.
     """
-    return tuple(one.skip() for one in _handed_on(runs) if one.is_skip)
+    return tuple(one.skip() for one in handed_on(runs) if one.is_skip)
 
 
-def find_passing(runs: Sequence[tuple[Lying, Behaviour]], stages: Sequence[StageModule]) -> tuple[Passing, ...]:
-    """The storages that the plain model lets go in its forward; of recorded models, since their code was seen to do so.
-
-    What autograd saves was seen when the stages ran; a stage that may save other tensors another time says nothing.
-    """
-    until = _ends(stages)
-    found = []
-    skips = -1
-    for one in _handed_on(runs):
-        skips += one.is_skip
-        outputs = stages[one.first - 1].storages
-        storage = outputs[one.output] if one.output < len(outputs) else None
-        varying = any(behaviour.varying for _, behaviour in runs[one.first - 1 : one.last + 1])
-        if storage in until and not (one.saved or one.written or varying):
-            found.append(Passing(one.first, one.last, one.nbytes, until[storage], skips if one.is_skip else None))
-    return tuple(found)
-
-
-def find_lingering(
-    prefix: Sequence[StageModule], stages: Sequence[StageModule], rounded: Callable[[int], int]
-) -> tuple[Lingering, ...]:
-    """What the plain model holds in its forward longer than the `stages` of a chain do. prefix: those before. rounded: what is taken
-    for a number of bytes."""
-    until = _ends(stages) | dict.fromkeys((storage for stage in prefix for storage in stage.lives.ends), 0)
-    handed_on = {storage for stage in (*prefix, *stages) for storage in stage.storages if storage is not None}
-    found: dict[tuple[int, int], int] = {}
-    for i, stage in [*((0, one) for one in prefix), *enumerate(stages, start=1)]:
-        longer = [(until.get(span.storage, len(stages)), span.nbytes) for span in stage.lives.outliving(handed_on)]
-        for end, nbytes in [*longer, (i, stage.lives.beside_bytes(handed_on))]:
-            if end > 0 and nbytes:
-                found[i - 1, end] = found.get((i - 1, end), 0) + rounded(nbytes)
-    return tuple(Lingering(first, end, nbytes) for (first, end), nbytes in found.items())
-
-
-def _ends(stages: Sequence[StageModule]) -> dict[int, int]:
-    """The stage in whose forward the model lets go of a storage."""
-    return {storage: i for i, stage in enumerate(stages, start=1) for storage in stage.lives.ends}
-
-
-def _handed_on(runs: Sequence[tuple[Lying, Behaviour]]) -> list[_Found]:
+def handed_on(runs: Sequence[tuple[Lying, Behaviour]]) -> list[Found]:
     """The storages of outputs, in the order of their making."""
-    found: list[_Found] = []
-    before: list[_Found | None] = []
+    found: list[Found] = []
+    before: list[Found | None] = []
     for i, (lies, behaviour) in enumerate(runs, start=1):
         for n in lies.written:
             if n < len(before) and (changed := before[n]) is not None:
                 changed.written = True
-        now: list[_Found | None] = []
+        now: list[Found | None] = []
         for n, (nbytes, given, made) in enumerate(lies.outputs):
-            one: _Found | None = None
+            one: Found | None = None
             if behaviour.own_outputs[n]:
                 if given is not None:
                     one = before[given] if given < len(before) else None
                 elif made < n:
                     one = now[made]
                 else:
-                    one = _Found(i, n, nbytes)
+                    one = Found(i, n, nbytes)
                     one.written = behaviour.varying  # which of the tensors that it saves lie there is not known
                     found.append(one)
             if one is not None:

@@ -18,8 +18,9 @@ from ..capture.stage import StageModule
 from ..chain import Chain, Form, Stage
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
 from ..profile.model_profile import Profile
+from ..profile.plain_bytes import Lingering, Passing
 from ..profile.provenance import TAIL_TIMES
-from ..profile.skips import Lingering, Passing, Skip
+from ..profile.skips import Skip
 from ..sequence import Sequence as Plan
 
 T = TypeVar("T")
