@@ -197,7 +197,8 @@ class Checkpointable(RotorNames, LikeItsModel):
             return parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        self._courses.ask(Request(limit, mode, mem_slots, options, policy, not self._check, self._cache))
+        request = Request(limit, mode, mem_slots, options, policy, plain=not self._check, cache=self._cache)
+        self._courses.ask(request)
         return self
 
     # -- what is planned

@@ -4,7 +4,6 @@ place, gradients that wait copied or not."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -76,7 +75,7 @@ def plans(wrapped: rotoff.Checkpointable, kept: tuple[int, ...], compact: bool) 
     chain = wrapped.profile.keeping(kept, compact).chain
     drawn = (random_sequence(chain, seed, wildness=wildness) for seed, wildness in enumerate((0.2, 0.6)))
     for sequence in (rotoff.solver.keep_all(chain), *drawn):
-        yield replace(compile_sequence(chain, sequence, kept=kept, compact=compact), keeps_all=False)
+        yield compile_sequence(chain, sequence, kept=kept, compact=compact)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -72,6 +72,34 @@ def test_what_the_models_own_code_holds_is_counted_where_it_runs() -> None:
     wrapped.close()
 
 
+class Unused(nn.Module):
+    """A layer of which nobody needs the outcome, and which is held: what it saves is there while the forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)) for _ in range(6))
+        self.layers[5].register_forward_hook(lambda *_: None)  # so that it is one operation
+        self.after = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        y = states[-2]
+        for layer in self.after:
+            y = torch.tanh(layer(y))
+        return y.square().mean()
+
+
+def test_what_is_computed_for_nothing_is_counted_with_all_that_it_saves() -> None:
+    torch.manual_seed(0)
+    model, x = Unused(), torch.randn(2048, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    peak, _ = trained(model, x)
+    assert peak <= wrapped.keep_all_memory <= 1.15 * peak
+    wrapped.close()
+
+
 def test_values_that_nobody_saves_are_not_counted_once_they_are_gone() -> None:
     torch.manual_seed(0)
     model, x = Passing(), torch.randn(2048, 64)
@@ -176,7 +204,9 @@ def test_the_plain_model_never_holds_more_than_is_said(seed: int) -> None:
     model, x = Program(seed), torch.randn(1024, 32)
     wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
     peak, gradients = trained(model, x)
-    assert peak <= wrapped.keep_all_memory
+    assert (
+        peak <= wrapped.keep_all_memory <= 1.7 * peak
+    )  # half of such a program is for nothing, and is counted as if at once
     for share in (1.0, 0.9, 0.6):
         limit = int(wrapped.keep_all_memory * share)
         try:
