@@ -17,11 +17,12 @@ import estimate_bytes
 from gallery_models import LIBRARIES
 
 
+@pytest.mark.slow  # tests/test_estimate.py has models of our own
 @pytest.mark.parametrize(
     ("library", "name", "how"),
     [
-        pytest.param("torchvision", "shufflenet_v2_x1_0", "float32", marks=pytest.mark.slow),
-        pytest.param("transformers", "qwen3", "autocast", marks=pytest.mark.slow),
+        ("torchvision", "shufflenet_v2_x1_0", "float32"),
+        ("transformers", "qwen3", "autocast"),
         ("transformers", "mixtral", "float32"),
     ],
 )

@@ -69,6 +69,7 @@ def test_digits_resnet_trains_to_the_plain_losses() -> None:
     assert "mode joint" in result.stdout
 
 
+@pytest.mark.slow
 def test_train_transformer_reaches_the_plain_losses() -> None:
     pytest.importorskip("accelerate")
     sizes = ["--layers", "2", "--width", "32", "--context", "32", "--steps", "3"]
