@@ -5,6 +5,7 @@ Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -95,6 +96,22 @@ def check_mode(mode: str) -> None:
     """Raise OptionError where `mode` is none of the three."""
     if mode not in MODES:
         raise OptionError(f"mode is {mode!r}; modes are {', '.join(map(repr, MODES))}")
+
+
+def parse_modes(modes: Any) -> tuple[str, ...]:
+    """The modes that an option names, one or several; OptionError where there is none, or one that is not known."""
+    wanted = several(modes)
+    if not wanted:
+        raise OptionError(f"modes is empty; give at least one of {', '.join(map(repr, MODES))}")
+    for mode in wanted:
+        check_mode(mode)
+    return wanted
+
+
+def several(given: Any) -> tuple[Any, ...]:
+    """What an option holds; a lone text or number is one."""
+    lone = isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
+    return (given,) if lone else tuple(given)
 
 
 def min_mem_limit(chain: Chain, mode: str) -> int:

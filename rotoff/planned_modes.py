@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
-from .bounds import MODES, check_mode
+from .bounds import MODES, parse_modes
 from .chain import Chain
 from .errors import InfeasibleError, LimitError, OptionError
 from .estimation import estimated
@@ -134,7 +134,7 @@ def plan(
     *sample: Any,
     mem_limit: int | str | None = None,
     device: Device | str = "H200",
-    modes: Sequence[str] = MODES,
+    modes: Iterable[str] | str = MODES,
     optimizer: str = "adam",
     mem_slots: int = 50,
     **kwargs: Any,
@@ -146,7 +146,7 @@ def plan(
         mem_limit: bytes that one step may allocate beyond what is resident (parameters, their gradients, optimizer states, the
             batch), as for `Checkpointable`. None: all that the device has beside those, less a margin.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
-        modes: of `rotoff.solve`. mem_slots: likewise.
+        modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum" or "adam", of whose states the resident bytes are reckoned, in the parameters' type.
 
     Raises:
@@ -157,8 +157,7 @@ def plan(
     target = find(device)
     if optimizer not in OPTIMIZER_STATES:
         raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
-    for mode in modes:
-        check_mode(mode)
+    wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     profile = estimated(model, sample, kwargs, target)
     resident = _resident_bytes(profile, optimizer)
@@ -177,7 +176,7 @@ def plan(
         keep_all_time=everything.trace.makespan,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
-        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), everything.trace.makespan) for mode in modes),
+        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), everything.trace.makespan) for mode in wanted),
     )
 
 

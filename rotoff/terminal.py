@@ -67,7 +67,7 @@ def render(
     Raises:
         InvalidSequenceError: where the machine refuses the sequence.
     """
-    ops = tuple(sequence)
+    ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
     trace = simulate(chain, ops)
     shown = trace if measured is None else measured
     if mem_limit is None and isinstance(sequence, Plan):

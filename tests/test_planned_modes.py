@@ -78,13 +78,21 @@ def test_json_and_text(blocks: nn.Sequential, batch: torch.Tensor, tmp_path: Pat
     assert lines[3].startswith("remat ")
 
 
+def test_one_mode_may_stand_by_itself(blocks: nn.Sequential, batch: torch.Tensor) -> None:
+    (row,) = rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100", modes="remat").rows
+    assert row.mode == "remat"
+
+
 def test_bad_questions(blocks: nn.Sequential, batch: torch.Tensor) -> None:
     with pytest.raises(rotoff.OptionError, match="device is 'abacus'; known ones are"):
         rotoff.plan(blocks, batch, device="abacus")
     with pytest.raises(rotoff.OptionError, match="optimizer is 'magic'; known ones are sgd, momentum, adam"):
         rotoff.plan(blocks, batch, optimizer="magic")
-    with pytest.raises(rotoff.OptionError, match="mode"):
-        rotoff.plan(blocks, batch, modes=["guess"])
+    for wrong in (["remat", "guess"], "guess", None):
+        with pytest.raises(rotoff.OptionError, match="modes are 'joint', 'remat', 'offload'"):
+            rotoff.plan(blocks, batch, modes=wrong)
+    with pytest.raises(rotoff.OptionError, match="modes is empty"):
+        rotoff.plan(blocks, batch, modes=())
     with pytest.raises(rotoff.LimitError, match="looks like a fraction"):
         rotoff.plan(blocks, batch, mem_limit=0.5)
     tiny = rotoff.Device("tiny", 2**20, 1e9, {"float32": 1e9}, 1e9, 1e9)

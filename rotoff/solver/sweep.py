@@ -8,13 +8,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
-from ..bounds import MODES, check_mode, lower_bound, min_mem_limit
+from ..bounds import MODES, lower_bound, min_mem_limit, parse_modes, several
 from ..chain import Chain, check_chain
-from ..errors import InfeasibleError, OptionError
+from ..errors import InfeasibleError
 from ..sequence import Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes, parse_bytes
@@ -103,20 +102,16 @@ def sweep(
         policies: systems of the papers to show beside the modes, such as "vdnn"; each limit is planned by itself.
     """
     check_chain(chain)
-    wanted = _several(modes)
-    for mode in wanted:
-        check_mode(mode)
-    systems = _several(policies)
+    wanted = parse_modes(modes)
+    systems = several(policies)
     for policy in systems:
         check_policy(policy)
-    if not wanted:
-        raise OptionError("modes is empty; give at least one of 'joint', 'remat', 'offload'")
     peak = simulate(chain, keep_all(chain)).peak_bytes
     if limits is None:
         least = max(1, min(min_mem_limit(chain, mode) for mode in wanted))
         sizes = sorted({round(size) for size in np.linspace(least, max(least, peak), STEPS)})
     else:
-        sizes = sorted({parse_bytes(limit) for limit in _several(limits)})
+        sizes = sorted({parse_bytes(limit) for limit in several(limits)})
     host = None if host_limit is None else parse_host_limit(host_limit)
     slots, budget = parse_slots(mem_slots), Budget.of(refine)
     problems = [Problem(chain, limit, host, slots, budget) for limit in sizes]
@@ -131,12 +126,6 @@ def sweep(
                 progress(sum(map(len, made.values())) / (len(sizes) * len(names)), made[name][-1][0])
     pairs = [pair for name in (*wanted, *systems) for pair in made[name]]
     return Sweep(tuple(row for row, _ in pairs), tuple(sequence for _, sequence in pairs))
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    """What an option holds; a lone text or number is one."""
-    lone = isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
-    return (given,) if lone else tuple(given)
 
 
 def _by_mode(problems: list[Problem], mode: str, bests: dict[str, list[Candidate | None]]) -> Iterator[Sequence | None]:
