@@ -1,7 +1,7 @@
 """Trains models of torchvision, timm and transformers two steps at half of what keeping everything needs, in mode joint, and
 compares outputs, gradients, buffers and random states with the plain model's, bit for bit; prints one line each.
 
-    python benchmarks/gallery.py [--held-out] [--quick] [--library timm] [--only name,name] [--json FILE] [--jobs 2]
+    python benchmarks/gallery.py [--held-out] [--quick] [--loss-alone] [--library timm] [--only name,name] [--json FILE] [--jobs 2]
 
 Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A model
 passes where all bits are equal and the measured peak is at most the predicted one. Needs the extra ``gallery``.
@@ -75,15 +75,17 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     )
 
 
-def attempt(build: Callable[[], Case], repeats: int = 1, **options: Any) -> dict[str, Any]:
-    """What came of one model. options: for the solver."""
+def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = False, **options: Any) -> dict[str, Any]:
+    """What came of one model. loss_alone: whether a model that is given labels plans for a backward from its loss alone. options: for
+    the solver."""
     torch.manual_seed(0)
     start = time.perf_counter()
     model, args, kwargs = build()
     model.train()
     twin = copy.deepcopy(model)
     expected = train(model, args, kwargs)
-    wrapped = rotoff.Checkpointable(twin)
+    labelled = any("label" in name for name in kwargs)
+    wrapped = rotoff.Checkpointable(twin, backward_from="loss" if loss_alone and labelled else None)
     try:
         result: dict[str, Any] = {"plain_s": time.perf_counter() - start}
         wrapped.measure(*args, repeats=repeats, **kwargs)
@@ -121,13 +123,13 @@ def attempt(build: Callable[[], Case], repeats: int = 1, **options: Any) -> dict
 SETS: dict[bool, dict[str, dict[str, Callable[[], Case]]]] = {False: LIBRARIES, True: gallery_held_out.LIBRARIES}
 
 
-def report(case: tuple[bool, str, str, bool]) -> tuple[str, str, dict[str, Any]]:
-    held_out, library, name, refine = case
+def report(case: tuple[bool, str, str, bool, bool]) -> tuple[str, str, dict[str, Any]]:
+    held_out, library, name, refine, loss_alone = case
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's start and stop are no news
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        result = attempt(SETS[held_out][library][name], refine=refine)
+        result = attempt(SETS[held_out][library][name], loss_alone=loss_alone, refine=refine)
     except Exception as error:
         result = {"passed": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     return library, name, result
@@ -151,6 +153,9 @@ def main() -> int:
     parser.add_argument("--library", choices=sorted({*LIBRARIES, *gallery_held_out.LIBRARIES}), help="one library only")
     parser.add_argument("--held-out", action="store_true", help="the architectures that were not looked at meanwhile")
     parser.add_argument("--quick", action="store_true", help="do not refine plans: the same checks, sooner, on slower plans")
+    parser.add_argument(
+        "--loss-alone", action="store_true", help="say where a model is given labels that its backward starts from its loss"
+    )
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, each on one thread")
     parser.add_argument("--json", type=Path, help="where to write all figures")
@@ -160,7 +165,7 @@ def main() -> int:
     if missing and options.library is None:
         print(f"left out, not installed: {', '.join(missing)}")
     cases = [
-        (options.held_out, library, name, not options.quick)
+        (options.held_out, library, name, not options.quick, options.loss_alone)
         for library, found in SETS[options.held_out].items()
         if options.library == library or (options.library is None and library not in missing)
         for name in found
@@ -171,7 +176,7 @@ def main() -> int:
         for library, name, result in pool.imap(report, cases):
             print(line(library, name, result), flush=True)
             results.append({"library": library, "name": name, **result})
-    for library in dict.fromkeys(library for _, library, _, _ in cases):
+    for library in dict.fromkeys(library for _, library, *_ in cases):
         mine = [r for r in results if r["library"] == library]
         print(f"{library}: {sum(r['passed'] for r in mine)} of {len(mine)} pass")
     passed = sum(r["passed"] for r in results)

@@ -19,6 +19,7 @@ from torch import nn
 
 from .cache import Cache
 from .capture import strategy
+from .capture.backward_from import BackwardFrom
 from .chain import Chain
 from .errors import MeasureError, OptionError
 from .like_its_model import LikeItsModel
@@ -63,6 +64,8 @@ class Checkpointable(RotorNames, LikeItsModel):
             and meet a new input signature in the same step. Needed where stages communicate (FSDP), of use for even steps.
         stages: about how many stages to cut the model into (more: finer plans that take longer to make; default 40), or the
             modules of the model, or their dotted names, that are each to be one stage.
+        backward_from: the output that your backward starts from: its key (``"loss"``) or its place (``0``), or a list of those. The
+            gradients of the others (a language model's logits) are then not charged, and asking for one is refused. None: any.
         offload_dtype: ``torch.float16`` or ``torch.bfloat16``: float32 values that are offloaded cross the link and wait on
             the host in that type. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
             65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
@@ -91,6 +94,7 @@ class Checkpointable(RotorNames, LikeItsModel):
         check: bool = False,
         process_group: Any = None,
         stages: strategy.Wanted = None,
+        backward_from: BackwardFrom = None,
         offload_dtype: torch.dtype | None = None,
         cache_directory: str | os.PathLike[str] | bool | None = True,
         forms: Forms = True,
@@ -103,6 +107,7 @@ class Checkpointable(RotorNames, LikeItsModel):
         super().__init__(model)
         self._options = Options(
             stages=stages,
+            backward_from=backward_from,
             forms=forms,
             conv_algorithms=conv_algorithms,
             interpolate=interpolate,

@@ -21,8 +21,8 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
 
     Args:
         model, sample, kwargs: what is trained and what it is called with; tensors may be real, on ``meta``, or fake, and stay
-            untouched. Autocast, where it is on for the CPU or CUDA, counts. A `Checkpointable` made with ``stages=`` or ``forms=``
-            is cut like that.
+            untouched. Autocast, where it is on for the CPU or CUDA, counts. A `Checkpointable` made with ``stages=``, ``forms=``
+            or ``backward_from=`` is taken as it is.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
 
     Raises:
@@ -39,4 +39,4 @@ def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
         return estimate_profile(model, args, kwargs, device)
     refuse_planned(model._model)  # by rotoff.attach, whose forward is no model's own
     options = model._options
-    return estimate_profile(model._model, args, kwargs, device, options.stages, options.forms)
+    return estimate_profile(model._model, args, kwargs, device, options.stages, options.forms, options.backward_from)

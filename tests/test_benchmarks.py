@@ -80,3 +80,15 @@ def test_forms(tmp_path: Path) -> None:
     assert rows["gpt", "remat", True, "selective"]["limit"] == rows["gpt", "selective", None, ""]["peak"]
     assert rows["gpt", "remat", True, "60%"]["limit"] == int(0.6 * found["keep_all_bytes"]["gpt"])
     assert len(found["overhead_with_forms_over_without"]) == 2 * 5 * 2
+
+
+@pytest.mark.slow
+def test_backward_from(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "backward_from.json"
+    (row,) = figures("backward_from.py", out, "--words", "2000", "--json", str(out))["rows"]
+    assert row["plain"] <= row["loss"]["keep_all"] <= 1.01 * row["plain"]
+    assert row["loss"]["keep_all"] <= row["any"]["keep_all"] - 0.9 * row["logits"]
+    assert row["loss"]["least"] < row["any"]["least"] - 0.8 * row["logits"]
+    for name in ("any", "loss"):
+        assert row[name]["measured"] <= row[name]["expected"] <= row[name]["limit"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import MeasureError, OptionError
 from . import cuts, sequential
+from .backward_from import BackwardStarts
 from .dataclass_trees import look_into
 from .recorder import UnrecordableError, check_arguments
 from .recording import Call, record
@@ -41,6 +42,7 @@ Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the
 class Captured:
     """stages: in order. strategy: how they were found, for people. state: what they hold true for; None: for good.
     questions: raises BranchError where they do not hold for a batch. cached: of a recorded model, whose ``use_cache`` was switched off.
+    starts: the last module of the last stage, where not every output may be asked for its gradient.
     """
 
     stages: list[StageModule]
@@ -49,25 +51,33 @@ class Captured:
     questions: Segment | None = None
     attributes: tuple[tuple[nn.Module, str], ...] = ()
     cached: tuple[dict[str, Any], ...] | None = None
+    starts: BackwardStarts | None = None
+
+    def starting(self, names: tuple[str | int, ...]) -> Captured:
+        """The same, where a backward starts from the outputs of these `names` alone; from any, where there are none."""
+        if not names:
+            return self
+        starts = BackwardStarts(names, bool(self.attributes))
+        last = replace(self.stages[-1], modules=(*self.stages[-1].modules, starts))
+        return replace(self, stages=[*self.stages[:-1], last], starts=starts)
 
     def plain(self, forward: Callable[..., Any], value: Any) -> Any:
         """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the stages."""
-        if self.cached is None:
-            return forward(value)
-        args, kwargs = value
-        if not self.cached:
-            return forward(*args, **kwargs)
-        with switched_off(self.cached):
-            return forward(*args, **kwargs)
+        args, kwargs = ((value,), {}) if self.cached is None else value
+        with switched_off(self.cached or ()):
+            output = forward(*args, **kwargs)
+        if self.starts is None:
+            return output
+        starts = BackwardStarts(self.starts.names)
+        return starts.guarded(starts(output))
 
     def returned(self, output: Any) -> Any:
         """What the model returns, given the last stage's `output`; the modules' attributes are set as its forward sets them."""
-        if not self.attributes:
-            return output
-        result, values = output
-        for (module, name), value in zip(self.attributes, values, strict=True):
-            setattr(module, name, value)
-        return result
+        if self.attributes:
+            output, values = output
+            for (module, name), value in zip(self.attributes, values, strict=True):
+                setattr(module, name, value)
+        return output if self.starts is None else self.starts.guarded(output)
 
 
 def is_sequential(model: nn.Module) -> bool:

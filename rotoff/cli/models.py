@@ -86,7 +86,7 @@ def _profile(options: argparse.Namespace) -> int:
 
     _check_repeats(options)
     model, args, kwargs = load_target(options.target)
-    wrapped = Checkpointable(model, host_directory=options.host_directory, stages=_wanted(options))
+    wrapped = Checkpointable(model, host_directory=options.host_directory, **_cut(options))
     with Bar("measuring") as bar:
         wrapped.measure(*args, repeats=options.repeats, progress=lambda n, of, name: bar(n / max(1, of), name), **kwargs)
     chain = replace(wrapped.chain, name=options.name or wrapped.chain.name or type(model).__name__)
@@ -119,7 +119,7 @@ def _estimate(options: argparse.Namespace) -> int:
 
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
-    chain = estimate(Checkpointable(model, stages=_wanted(options)), *args, device=options.device, **kwargs)
+    chain = estimate(Checkpointable(model, **_cut(options)), *args, device=options.device, **kwargs)
     _give(replace(chain, name=options.name or chain.name or type(model).__name__), options)
     return 0
 
@@ -150,7 +150,7 @@ def _plan(options: argparse.Namespace) -> int:
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
     found = plan(
-        Checkpointable(model, stages=_wanted(options)),
+        Checkpointable(model, **_cut(options)),
         *args,
         mem_limit=options.mem_limit,
         device=options.device,
@@ -191,11 +191,24 @@ def _add_cut(parser: argparse.ArgumentParser) -> None:
         metavar="N|NAMES",
         help="about how many stages to cut into, or dotted names of modules, by commas, that are each to be one",
     )
+    parser.add_argument(
+        "--backward-from",
+        metavar="NAMES",
+        help="keys (loss) or places (0) of the outputs that the backward starts from, by commas (default: any)",
+    )
 
 
-def _wanted(options: argparse.Namespace) -> Any:
-    text = options.stages
-    return None if text is None else int(text) if text.isdigit() else [name.strip() for name in text.split(",")]
+def _cut(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `Checkpointable` that `_add_cut` takes."""
+
+    def listed(text: str) -> list[str]:
+        return [name.strip() for name in text.split(",")]
+
+    stages, starts = options.stages, options.backward_from
+    return {
+        "stages": None if stages is None else int(stages) if stages.isdigit() else listed(stages),
+        "backward_from": None if starts is None else [int(n) if n.isdigit() else n for n in listed(starts)],
+    }
 
 
 def _stages(options: argparse.Namespace) -> int:
@@ -204,7 +217,7 @@ def _stages(options: argparse.Namespace) -> int:
 
     _check_repeats(options)
     model, args, kwargs = load_target(options.target)
-    found = stages(Checkpointable(model, stages=_wanted(options)), *args, repeats=options.repeats, **kwargs)
+    found = stages(Checkpointable(model, **_cut(options)), *args, repeats=options.repeats, **kwargs)
     if options.json:
         print_json(found.to_dict())
     else:

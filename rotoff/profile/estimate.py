@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..capture import strategy
+from ..capture.backward_from import BackwardFrom, read_backward_from
 from ..capture.stage import Behaviour, StageModule, flatten, storage_key
 from ..runtime.convolutions import Algorithms
 from ..runtime.replay import RNG_BYTES
@@ -50,14 +51,16 @@ def estimate_profile(
     device: Device,
     wanted: strategy.Wanted = None,
     forms: Forms = True,
+    backward_from: BackwardFrom = None,
 ) -> Profile:
-    """What `measure` would return on `device`, over a fake copy of the model. wanted, forms: as `stages` and `forms` of `Checkpointable`."""
+    """What `measure` would return on `device`, over a fake copy of the model. wanted, forms, backward_from: as `stages`, `forms` and
+    `backward_from` of `Checkpointable`."""
     wanted = strategy.named(model, wanted) or wanted  # modules would be those of the model, not of its copy
     mode = fake_mode(device.capability is not None)
     copied = fake_copy(model, mode).train()
     value = fake_copy(strategy.chain_input(model, args, kwargs, wanted), mode)
     with cuda_variants(device):
-        stages = strategy.stages(copied, value, _CPU, wanted)
+        stages = strategy.capture(copied, value, _CPU, wanted).starting(read_backward_from(backward_from)).stages
         stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in stages]
         meter = FakeMeter(device, mode, read_forms(forms))
         named = bool(strategy.named(copied, wanted))

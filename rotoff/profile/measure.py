@@ -99,6 +99,8 @@ def measure(
     for charges in gradients, compact:
         charges[0] = charges[0]._replace(nbytes=max(charges[0].nbytes, meter.gradient_bytes(starts)))
     costs = [_charged(m, *pair) for m, pair in zip(measured, pairwise(gradients), strict=True)]
+    returned = measured[-1].own_gradient_bytes
+    losses = [_loss_bytes(nbytes, device) for nbytes in returned]
     runs = [(m.lies, m.behaviour) for m in measured]
     copies = any(one.copied for one in compact)
     copy_bandwidth = (known and known.copy_bandwidth) or meter.copy_bandwidth(typical) if copies else None
@@ -118,7 +120,7 @@ def measure(
         stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured)
         + sum(parameter.nbytes for parameter in shared)
         + _casts(measured)
-        + sum(_loss_bytes(nbytes, device) for nbytes in measured[-1].own_gradient_bytes),
+        + sum(losses),
         replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         rng_bytes=meter.rng_bytes,
         gone_bytes=tuple(_gone(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
@@ -134,6 +136,7 @@ def measure(
         copy_bandwidth=copy_bandwidth,
         tail_times=tuple(m.tail_time for m in measured),
         upkeep_times=(known and known.upkeep) or meter.upkeep_times(),
+        beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
     )
 
 

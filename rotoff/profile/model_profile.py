@@ -58,7 +58,8 @@ class Profile:
     default. gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
     next stage's backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs
     back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients that wait copied, where
-    there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor.
+    there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. beside_loss_bytes: of the
+    gradients of what the model returns beside a loss, which a caller may ask for or not.
     """
 
     device: torch.device
@@ -82,6 +83,7 @@ class Profile:
     copy_bandwidth: float | None = None
     tail_times: tuple[float, ...] = ()
     upkeep_times: UpkeepTimes = NO_UPKEEP
+    beside_loss_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.tail_times:

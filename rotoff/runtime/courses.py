@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..cache import Cache
 from ..capture import strategy
+from ..capture.backward_from import read_backward_from
 from ..capture.changes import attributes_of
 from ..capture.stage import flatten
 from ..errors import BranchError, MeasureError
@@ -151,6 +152,7 @@ class Courses:
             self._model.train()
         try:
             captured = strategy.capture(self._model, value, device, self._options.stages, self.plain)
+            captured = captured.starting(read_backward_from(self._options.backward_from))
             root = self._root()
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same

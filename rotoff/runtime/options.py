@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..capture import sequential, strategy
+from ..capture.backward_from import BackwardFrom, read_backward_from
 from ..profile.forms import Forms, read_forms
 from .convolutions import read_conv_algorithms
 from .link_half import check_offload_dtype
@@ -19,6 +20,7 @@ class Options:
     """The arguments of `rotoff.Checkpointable` of these names, which says what they mean."""
 
     stages: strategy.Wanted = None
+    backward_from: BackwardFrom = None
     forms: Forms = True
     conv_algorithms: str = "plain"
     interpolate: bool = True
@@ -28,6 +30,7 @@ class Options:
 
     def check(self, model: nn.Module) -> None:
         """Raise OptionError where one of them is no option of its kind or not one for `model`, MeasureError for an empty model."""
+        read_backward_from(self.backward_from)
         read_forms(self.forms)
         read_conv_algorithms(self.conv_algorithms)
         strategy.named(model, self.stages)

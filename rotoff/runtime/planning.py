@@ -189,7 +189,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
         enough = error.min_mem_limit
         if request.policy is None:
             enough = min(enough, told_bytes(profile, everything))
-        raise _infeasible(request, max(least, enough), ways) from None
+        raise _infeasible(profile, request, max(least, enough), ways) from None
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     chosen = profile.keeping(kept, compact)
     plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep)
@@ -224,7 +224,7 @@ def least_time(profile: Profile, request: Request) -> float:
         limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
-        raise _infeasible(request, min(way.least for way in ways), ways)
+        raise _infeasible(profile, request, min(way.least for way in ways), ways)
     return min(least_time_of(chain, limits[chain], profile.tail_times) for chain in fitting)
 
 
@@ -293,18 +293,24 @@ def _best(asked: int, ways: list[Way]) -> Sequence:
     return best[1]
 
 
-def _infeasible(request: Request, least: int, ways: list[Way]) -> InfeasibleError:
+def _infeasible(profile: Profile, request: Request, least: int, ways: list[Way]) -> InfeasibleError:
     needs = f"needs at least {format_bytes(least)} ({least} bytes) {request}"
     limit = f"the limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
-    return InfeasibleError(f"the training step {needs}; {limit}{_binding(least, ways)}", least)
+    return InfeasibleError(f"the training step {needs}; {limit}{_binding(profile, least, ways)}", least)
 
 
-def _binding(least: int, ways: list[Way]) -> str:
+def _binding(profile: Profile, least: int, ways: list[Way]) -> str:
     """Which operation cannot do with less than `least`, where it is a single one."""
     for way in ways:
         phase, stage, nbytes = largest_operation(way.chain)
         if nbytes - way.more == least:
-            return f". What binds is the {phase} of stage {stage}, {way.chain.stage(stage).name!r}, by itself"
+            binds = f". What binds is the {phase} of stage {stage}, {way.chain.stage(stage).name!r}, by itself"
+            if stage < len(way.chain) or not profile.beside_loss_bytes:
+                return binds
+            return (
+                f"{binds}, {format_bytes(profile.beside_loss_bytes)} of it for gradients of what is returned beside the loss; if no"
+                ' backward starts there, name the output where it does: Checkpointable(model, backward_from="loss")'
+            )
     return ""
 
 

@@ -1,0 +1,180 @@
+"""Where the user says from which output the backward starts, the gradients of the others take no bytes, and are refused."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from allocated import peak_bytes
+from torch import nn
+
+import rotoff
+
+WORDS, ROWS = 3000, 96
+LOGITS = WORDS * ROWS * 4
+
+
+class Answer(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Language(nn.Module):
+    """Blocks, then logits that are the largest tensor there is; returned beside the loss, in one of several ways."""
+
+    def __init__(self, returns: str = "dict") -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+        self.head = nn.Linear(64, WORDS, bias=False)
+        self.returns = returns
+        self.last: torch.Tensor | None = None
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(x)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        if self.returns == "attribute":
+            self.last = loss
+            return logits, loss
+        return {"dict": {"loss": loss, "logits": logits}, "tuple": (logits, loss), "named": Answer(loss, logits)}[
+            self.returns
+        ]
+
+
+WAYS = {"dict": "loss", "tuple": 1, "named": "loss", "attribute": [1]}
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output["loss"] if isinstance(output, dict) else output.loss if isinstance(output, Answer) else output[1]
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    return output["logits"] if isinstance(output, dict) else output.logits if isinstance(output, Answer) else output[0]
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.arange(ROWS) * 7 % WORDS
+
+
+def made(returns: str = "dict") -> Language:
+    torch.manual_seed(0)
+    return Language(returns)
+
+
+def train(model: nn.Module, ids: torch.Tensor) -> Any:
+    output = model(ids, labels=ids)
+    loss_of(output).backward()
+    return output
+
+
+def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    train(model, ids)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("returns", WAYS)
+def test_no_gradient_of_the_logits_is_charged_and_bits_are_the_plain_models(returns: str, ids: torch.Tensor) -> None:
+    plain = made(returns)
+    expected = gradients(plain, ids)
+    peak = peak_bytes(lambda: train(plain, ids))
+    anything = rotoff.Checkpointable(made(returns)).measure(ids, labels=ids)
+    model = rotoff.Checkpointable(made(returns), backward_from=WAYS[returns]).measure(ids, labels=ids)
+    assert anything.keep_all_memory >= peak + 0.9 * LOGITS
+    assert peak <= model.keep_all_memory <= 1.02 * peak
+    for limit in (model.keep_all_memory, int(0.9 * peak)):
+        model.compute_sequence(limit)
+        for got, want in zip(gradients(model, ids), expected, strict=True):
+            assert torch.equal(got, want)
+        assert peak_bytes(lambda: train(model, ids)) <= model.get_expected_memory() <= limit
+
+
+@pytest.mark.parametrize("share", [1.1, 0.9])
+def test_what_is_returned_beside_it_is_the_plain_models_but_for_its_gradient(share: float, ids: torch.Tensor) -> None:
+    plain, model = made(), rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids)
+    model.compute_sequence(int(share * model.keep_all_memory))
+    wanted, output = plain(ids, labels=ids), model(ids, labels=ids)
+    for name, tensor in wanted.items():
+        assert torch.equal(output[name], tensor)
+        assert output[name].requires_grad and not output[name].is_leaf
+    assert output["logits"].detach().argmax(1).shape == (ROWS,)
+    with pytest.raises(
+        rotoff.ExecutionError, match="backward_from='loss' names, for which none is planned; name that output too"
+    ):
+        (output["loss"] + output["logits"].mean()).backward()
+    with torch.no_grad():
+        assert not model(ids, labels=ids)["logits"].requires_grad
+    assert model.eval()(ids, labels=ids)["logits"].requires_grad  # not planned: all as the model has it
+    got = gradients(model.train(), ids)  # after what was refused too
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(plain, ids), strict=True))
+
+
+def test_several_outputs_may_be_named(ids: torch.Tensor) -> None:
+    plain, model = made(), rotoff.Checkpointable(made(), backward_from=["logits", "loss"]).measure(ids, labels=ids)
+    assert model.chain.grad_bytes(len(model.chain)) >= LOGITS
+    model.compute_sequence(int(0.9 * model.keep_all_memory))
+    for net in (plain, model):
+        output = net(ids, labels=ids)
+        (output["loss"] + output["logits"].mean()).backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got.grad, want.grad)
+
+
+def test_the_last_module_of_a_sequential_may_return_several(ids: torch.Tensor) -> None:
+    class Head(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = super().forward(x)
+            return logits.logsumexp(1).mean(), logits
+
+    model = nn.Sequential(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), Head(64, WORDS))
+    peaks = [rotoff.Checkpointable(model, backward_from=starts).measure(ids).keep_all_memory for starts in (None, 0)]
+    assert peaks[1] <= peaks[0] - 0.9 * LOGITS
+    with pytest.raises(rotoff.MeasureError, match="names 'loss', and the model returns a tuple of 2; name one of those"):
+        rotoff.Checkpointable(model, backward_from="loss").measure(ids)
+
+
+def test_an_estimate_and_a_model_planned_where_it_stands_know_it_too(ids: torch.Tensor) -> None:
+    measured = rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids).chain
+    estimated = rotoff.estimate(rotoff.Checkpointable(made(), backward_from="loss"), ids, labels=ids, device="CPU")
+    last = len(measured)
+    assert estimated.grad_bytes(last) == measured.grad_bytes(last) == 4
+    model = made()
+    rotoff.attach(model, measured.stages[-1].saved_bytes * 100, backward_from="loss")
+    output = model(ids, labels=ids)
+    with pytest.raises(rotoff.ExecutionError, match="backward_from"):
+        output["logits"].mean().backward()
+
+
+def test_an_error_says_what_it_would_save(ids: torch.Tensor) -> None:
+    model = rotoff.Checkpointable(made()).measure(ids, labels=ids)
+    with pytest.raises(
+        rotoff.InfeasibleError, match=r'1\.10 MiB of it for gradients of what .* backward_from="loss"'
+    ) as refused:
+        model.compute_sequence(LOGITS)
+    model = rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids)
+    with pytest.raises(rotoff.InfeasibleError) as fewer:
+        model.compute_sequence(LOGITS)
+    assert "backward_from" not in str(fewer.value)
+    assert fewer.value.min_mem_limit <= refused.value.min_mem_limit - 0.9 * LOGITS
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5, [], ["loss", None], {}])
+def test_what_names_no_output_is_refused(wrong: Any) -> None:
+    with pytest.raises(rotoff.OptionError, match="backward_from is .*; give the key of an output"):
+        rotoff.Checkpointable(made(), backward_from=wrong)
+
+
+def test_what_the_model_does_not_return_is_refused(ids: torch.Tensor) -> None:
+    with pytest.raises(rotoff.MeasureError, match="names 'los', and the model returns 'loss', 'logits'; name one of those"):
+        rotoff.Checkpointable(made(), backward_from="los").measure(ids, labels=ids)
+    with pytest.raises(rotoff.MeasureError, match="names 7, and the model returns a tuple of 2"):
+        rotoff.Checkpointable(made("tuple"), backward_from=7).measure(ids, labels=ids)
+    with pytest.raises(rotoff.MeasureError, match="of which nothing needs a gradient on this input; .* labels"):
+        rotoff.Checkpointable(made(), backward_from="loss").measure(ids)
+    with pytest.raises(rotoff.MeasureError, match="names 'loss', and the model returns a Tensor alone"):
+        rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4)), backward_from="loss").measure(torch.randn(2, 4))
