@@ -176,5 +176,5 @@ def test_what_the_model_does_not_return_is_refused(ids: torch.Tensor) -> None:
         rotoff.Checkpointable(made("tuple"), backward_from=7).measure(ids, labels=ids)
     with pytest.raises(rotoff.MeasureError, match="of which nothing needs a gradient on this input; .* labels"):
         rotoff.Checkpointable(made(), backward_from="loss").measure(ids)
-    with pytest.raises(rotoff.MeasureError, match="names 'loss', and the model returns a Tensor alone"):
+    with pytest.raises(rotoff.MeasureError, match="names 'loss', and the model returns a tensor alone"):
         rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4)), backward_from="loss").measure(torch.randn(2, 4))

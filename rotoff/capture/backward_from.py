@@ -115,7 +115,7 @@ def _told(output: Any) -> str:
         return ", ".join(map(repr, names))
     if isinstance(output, (tuple, list)):
         return f"a {type(output).__name__} of {len(output)}"
-    return f"a {type(output).__name__} alone"
+    return "a tensor alone" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
 
 
 def _shown(names: tuple[str | int, ...]) -> str:
