@@ -81,7 +81,8 @@ class Checkpointable(RotorNames, LikeItsModel):
             plain model, as with another cuDNN. Nothing to choose, and no effect, on a CPU. "plain", the default: never.
 
     Raises:
-        MeasureError: where `model` is not such a model. OptionError: for another `offload_dtype`, `forms` or `conv_algorithms`.
+        MeasureError: where `model` is not such a model. OptionError: for another `backward_from`, `offload_dtype`, `forms` or
+            `conv_algorithms`.
     """
 
     _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording"})

@@ -122,7 +122,7 @@ def test_the_stages_one_after_another_are_the_model(name: str, count: int) -> No
     build, batch = MODELS[name]
     model, values = build(), batch()
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    found = strategy.stages(model, (values, {}), CPU, count)
+    found = strategy.capture(model, (values, {}), CPU, count).stages
     model.load_state_dict(state)  # the sample's run moved the statistics
     torch.manual_seed(3)
     result: Any = (values, {})
@@ -136,7 +136,7 @@ def test_the_stages_one_after_another_are_the_model(name: str, count: int) -> No
 
 
 def test_blocks_are_cut_where_only_their_output_is_alive() -> None:
-    found = strategy.stages(ResNet(), ((torch.randn(4, 3, 16, 16),), {}), CPU, 6)
+    found = strategy.capture(ResNet(), ((torch.randn(4, 3, 16, 16),), {}), CPU, 6).stages
     values: Any = ((torch.randn(4, 3, 16, 16),), {})
     crossing = []
     for stage in found[:-1]:
@@ -543,7 +543,7 @@ def test_recording_holds_no_activations() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])
     x = torch.randn(256, 64)
     one = x.nbytes
-    assert peak_bytes(lambda: strategy.stages(model, ((x,), {}), CPU, 8)) < 8 * one
+    assert peak_bytes(lambda: strategy.capture(model, ((x,), {}), CPU, 8).stages) < 8 * one
 
 
 def test_an_argument_that_hides_tensors_is_named() -> None:

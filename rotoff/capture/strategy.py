@@ -232,11 +232,6 @@ def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
             counts += error.counts
 
 
-def stages(model: nn.Module, value: Any, device: torch.device, wanted: Wanted = None) -> list[StageModule]:
-    """The stages alone of what `capture` finds."""
-    return capture(model, value, device, wanted).stages
-
-
 def named(model: nn.Module, wanted: Wanted) -> list[str]:
     """Dotted names of the modules asked for."""
     if wanted is None or (isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0):
