@@ -137,7 +137,7 @@ def test_trainer_of_a_language_model(tmp_path: Path) -> None:
     measured = rotoff.Checkpointable(gpt()).measure(**{k: v.expand(ROWS, -1) for k, v in Text()[0].items()}, repeats=1)
     plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text())
     plain.train()
-    callback = RotoffCallback(measured.keep_all_memory * 6 // 10, refine=False)
+    callback = RotoffCallback(measured.keep_all_memory * 6 // 10, refine=False, backward_from="loss")
     trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text())
     trainer.train()
     assert works_hard(callback.planned)
