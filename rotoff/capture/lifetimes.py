@@ -6,7 +6,7 @@ backward, and is known when stages are measured; here are the storages that it d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,37 +14,45 @@ from .tape import Operation, Tape
 
 
 class Span(NamedTuple):
-    """A storage that autograd does not save. begin: the position on the tape from which the model holds it for nothing that its stage
-    does there: past its last use, or from its making. end: the last position at which it is there, None where that is not known."""
+    """A storage that autograd does not save, or for nothing. begin: the position on the tape from which the model holds it for nothing
+    that its stage does there: past its last use, or from its making. end: the last position at which it is there, None where that is
+    not known. leads: the last piece that runs something on what its graph ends in; one that ends before has it in its ā."""
 
     storage: int
     nbytes: int
     begin: int
     end: int | None
+    leads: int = -1
 
 
 class Lifetimes(NamedTuple):
-    """Of one piece of a tape. ends: the storages that the model's own code lets go of in it. spans: of those that it makes."""
+    """Of one piece of a tape, or several. ends: the storages that the model's own code lets go of in it. spans: of those that it makes.
+    piece: the number of the last."""
 
     ends: frozenset[int] = frozenset()
     spans: tuple[Span, ...] = ()
+    piece: int = 0
 
     def and_then(self, following: Lifetimes) -> Lifetimes:
         """Of both pieces as one."""
-        return Lifetimes(self.ends | following.ends, self.spans + following.spans)
+        return Lifetimes(self.ends | following.ends, self.spans + following.spans, following.piece)
 
     def outliving(self, charged: Collection[int]) -> list[Span]:
         """What stays when the piece ends; charged: storages that are accounted for."""
-        return [span for span in self.spans if span.storage not in self.ends and span.storage not in charged]
+        return [span for span in self._apart(charged) if span.storage not in self.ends]
 
     def beside_bytes(self, charged: Collection[int]) -> int:
         """The most bytes of what goes before the piece ends, where they are there for nothing."""
         changes: dict[int, int] = {}
-        for span in self.spans:
-            if span.storage in self.ends and span.storage not in charged and span.end is not None and span.begin <= span.end:
+        for span in self._apart(charged):
+            if span.storage in self.ends and span.end is not None and span.begin <= span.end:
                 changes[span.begin] = changes.get(span.begin, 0) + span.nbytes
                 changes[span.end + 1] = changes.get(span.end + 1, 0) - span.nbytes
         return max(accumulate(changes[position] for position in sorted(changes)), default=0)
+
+    def _apart(self, charged: Collection[int]) -> list[Span]:
+        """Those that are neither `charged` nor in the ā of what ends here."""
+        return [span for span in self.spans if span.storage not in charged and span.leads <= self.piece]
 
 
 UNSEEN = Lifetimes()
@@ -59,12 +67,15 @@ def lifetimes(
     operation (its id), the piece that ends no sooner than it does in the model; the others follow those before them.
     """
     needed = {id(op) for op in used} - {id(op) for op in moved}
-    leading = _leading(tape)
+    pieces = list(accumulate((place.get(id(op), 0) for op in tape.operations), max))
+    pieces = [min(piece, count - 1) for piece in pieces]
+    leading, leads = _leading(tape), _leads(tape, {id(op) for op in used}, pieces)
     saved = {storage for op in tape.operations if id(op) in leading for storage, _ in op.saves}
     # a graph that leads to nothing saves them for as long as a variable holds its end
     saved_for_nothing = {storage for op in tape.operations for storage, _ in op.saves} - saved
-    pieces = list(accumulate((place.get(id(op), 0) for op in tape.operations), max))
-    pieces = [min(piece, count - 1) for piece in pieces]
+    last = {
+        storage: leads[id(op)] for op in sorted(tape.operations, key=lambda op: leads[id(op)]) for storage, _ in op.saves
+    }
     made: dict[int, tuple[int, int]] = {}  # storage -> position, bytes
     begins: dict[int, int] = {}  # where it is in the way: made for nothing here, or past its last use
     ends: dict[int, int] = {}
@@ -85,11 +96,12 @@ def lifetimes(
                 begins[storage] = position
     spans: list[list[Span]] = [[] for _ in range(count)]
     for storage, (position, nbytes) in made.items():
-        spans[pieces[position]].append(Span(storage, nbytes, begins[storage], ends.get(storage)))
+        spans[pieces[position]].append(Span(storage, nbytes, begins[storage], ends.get(storage), last.get(storage, -1)))
     going: list[set[int]] = [set() for _ in range(count)]
     for storage, position in ends.items():
         going[pieces[position]].add(storage)
-    return [Lifetimes(frozenset(gone), tuple(own)) for gone, own in zip(going, spans, strict=True)]
+    rows = enumerate(zip(going, spans, strict=True))
+    return [Lifetimes(frozenset(gone), tuple(own), piece) for piece, (gone, own) in rows]
 
 
 def _leading(tape: Tape) -> set[int]:
@@ -100,4 +112,20 @@ def _leading(tape: Tape) -> set[int]:
         if op.writes or op.writes_owned or not wanted.isdisjoint(n for n in op.outputs if n is not None):
             found.add(id(op))
             wanted.update(op.reads)
+    return found
+
+
+def _leads(tape: Tape, used: Collection[int], pieces: Sequence[int]) -> dict[int, int]:
+    """Of each operation (its id) the last piece in which something `used` reads a tensor that holds its graph, -1 where nothing does.
+
+    What is computed for nothing is used all the same where random numbers are drawn on the way.
+    """
+    read: dict[int, int] = {}  # the last piece that reads a variable, or something whose graph holds that of the variable
+    found = {}
+    for op, piece in zip(reversed(tape.operations), reversed(pieces), strict=True):
+        holding = [n for n in op.outputs if n is not None and tape.variables[n].needs_grad]
+        found[id(op)] = leads = max((read.get(n, -1) for n in holding), default=-1)
+        if id(op) in used:
+            for n in op.reads:
+                read[n] = max(read.get(n, -1), piece, leads)
     return found
