@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -56,6 +57,22 @@ def logits_of(output: Any) -> torch.Tensor:
     return output["logits"] if isinstance(output, dict) else output.logits if isinstance(output, Answer) else output[0]
 
 
+OPEN: list[rotoff.Checkpointable] = []
+
+
+def wrapped(model: nn.Module, **options: Any) -> rotoff.Checkpointable:
+    OPEN.append(rotoff.Checkpointable(model, **options))
+    return OPEN[-1]
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Whatever becomes of a test, its threads and files are given back."""
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.arange(ROWS) * 7 % WORDS
@@ -83,8 +100,8 @@ def test_no_gradient_of_the_logits_is_charged_and_bits_are_the_plain_models(retu
     plain = made(returns)
     expected = gradients(plain, ids)
     peak = peak_bytes(lambda: train(plain, ids))
-    anything = rotoff.Checkpointable(made(returns)).measure(ids, labels=ids)
-    model = rotoff.Checkpointable(made(returns), backward_from=WAYS[returns]).measure(ids, labels=ids)
+    anything = wrapped(made(returns)).measure(ids, labels=ids)
+    model = wrapped(made(returns), backward_from=WAYS[returns]).measure(ids, labels=ids)
     assert anything.keep_all_memory >= peak + 0.9 * LOGITS
     assert peak <= model.keep_all_memory <= 1.02 * peak
     for limit in (model.keep_all_memory, int(0.9 * peak)):
@@ -96,7 +113,7 @@ def test_no_gradient_of_the_logits_is_charged_and_bits_are_the_plain_models(retu
 
 @pytest.mark.parametrize("share", [1.1, 0.9])
 def test_what_is_returned_beside_it_is_the_plain_models_but_for_its_gradient(share: float, ids: torch.Tensor) -> None:
-    plain, model = made(), rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids)
+    plain, model = made(), wrapped(made(), backward_from="loss").measure(ids, labels=ids)
     model.compute_sequence(int(share * model.keep_all_memory))
     wanted, output = plain(ids, labels=ids), model(ids, labels=ids)
     for name, tensor in wanted.items():
@@ -115,7 +132,7 @@ def test_what_is_returned_beside_it_is_the_plain_models_but_for_its_gradient(sha
 
 
 def test_several_outputs_may_be_named(ids: torch.Tensor) -> None:
-    plain, model = made(), rotoff.Checkpointable(made(), backward_from=["logits", "loss"]).measure(ids, labels=ids)
+    plain, model = made(), wrapped(made(), backward_from=["logits", "loss"]).measure(ids, labels=ids)
     assert model.chain.grad_bytes(len(model.chain)) >= LOGITS
     model.compute_sequence(int(0.9 * model.keep_all_memory))
     for net in (plain, model):
@@ -132,15 +149,15 @@ def test_the_last_module_of_a_sequential_may_return_several(ids: torch.Tensor) -
             return logits.logsumexp(1).mean(), logits
 
     model = nn.Sequential(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), Head(64, WORDS))
-    peaks = [rotoff.Checkpointable(model, backward_from=starts).measure(ids).keep_all_memory for starts in (None, 0)]
+    peaks = [wrapped(model, backward_from=starts).measure(ids).keep_all_memory for starts in (None, 0)]
     assert peaks[1] <= peaks[0] - 0.9 * LOGITS
     with pytest.raises(rotoff.MeasureError, match="names 'loss', and the model returns a tuple of 2; name one of those"):
-        rotoff.Checkpointable(model, backward_from="loss").measure(ids)
+        wrapped(model, backward_from="loss").measure(ids)
 
 
 def test_an_estimate_and_a_model_planned_where_it_stands_know_it_too(ids: torch.Tensor) -> None:
-    measured = rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids).chain
-    estimated = rotoff.estimate(rotoff.Checkpointable(made(), backward_from="loss"), ids, labels=ids, device="CPU")
+    measured = wrapped(made(), backward_from="loss").measure(ids, labels=ids).chain
+    estimated = rotoff.estimate(wrapped(made(), backward_from="loss"), ids, labels=ids, device="CPU")
     last = len(measured)
     assert estimated.grad_bytes(last) == measured.grad_bytes(last) == 4
     model = made()
@@ -148,15 +165,16 @@ def test_an_estimate_and_a_model_planned_where_it_stands_know_it_too(ids: torch.
     output = model(ids, labels=ids)
     with pytest.raises(rotoff.ExecutionError, match="backward_from"):
         output["logits"].mean().backward()
+    rotoff.detach(model)
 
 
 def test_an_error_says_what_it_would_save(ids: torch.Tensor) -> None:
-    model = rotoff.Checkpointable(made()).measure(ids, labels=ids)
+    model = wrapped(made()).measure(ids, labels=ids)
     with pytest.raises(
         rotoff.InfeasibleError, match=r'1\.10 MiB of it for gradients of what .* backward_from="loss"'
     ) as refused:
         model.compute_sequence(LOGITS)
-    model = rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids)
+    model = wrapped(made(), backward_from="loss").measure(ids, labels=ids)
     with pytest.raises(rotoff.InfeasibleError) as fewer:
         model.compute_sequence(LOGITS)
     assert "backward_from" not in str(fewer.value)
@@ -166,15 +184,15 @@ def test_an_error_says_what_it_would_save(ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("wrong", [True, 1.5, [], ["loss", None], {}])
 def test_what_names_no_output_is_refused(wrong: Any) -> None:
     with pytest.raises(rotoff.OptionError, match="backward_from is .*; give the key of an output"):
-        rotoff.Checkpointable(made(), backward_from=wrong)
+        wrapped(made(), backward_from=wrong)
 
 
 def test_what_the_model_does_not_return_is_refused(ids: torch.Tensor) -> None:
     with pytest.raises(rotoff.MeasureError, match="names 'los', and the model returns 'loss', 'logits'; name one of those"):
-        rotoff.Checkpointable(made(), backward_from="los").measure(ids, labels=ids)
+        wrapped(made(), backward_from="los").measure(ids, labels=ids)
     with pytest.raises(rotoff.MeasureError, match="names 7, and the model returns a tuple of 2"):
-        rotoff.Checkpointable(made("tuple"), backward_from=7).measure(ids, labels=ids)
+        wrapped(made("tuple"), backward_from=7).measure(ids, labels=ids)
     with pytest.raises(rotoff.MeasureError, match="of which nothing needs a gradient on this input; .* labels"):
-        rotoff.Checkpointable(made(), backward_from="loss").measure(ids)
+        wrapped(made(), backward_from="loss").measure(ids)
     with pytest.raises(rotoff.MeasureError, match="names 'loss', and the model returns a tensor alone"):
-        rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4)), backward_from="loss").measure(torch.randn(2, 4))
+        wrapped(nn.Sequential(nn.Linear(4, 4)), backward_from="loss").measure(torch.randn(2, 4))
