@@ -132,7 +132,7 @@ class AsideDetached(Aside):
         return y.square().mean()
 
 
-@pytest.mark.parametrize("stages", [1, 3, 6, 10, None])
+@pytest.mark.parametrize("stages", [1, 3, None])
 @pytest.mark.parametrize("kind", [Aside, AsideDetached])
 def test_a_branch_for_random_numbers_alone_is_counted(kind: type[nn.Module], stages: int | None) -> None:
     torch.manual_seed(0)
