@@ -187,4 +187,6 @@ def test_a_block_mapped_by_torch_func_runs_as_its_own_code() -> None:
 
     model = Stack()
     expected = gradients(model)
-    assert same(gradients(planned(model)), expected)
+    wrapped = planned(model)
+    assert same(gradients(wrapped), expected)
+    wrapped.close()  # torch 2.15 holds on to what has been mapped
