@@ -3,8 +3,8 @@
     python benchmarks/backward_from.py [--words 8000] [--json FILE]
 
 A LLaMA of 6 layers of width 256 on 4 x 256 tokens, on the CPU. Beside the plain model's peak: what keeping everything is predicted to
-take, the smallest limit of mode joint, and expected and measured peaks at 80 % of the plain one. Needs the extra ``gallery``; half a
-minute.
+take, the smallest limit of mode joint, and expected and measured peaks at 80 % of the plain one. Needs the extra ``gallery``; a
+minute or two.
 """
 
 from __future__ import annotations

@@ -91,13 +91,18 @@ class Unused(nn.Module):
         return y.square().mean()
 
 
-def test_what_is_computed_for_nothing_is_counted_with_all_that_it_saves() -> None:
+def over_plain(kind: type[nn.Module], stages: int | None = None) -> float:
+    """What keeping everything is told to take, over the plain model's peak."""
     torch.manual_seed(0)
-    model, x = Unused(), torch.randn(2048, 64)
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
-    peak, _ = trained(model, x)
-    assert peak <= wrapped.keep_all_memory <= 1.15 * peak
+    model, x = kind(), torch.randn(2048, 64)
+    wrapped = rotoff.Checkpointable(model, stages=stages).measure(x, repeats=1)
+    told = wrapped.keep_all_memory
     wrapped.close()
+    return told / trained(model, x)[0]
+
+
+def test_what_is_computed_for_nothing_is_counted_with_all_that_it_saves() -> None:
+    assert 1 <= over_plain(Unused) <= 1.15
 
 
 class Aside(nn.Module):
@@ -135,21 +140,12 @@ class AsideDetached(Aside):
 @pytest.mark.parametrize("stages", [1, 3, None])
 @pytest.mark.parametrize("kind", [Aside, AsideDetached])
 def test_a_branch_for_random_numbers_alone_is_counted(kind: type[nn.Module], stages: int | None) -> None:
-    torch.manual_seed(0)
-    model, x = kind(), torch.randn(2048, 64)
-    wrapped = rotoff.Checkpointable(model, stages=stages).measure(x, repeats=1)
-    assert trained(model, x)[0] <= wrapped.keep_all_memory
-    wrapped.close()
+    assert over_plain(kind, stages) >= 1
 
 
 @pytest.mark.parametrize(("stages", "most"), [(3, 1.1), (10, 1.2), (None, 1.3)])
 def test_a_branch_that_crosses_cuts_is_counted_once(stages: int | None, most: float) -> None:
-    torch.manual_seed(0)
-    model, x = Aside(), torch.randn(2048, 64)
-    wrapped = rotoff.Checkpointable(model, stages=stages).measure(x, repeats=1)
-    peak, _ = trained(model, x)
-    assert peak <= wrapped.keep_all_memory <= most * peak  # it may be counted twice in the stage where it ends
-    wrapped.close()
+    assert 1 <= over_plain(Aside, stages) <= most  # it may be counted twice in the stage where it ends
 
 
 def test_values_that_nobody_saves_are_not_counted_once_they_are_gone() -> None:

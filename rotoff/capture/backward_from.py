@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ..bounds import several
 from ..errors import ExecutionError, MeasureError, OptionError
 from .stage import flatten
 
@@ -29,8 +30,7 @@ def read_backward_from(given: Any) -> tuple[str | int, ...]:
     """
     if given is None:
         return ()
-    lone = isinstance(given, (str, int)) or not isinstance(given, Iterable)
-    names = (given,) if lone else tuple(given)
+    names = several(given)
     if not names or not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
         raise OptionError(
             f'backward_from is {given!r}; give the key of an output ("loss"), its place in a tuple (0), or a list of those'
