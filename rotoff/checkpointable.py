@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .bounds import check_mode
 from .cache import Cache
 from .capture import strategy
 from .capture.backward_from import BackwardFrom
@@ -30,7 +31,7 @@ from .profile.model_profile import Profile
 from .profile.steady import Repeats
 from .progress_bar import Bar
 from .rotor_names import NO_LIMIT, RotorNames
-from .runtime.agreement import agree_on_limit
+from .runtime.agreement import agree_on_limit, agree_on_sample
 from .runtime.check import Checker
 from .runtime.courses import Course, Courses, device_of
 from .runtime.free_memory import free_memory
@@ -38,7 +39,7 @@ from .runtime.interpreter import Step
 from .runtime.link_pool import LinkPool
 from .runtime.options import Options
 from .runtime.plan import ExecutionPlan
-from .runtime.planning import Request, check_options, expected_bytes, plan_everything, told_bytes
+from .runtime.planning import Request, check_options, expected_bytes, least_limit, plan_everything, told_bytes
 from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
@@ -59,9 +60,10 @@ class Checkpointable(RotorNames, LikeItsModel):
         host_directory: on the CPU, where the file that values are offloaded to lies; it must be on a real disk.
             Default: the first writable of the usual temporary directories that is.
         check: compare after every operation what the device holds with what the machine charges; slow, for tests and doubt.
-        process_group: of ``torch.distributed``, or True for the default one: all of its processes follow one plan, made for
-            the costliest of what each measured and the smallest limit. They must all call `measure` and `compute_sequence`,
-            and meet a new input signature in the same step. Needed where stages communicate (FSDP), of use for even steps.
+        process_group: of ``torch.distributed``, or True for the default one: all of its processes follow one plan, which the first
+            makes, as it was asked to, for the costliest of what each measured and the smallest limit. They must all call
+            `measure` and `compute_sequence`, and meet a new input signature in the same step; their batches may be unequal.
+            Needed where stages communicate (FSDP), of use for even steps.
         stages: about how many stages to cut the model into (more: finer plans that take longer to make; default 40), or the
             modules of the model, or their dotted names, that are each to be one stage.
         backward_from: the output that your backward starts from: its key (``"loss"``) or its place (``0``), or a list of those. The
@@ -163,8 +165,12 @@ class Checkpointable(RotorNames, LikeItsModel):
         Raises:
             MeasureError: where the model cannot be measured on this input.
         """
-        Repeats.read(repeats)  # so that what is no number is refused here
-        value = strategy.chain_input(self._model, sample, kwargs, self._options.stages)
+
+        def sample_here() -> Any:
+            Repeats.read(repeats)  # so that what is no number is refused here
+            return strategy.chain_input(self._model, sample, kwargs, self._options.stages)
+
+        value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
         if progress is not True:
             self._courses.measure(value, progress or None, repeats)
         else:
@@ -206,6 +212,22 @@ class Checkpointable(RotorNames, LikeItsModel):
         request = Request(limit, mode, mem_slots, options, policy, plain=not self._check, cache=self._cache)
         self._courses.ask(request)
         return self
+
+    def min_mem_limit(self, mode: str = "joint") -> int:
+        """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
+
+        Ask it before choosing a limit, or to know whether the model fits a device at all; nothing is planned. It is of what was
+        measured last, and the same in all processes of a group. `rotoff.min_mem_limit` of the ``chain`` is another number, since the
+        chain counts the batch, and neither constants of a step nor skip connections kept in place.
+
+        Args:
+            mode: "joint", "remat" (recompute only) or "offload" (move only).
+
+        Raises:
+            OptionError: for an unknown mode. MeasureError: where nothing has been measured.
+        """
+        check_mode(mode)
+        return least_limit(self.profile, Request(NO_LIMIT, mode, 50, {}, plain=not self._check))
 
     # -- what is planned
 

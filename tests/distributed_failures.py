@@ -47,6 +47,8 @@ def main() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), Residual(32), Failing(failing), Residual(32), nn.Linear(32, 8))
         wrapped = rotoff.Checkpointable(model, process_group=True)
+        sample = () if rank == failing else (x,)
+        said(f"sample {failing}", lambda wrapped=wrapped, sample=sample: wrapped.measure(*sample))
         said(f"measure {failing}", lambda wrapped=wrapped: wrapped.measure(x))
         wrapped.compute_sequence(1 << 40)
         said(f"forward {failing}", lambda wrapped=wrapped: wrapped(x))
@@ -55,6 +57,8 @@ def main() -> None:
         limit = -5 if rank == failing else "1 GiB"
         said(f"limit {failing}", lambda wrapped=wrapped, limit=limit: wrapped.compute_sequence(limit))
         said(f"small {failing}", lambda wrapped=wrapped: wrapped.compute_sequence(5))
+        mode = "remat" if rank == failing else "offload"
+        said(f"other {failing}", lambda wrapped=wrapped, mode=mode: wrapped.compute_sequence(5, mode=mode))
         wrapped.close()
     dist.destroy_process_group()
     sys.stdout.flush()

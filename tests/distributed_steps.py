@@ -34,7 +34,7 @@ def wrap(kind: str, mode: str | None) -> tuple[nn.Module, rotoff.Checkpointable 
     module = fully_shard(inner) if kind == "fsdp" else DistributedDataParallel(inner, gradient_as_bucket_view=True)
     if planned is not None and mode is not None:
         buffers = [b.clone() for b in module.buffers()]
-        module(torch.randn(64, 16)).sum().backward()  # measured within the root's first forward
+        module(torch.randn(64 - 8 * dist.get_rank(), 16)).sum().backward()  # measured within the root's first forward
         module.zero_grad()
         for buffer, old in zip(module.buffers(), buffers, strict=True):
             buffer.copy_(old)
@@ -55,8 +55,8 @@ def train(module: nn.Module) -> list[torch.Tensor]:
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     seen = []
-    for rows in (64, 64, 24, 64):
-        x = torch.randn(rows, 16)
+    for most in (64, 64, 24, 64):
+        x = torch.randn(most - 8 * dist.get_rank(), 16)  # batches of other sizes in each process
         optimizer.zero_grad()
         if isinstance(module, DistributedDataParallel):
             with module.no_sync():  # a micro-batch whose gradients are only added up

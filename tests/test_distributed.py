@@ -15,6 +15,10 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
+from models import ALL  # noqa: E402
+
+FEW = ["mlp", "handed_on", "side_inputs", "unet"]
+
 TESTS = Path(__file__).parent
 
 
@@ -39,9 +43,14 @@ def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_pla
 def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
     """Nobody waits for a process that does not come, and the next step works."""
     lines = torchrun(TESTS / "distributed_failures.py").splitlines()
-    said = dict(line.split(": ", 1) for line in lines if line[:4] in ("meas", "forw", "late", "limi", "smal"))
+    said = dict(
+        line.split(": ", 1) for line in lines if line[:4] in ("samp", "meas", "forw", "late", "limi", "smal", "othe")
+    )
     for failing in (0, 1):
         other = 1 - failing
+        assert said[f"sample {failing} {failing}"].startswith("MeasureError")
+        sentence = f"MeasureError: process {failing} of the group could not take the sample, and so none of them can; there: Measure"
+        assert said[f"sample {failing} {other}"].startswith(sentence)
         for what in ("measure", "forward"):
             assert said[f"{what} {failing} {failing}"].startswith("OutOfMemoryError: injected")
             sentence = f"MeasureError: process {failing} of the group could not measure the model, and so none of them can"
@@ -54,6 +63,28 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
         )
         assert said[f"small {failing} 0"] == said[f"small {failing} 1"]
         assert "needs at least" in said[f"small {failing} 0"]
+        assert (
+            said[f"other {failing} 0"] == said[f"other {failing} 1"]
+        )  # the first process decides, in the mode that it was given
+        assert f"in mode {'offload' if failing else 'remat'}" in said[f"other {failing} 0"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        FEW,
+        pytest.param([n for n in ALL if n not in FEW], marks=pytest.mark.slow),
+    ],
+    ids=["few", "rest"],
+)
+def test_processes_with_unequal_batches_do_the_same_under_every_limit(names: list[str]) -> None:
+    """Also where everything fits in one of them alone; and what is charged covers both."""
+    said = torchrun(TESTS / "distributed_unequal.py", *names).splitlines()
+    assert len(said) == 2 * len(names)
+    assert all(line.endswith("; alike") for line in said), said
+    assert not any("'kept': 0" in line for line in said), said
+    copying = [line for line in said if line.startswith("unet")]  # whose plans in few bytes copy gradients that wait
+    assert not any("'copied': 0" in line for line in copying), said
 
 
 @pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])

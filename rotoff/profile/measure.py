@@ -93,6 +93,7 @@ def measure(
     typical = statistics.median(sizes)
     d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes))
     starts = flatten(start)[0]
+    input_bytes = meter.storage_bytes(starts)
     given = {storage_key(t) for t in flatten(batch)[0]}
     lying = [(m.gradients, m.own_gradient_bytes) for m in measured]
     gradients, compact = charge(lying), charge(lying, compact=True)
@@ -111,7 +112,7 @@ def measure(
             d2h_bandwidth=d2h,
             h2d_bandwidth=h2d,
             duplex=duplex,
-            input_bytes=meter.storage_bytes(starts),
+            input_bytes=input_bytes,
             input_grad_bytes=gradients[0].nbytes,
         ),
         prefix=tuple(groups[:prefix]),
@@ -124,7 +125,7 @@ def measure(
         replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         rng_bytes=meter.rng_bytes,
         gone_bytes=tuple(_gone(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
-        resident_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) in given]),
+        made_input_bytes=input_bytes - meter.storage_bytes([t for t in starts if storage_key(t) in given]),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips(runs),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from ..runtime.convolutions import Algorithms
 from ..runtime.upkeep import NO_UPKEEP, Upkeep, UpkeepTimes
 from .allocations import block_bytes, rounded
 from .plain_bytes import Lingering, Passing
+from .provenance import TAIL_TIMES, UPKEEP_TIMES
 from .skips import Skip, behave_in_place, gone_in_place, keep_in_place
 
 
@@ -45,13 +46,12 @@ class Compact(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured model.
+    """A measured model. How processes agree on each field `common.RULES` says.
 
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, and autocast of
     weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
-    prefix holds, its output (the chain's input) included. resident_input_bytes: those of a_0 that were there before the
-    step: all of it, or what a prefix hands on of the batch. skips: bytes that several values carry. passing: bytes of values that
+    prefix holds, its output (the chain's input) included. made_input_bytes: those of a_0 that the prefix makes. skips: bytes that several values carry. passing: bytes of values that
     the plain model lets go; lingering: others that it holds longer. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
     tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.tails`); 0 by
@@ -70,7 +70,7 @@ class Profile:
     stuck_bytes: int
     replay_bytes: int
     prefix_peak_bytes: int = 0
-    resident_input_bytes: int = 0
+    made_input_bytes: int = 0
     no_forms: tuple[str, ...] = ()
     rng_bytes: int = 0
     gone_bytes: tuple[int, ...] = ()
@@ -88,6 +88,11 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.tail_times:
             object.__setattr__(self, "tail_times", (0.0,) * len(self.chain))
+
+    def told(self, name: str, meta: Mapping[str, Any]) -> Profile:
+        """The same, whose chain has this name and says `meta`, and the times that are not in its stages."""
+        times = {TAIL_TIMES: list(self.tail_times), UPKEEP_TIMES: self.upkeep_times._asdict()}
+        return replace(self, chain=replace(self.chain, name=name, meta={**meta, **times}))
 
     def keeping(self, kept: Collection[int], compact: bool = False) -> Profile:
         """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value.
@@ -126,6 +131,11 @@ class Profile:
             own=[b.saved.count(SavedKind.OWN) for b in self.behaviours],
             outputs=[sum(b.own_outputs) for b in self.behaviours],
         )
+
+    @property
+    def resident_input_bytes(self) -> int:
+        """Bytes of a_0 that were there before the step: all of it, or what a prefix hands on of the batch."""
+        return self.chain.input_bytes - self.made_input_bytes
 
     def kept_bytes(self, kept: Collection[int]) -> int:
         """Bytes of the `skips` of these numbers."""

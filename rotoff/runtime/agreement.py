@@ -1,111 +1,53 @@
-"""One plan for all processes of a group: the costliest of what each measured, the tightest limit, one process's sequence.
+"""What all processes of a group do alike: one profile, the tightest limit, and what the first process decides on them.
 
 Where stages communicate while they run (sharded parameters are gathered), processes that followed different plans would wait
-for each other forever. Processes must come here together: each new input signature in the same step of all of them.
+for each other forever. Processes must come here together: each new input signature in the same step of all of them. Here nobody takes
+a way of his own: all tell all, or the first one tells all, and an error is one of the things told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from ..capture.sharding import shards
 from ..capture.stage import StageModule
-from ..chain import Chain, Form, Stage
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
+from ..profile.common import Told, common_profile
 from ..profile.model_profile import Profile
-from ..profile.plain_bytes import Lingering, Passing
-from ..profile.provenance import TAIL_TIMES
-from ..profile.skips import Skip
 from ..sequence import Sequence as Plan
 
 T = TypeVar("T")
-Identity = tuple[tuple[int, ...], str]  # of a form: `Recipe.identity`
-_BYTES = (
-    "output_bytes",
-    "saved_bytes",
-    "grad_bytes",
-    "forward_transient_bytes",
-    "checkpoint_transient_bytes",
-    "backward_transient_bytes",
-)
-_SECONDS = ("forward_time", "backward_time")
-_CONSTANTS = ("stuck_bytes", "replay_bytes", "prefix_peak_bytes")
 
 
-class _Costs(NamedTuple):
-    """What a process tells the others of its profile. forms: of each stage, which ones it found."""
+def agree_on_sample(read: Callable[[], T], group: Any) -> T:
+    """What `read` gives here, once it gave something in all processes.
 
-    chain: Chain
-    constants: dict[str, int]
-    tail_times: tuple[float, ...]
-    forms: list[list[Identity]]
-    skips: tuple[Skip, ...]
-    gone_bytes: tuple[int, ...]
-    passing: tuple[Passing, ...]
-    lingering: tuple[Lingering, ...]
+    Raises:
+        MeasureError: where it raises in another process. What it raises here.
+    """
+    found: list[T] = []
+    _from_everyone(lambda: found.append(read()), "take the sample", group)
+    return found[0]
 
 
 def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
-    """What `measure` gives here, with the largest bytes and times of all processes, and the smallest bandwidths.
+    """What `measure` gives here, with what is common to all processes (`profile.common`).
 
     Raises:
         MeasureError: where the processes have different stages, or another one could not measure. What `measure` raises here.
     """
     found: list[Profile] = []
 
-    def costs() -> _Costs:
-        found.append(one := measure())
-        forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in one.behaviours]
-        constants = {name: getattr(one, name) for name in _CONSTANTS}
-        return _Costs(one.chain, constants, one.tail_times, forms, one.skips, one.gone_bytes, one.passing, one.lingering)
+    def told() -> Told:
+        found.append(measure())
+        return Told(found[0])
 
-    everyone = _from_everyone(costs, "measure the model", group)
-    profile = found[0]
-    chains = [theirs.chain for theirs in everyone]
-    names = [[stage.name for stage in chain.stages] for chain in chains]
-    if any(other != names[0] for other in names):
-        raise MeasureError(
-            f"the processes measured different stages ({names}); give all of them the same model and inputs of the same kind"
-        )
-    chain = replace(
-        chains[0],
-        stages=tuple(_largest(stages) for stages in zip(*(chain.stages for chain in chains), strict=True)),
-        d2h_bandwidth=min(chain.d2h_bandwidth for chain in chains),
-        h2d_bandwidth=min(chain.h2d_bandwidth for chain in chains),
-        input_bytes=max(chain.input_bytes for chain in chains),
-        input_grad_bytes=max(chain.input_grad_bytes for chain in chains),
-    )
-    constants: dict[str, Any] = {name: max(theirs.constants[name] for theirs in everyone) for name in _CONSTANTS}
-    # a skip of other bytes elsewhere could be taken off the chain by too much, and so could what the plain model lets go of
-    skips = profile.skips if all(theirs.skips == profile.skips for theirs in everyone) else ()
-    constants["passing"] = profile.passing if all(theirs.passing == profile.passing for theirs in everyone) else ()
-    constants["lingering"] = max((theirs.lingering for theirs in everyone), key=lambda held: sum(one.nbytes for one in held))
-    constants["gone_bytes"] = tuple(map(min, zip(*(theirs.gone_bytes for theirs in everyone), strict=True)))
-    tails = tuple(map(min, zip(*(theirs.tail_times for theirs in everyone), strict=True)))  # what all of them spare
-    chain = replace(chain, meta={**chain.meta, TAIL_TIMES: list(tails)})
-    # gradients lie where they were made
-    agreed = replace(profile, chain=chain, skips=skips, tail_times=tails, compact=None, **constants)
-    return _with_common_forms(agreed, chains, [theirs.forms for theirs in everyone])
-
-
-def _with_common_forms(profile: Profile, chains: list[Chain], found: list[list[list[Identity]]]) -> Profile:
-    """`profile` with the forms that all processes found, at the largest costs of any; `found`: which ones each did."""
-    stages, behaviours = list(profile.chain.stages), list(profile.behaviours)
-    for n, behaviour in enumerate(behaviours):
-        common = [recipe for recipe in behaviour.forms if all(recipe.identity in theirs[n] for theirs in found)]
-        forms = []
-        for recipe in common:
-            same = [c.stages[n].forms[theirs[n].index(recipe.identity)] for c, theirs in zip(chains, found, strict=True)]
-            costs = [f.name for f in fields(Form) if f.compare]
-            forms.append(Form(**{name: max(getattr(form, name) for form in same) for name in costs}))
-        stages[n] = replace(stages[n], forms=tuple(forms))
-        behaviours[n] = replace(behaviour, forms=tuple(common))
-    return replace(profile, chain=replace(profile.chain, stages=tuple(stages)), behaviours=tuple(behaviours))
+    everyone = _from_everyone(told, "measure the model", group)
+    return common_profile(found[0], everyone)
 
 
 def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
@@ -177,8 +119,3 @@ def _from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type
         if reason:
             raise error_type(f"process {rank} of the group could not {what}, and so none of them can; there: {reason}")
     return [result for result, _ in everyone]
-
-
-def _largest(stages: Sequence[Stage]) -> Stage:
-    most: dict[str, Any] = {name: max(getattr(stage, name) or 0 for stage in stages) for name in (*_BYTES, *_SECONDS)}
-    return replace(stages[0], **most)

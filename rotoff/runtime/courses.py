@@ -32,7 +32,7 @@ from ..profile.known_times import KnownTimes, TimesChanged, find_times, keep_tim
 from ..profile.measure import Progress, measure
 from ..profile.meter import Meter
 from ..profile.model_profile import Profile
-from ..profile.provenance import TAIL_TIMES, UPKEEP_TIMES, provenance
+from ..profile.provenance import provenance
 from .agreement import agree_on_profile, refuse_root_shards
 from .convolutions import other_algorithms, read_conv_algorithms
 from .link_pool import LinkPool
@@ -188,11 +188,8 @@ class Courses:
             meta = provenance(self._model, value, device)
             if near is not None:
                 meta["times"] = f"interpolated between those measured at {near.between}"
-            meta[TAIL_TIMES] = list(profile.tail_times)
-            meta[UPKEEP_TIMES] = profile.upkeep_times._asdict()
-            chain = replace(profile.chain, name=type(self._model).__name__, meta=meta)
             stuck = profile.stuck_bytes + self._links.staging_bytes
-            return captured, replace(profile, chain=chain, stuck_bytes=stuck)
+            return captured, replace(profile, stuck_bytes=stuck).told(type(self._model).__name__, meta)
         finally:
             if not was_training:
                 self._model.eval()

@@ -35,6 +35,7 @@ from .upkeep import Upkeep
 logger = logging.getLogger("rotoff")
 UNPRICED = 0.01  # of a step: what tails may come to before the plan is asked for twice
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
+PLAIN = "plain_model"  # likewise: whether it is the plain model that runs
 COMPACT = "compact_gradients"  # likewise: whether it is the chain whose waiting gradients are copied
 
 
@@ -164,37 +165,46 @@ class Way:
 def make_plan(profile: Profile, request: Request, group: Any = None) -> ExecutionPlan:
     """Plan under what is left of the user's limit once constants are taken off and the batch is added.
 
-    group: of processes that follow one plan, or None.
+    group: of processes that follow one plan, which the first of them makes, or None.
 
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
     """
-    asked, least = request.mem_limit, profile.prefix_peak_bytes
-    everything = plan_everything(profile, request.plain)
-    if request.policy is None and told_bytes(profile, everything) <= asked:
-        _report(profile, request, everything)
-        return everything
-    ways = _ways(profile, request)
-    try:
-        if asked < least:
-            raise InfeasibleError("", min(way.least for way in ways))
-
-        def search() -> Sequence:
-            return _best(asked, ways)
-
-        began = time.perf_counter()
-        sequence = search() if group is None else agree_on_sequence(search, group)
-        seconds = time.perf_counter() - began
-    except InfeasibleError as error:
-        enough = error.min_mem_limit
-        if request.policy is None:
-            enough = min(enough, told_bytes(profile, everything))
-        raise _infeasible(profile, request, max(least, enough), ways) from None
+    began = time.perf_counter()
+    sequence = _decide(profile, request) if group is None else agree_on_sequence(lambda: _decide(profile, request), group)
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     chosen = profile.keeping(kept, compact)
     plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep)
-    _report(profile, request, plan, seconds)
+    plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)))
+    _report(profile, request, plan, time.perf_counter() - began)
     return plan
+
+
+def _decide(profile: Profile, request: Request) -> Sequence:
+    """All that `make_plan` decides, as a sequence and its meta.
+
+    Raises:
+        InfeasibleError: where nothing fits, in the terms of the user's limit.
+    """
+    asked = request.mem_limit
+    everything = plan_everything(profile, request.plain)
+    if request.policy is None and told_bytes(profile, everything) <= asked:
+        return _meant(everything.sequence, {KEPT: list(everything.kept), PLAIN: everything.keeps_all})
+    ways = _ways(profile, request)
+    try:
+        if asked < profile.prefix_peak_bytes:
+            raise InfeasibleError("", min(way.least for way in ways))
+        return _best(asked, ways)
+    except InfeasibleError as error:
+        least = (
+            least_limit(profile, request) if request.policy is None else max(error.min_mem_limit, profile.prefix_peak_bytes)
+        )
+        raise _infeasible(profile, request, least, ways) from None
+
+
+def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
+    """`sequence` with what is `said` of it, where that is anything, in its meta."""
+    return replace(sequence, meta={**sequence.meta, **{name: value for name, value in said.items() if value}})
 
 
 def plan_everything(profile: Profile, plain: bool = True) -> ExecutionPlan:
@@ -286,8 +296,7 @@ def _best(asked: int, ways: list[Way]) -> Sequence:
         time = expected_step(way.chain, sequence, way.tail_times, way.upkeep).makespan
         least_on_lanes = min(least_on_lanes, expected_step(way.chain, sequence, way.tail_times).makespan)
         if best is None or time < best[0]:
-            said = ({KEPT: list(way.kept)} if way.kept else {}) | ({COMPACT: True} if way.compact else {})
-            best = time, replace(sequence, meta={**sequence.meta, **said})
+            best = time, _meant(sequence, {KEPT: list(way.kept), COMPACT: way.compact})
     if best is None:
         raise InfeasibleError("", min(least))
     return best[1]

@@ -1,0 +1,109 @@
+"""Run by torchrun in each of two processes that are unequal in their batches: under every limit both must do the same. Arguments: names of
+models. Prints a line for each that `test_distributed` reads; a process that waits for one that does not come fails after a while."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from test_min_mem_limit import made
+from test_runtime import step_peak
+from torch.utils._pytree import tree_map
+
+import rotoff
+
+MODES = ("joint", "remat", "offload")
+POINTS = 4  # limits within each interval
+
+
+def everyone(mine: Any) -> list[Any]:
+    found = [None, None]
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def gradients(model: torch.nn.Module, x: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(x).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def smallest(wrapped: rotoff.Checkpointable, mode: str) -> int:
+    """The smallest limit that works, as the error says it."""
+    try:
+        wrapped.compute_sequence(1, mode=mode)
+    except rotoff.InfeasibleError as error:
+        return error.min_mem_limit
+    return 1
+
+
+def limits_of(alone: rotoff.Checkpointable, both: rotoff.Checkpointable) -> list[int]:
+    """From the smallest one to above what both need, with what keeping everything takes in each by itself and by the common account."""
+    marks = {smallest(both, mode) for mode in MODES} | {both.keep_all_memory, *everyone(alone.keep_all_memory)}
+    low, *higher = sorted(marks)
+    within = [low + (high - low) * n // POINTS for high in higher for n in range(POINTS)]
+    return sorted({limit + more for limit in (*within, *marks) for more in (-1, 0)} - {0})
+
+
+def run(name: str, few: int) -> None:
+    """A quarter of the rows in process `few`, all in the other one."""
+    model, batch = made(name)
+    torch.manual_seed(2)
+    whole = batch()
+    rank = dist.get_rank()
+
+    def rows(t: torch.Tensor) -> torch.Tensor:
+        return t.detach()[: max(2, len(t) // 4)].clone().requires_grad_(t.requires_grad) if rank == few else t
+
+    x = tree_map(rows, whole)
+    expected = [g.clone() for g in gradients(model, x)]
+    again, _ = made(name)
+    both = rotoff.Checkpointable(again, process_group=True, cache_directory=None).measure(x, repeats=1)
+    said: list[str] = []
+    counts = dict.fromkeys(("refused", "kept", "worked", "copied"), 0)
+    alone = rotoff.Checkpointable(made(name)[0], cache_directory=None).measure(x, repeats=1)
+    for n, limit in enumerate(limits_of(alone, both)):
+        mode = MODES[n % 3]
+        # each process asks for another limit, and the tighter one holds
+        outcome: Any
+        try:
+            both.compute_sequence(limit + 1000 * ((rank + n) % 2), mode=mode, refine=False)
+            plan = both._plan
+            outcome = plan.keeps_all, plan.kept, plan.compact, str(both.sequence), both.get_expected_memory() <= limit
+        except rotoff.InfeasibleError as error:
+            outcome = str(error), error.min_mem_limit > limit
+        outcomes = everyone(outcome)
+        if outcomes[0] != outcomes[1] or not outcome[-1]:
+            said.append(f"{mode} {limit}: {outcomes}")
+        if len(outcome) == 2:
+            counts["refused"] += 1
+            continue
+        counts["kept" if outcome[0] else "copied" if outcome[2] else "worked"] += 1
+        again.load_state_dict(made(name)[0].state_dict())
+        if not all(everyone(all(map(torch.equal, gradients(both, x), expected)))):
+            said.append(f"{mode} {limit}: other gradients")
+        if not all(everyone((peak := step_peak(both, lambda: x)) <= both.get_expected_memory())):
+            said.append(f"{mode} {limit}: a peak of {peak} here, where {both.get_expected_memory()} is expected")
+    alone.close()
+    both.close()
+    if rank == 0:
+        print(f"{name} {few}: {counts}; {said or 'alike'}", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    for name in sys.argv[1:]:
+        for few in (0, 1):
+            run(name, few)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+main()

@@ -1,0 +1,118 @@
+"""`Checkpointable.min_mem_limit` is the limit that `compute_sequence` accepts and one byte less is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import ALL, fresh
+from torch import nn
+
+import rotoff
+
+MODES = ("joint", "remat", "offload")
+
+
+class UNet(nn.Module):
+    """Features that are used again far from where they are made, one of them changed in place by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = []
+        for layer in self.down:
+            features.append(x := torch.tanh(layer(x)))
+        for layer in self.up:
+            x = torch.tanh(layer(torch.cat([x, features.pop()], dim=1)))
+        return x
+
+
+class Concatenates(nn.Module):
+    """Its gradients wait in parts of a larger one, so that copying them is one of the choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4 + 4 * n, 4, 3, padding=1) for n in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, torch.relu(layer(x))], dim=1)
+        return x
+
+
+def dropping() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(6)]
+    return nn.Sequential(*blocks), lambda: torch.randn(64, 32)
+
+
+OTHERS: dict[str, Callable[[], tuple[nn.Module, Callable[[], Any]]]] = {
+    "unet": lambda: (UNet(), lambda: torch.randn(2, 4, 16, 16)),
+    "concatenates": lambda: (Concatenates(), lambda: torch.randn(2, 4, 16, 16)),
+    "dropping": dropping,
+}
+
+
+def made(name: str) -> tuple[nn.Module, Callable[[], Any]]:
+    torch.manual_seed(0)
+    return OTHERS[name]() if name in OTHERS else fresh(name)
+
+
+def refused(wrapped: rotoff.Checkpointable, limit: int, mode: str) -> int:
+    """What the error says that would work."""
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        wrapped.compute_sequence(limit, mode=mode)
+    return caught.value.min_mem_limit
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["", "checked"])
+@pytest.mark.parametrize("name", [*ALL, *OTHERS])
+def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None:
+    model, batch = made(name)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, check=check).measure(batch(), repeats=1)
+    for mode in MODES:
+        least = wrapped.min_mem_limit(mode)
+        for limit in {1, least // 2 or 1, least - 1} - {0, least}:
+            assert refused(wrapped, limit, mode) == least
+        wrapped.compute_sequence(least, mode=mode)
+        assert wrapped.get_expected_memory() <= least
+        assert wrapped.min_mem_limit(mode) == least  # a plan changes nothing of it
+    assert wrapped.min_mem_limit() == wrapped.min_mem_limit("joint")
+    assert wrapped.min_mem_limit("joint") <= min(wrapped.min_mem_limit("remat"), wrapped.min_mem_limit("offload"))
+    wrapped.close()
+
+
+@pytest.mark.parametrize("name", ["residual", "dropping", "unet"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_within_it_has_the_gradients_of_the_plain_model(name: str, mode: str) -> None:
+    model, batch = made(name)
+    again, _ = made(name)
+    wrapped = rotoff.Checkpointable(again, cache_directory=None).measure(x := batch(), repeats=1)
+    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
+    for one in (model, wrapped):
+        torch.manual_seed(1)
+        one(x).square().mean().backward()
+    pairs = zip(model.parameters(), wrapped.parameters(), strict=True)
+    assert all(p.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+    wrapped.close()
+
+
+def test_it_is_of_what_was_measured_last() -> None:
+    model, _ = dropping()
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(64, 32), repeats=1)
+    large = wrapped.min_mem_limit("remat")
+    assert wrapped.measure(torch.randn(16, 32), repeats=1).min_mem_limit("remat") < large
+
+
+def test_nothing_has_been_measured() -> None:
+    with pytest.raises(rotoff.MeasureError, match=r"nothing has been measured yet; call measure\(\*sample\)"):
+        rotoff.Checkpointable(dropping()[0]).compute_sequence("1 GiB").min_mem_limit()
+
+
+def test_an_unknown_mode() -> None:
+    with pytest.raises(rotoff.OptionError, match="mode is 'fast'; modes are 'joint', 'remat', 'offload'"):
+        rotoff.Checkpointable(dropping()[0]).min_mem_limit("fast")
