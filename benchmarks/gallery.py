@@ -91,14 +91,10 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
         wrapped.measure(*args, repeats=repeats, **kwargs)
         result["measure_s"] = time.perf_counter() - start - result["plain_s"]
         everything = wrapped.keep_all_memory
-        limit = everything // 2
+        limit = max(everything // 2, wrapped.min_mem_limit())
         result |= {"stages": len(wrapped.chain), "keep_all": everything}
         clock = time.perf_counter()
-        try:
-            wrapped.compute_sequence(limit, mode="joint", **options)
-        except rotoff.InfeasibleError as error:
-            limit = error.min_mem_limit
-            wrapped.compute_sequence(limit, mode="joint", **options)
+        wrapped.compute_sequence(limit, mode="joint", **options)
         result |= {"limit": limit, "solve_s": time.perf_counter() - clock, "predicted": wrapped.get_expected_memory()}
         got = train(wrapped, args, kwargs)
         result["equal"] = same(got, expected)

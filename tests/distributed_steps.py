@@ -38,12 +38,10 @@ def wrap(kind: str, mode: str | None) -> tuple[nn.Module, rotoff.Checkpointable 
         module.zero_grad()
         for buffer, old in zip(module.buffers(), buffers, strict=True):
             buffer.copy_(old)
-        try:
-            planned.compute_sequence(1, mode=mode)
-        except rotoff.InfeasibleError as error:
-            least = error.min_mem_limit
         # ranks ask for different limits, and the tighter one rules
-        planned.compute_sequence((least + planned.keep_all_memory) // 2 + 1000 * dist.get_rank(), mode=mode)
+        planned.compute_sequence(
+            (planned.min_mem_limit(mode) + planned.keep_all_memory) // 2 + 1000 * dist.get_rank(), mode=mode
+        )
     return module, planned
 
 

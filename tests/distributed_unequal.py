@@ -33,18 +33,9 @@ def gradients(model: torch.nn.Module, x: Any) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def smallest(wrapped: rotoff.Checkpointable, mode: str) -> int:
-    """The smallest limit that works, as the error says it."""
-    try:
-        wrapped.compute_sequence(1, mode=mode)
-    except rotoff.InfeasibleError as error:
-        return error.min_mem_limit
-    return 1
-
-
 def limits_of(alone: rotoff.Checkpointable, both: rotoff.Checkpointable) -> list[int]:
     """From the smallest one to above what both need, with what keeping everything takes in each by itself and by the common account."""
-    marks = {smallest(both, mode) for mode in MODES} | {both.keep_all_memory, *everyone(alone.keep_all_memory)}
+    marks = {both.min_mem_limit(mode) for mode in MODES} | {both.keep_all_memory, *everyone(alone.keep_all_memory)}
     low, *higher = sorted(marks)
     within = [low + (high - low) * n // POINTS for high in higher for n in range(POINTS)]
     return sorted({limit + more for limit in (*within, *marks) for more in (-1, 0)} - {0})
@@ -74,9 +65,15 @@ def run(name: str, few: int) -> None:
         try:
             both.compute_sequence(limit + 1000 * ((rank + n) % 2), mode=mode, refine=False)
             plan = both._plan
-            outcome = plan.keeps_all, plan.kept, plan.compact, str(both.sequence), both.get_expected_memory() <= limit
+            outcome = (
+                plan.keeps_all,
+                plan.kept,
+                plan.compact,
+                str(both.sequence),
+                both.get_expected_memory() <= limit >= both.min_mem_limit(mode),
+            )
         except rotoff.InfeasibleError as error:
-            outcome = str(error), error.min_mem_limit > limit
+            outcome = str(error), limit < error.min_mem_limit == both.min_mem_limit(mode)
         outcomes = everyone(outcome)
         if outcomes[0] != outcomes[1] or not outcome[-1]:
             said.append(f"{mode} {limit}: {outcomes}")

@@ -108,6 +108,16 @@ def test_it_is_of_what_was_measured_last() -> None:
     assert wrapped.measure(torch.randn(16, 32), repeats=1).min_mem_limit("remat") < large
 
 
+def test_a_host_limit_that_binds_is_what_the_error_names() -> None:
+    wrapped = rotoff.Checkpointable(dropping()[0], cache_directory=None).measure(torch.randn(64, 32), repeats=1)
+    least = wrapped.min_mem_limit("offload")
+    with pytest.raises(
+        rotoff.InfeasibleError, match="on the device and host_limit=5; without a host_limit the training step"
+    ) as caught:
+        wrapped.compute_sequence(least, mode="offload", host_limit=5)
+    assert caught.value.min_mem_limit == least
+
+
 def test_nothing_has_been_measured() -> None:
     with pytest.raises(rotoff.MeasureError, match=r"nothing has been measured yet; call measure\(\*sample\)"):
         rotoff.Checkpointable(dropping()[0]).compute_sequence("1 GiB").min_mem_limit()

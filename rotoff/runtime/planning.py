@@ -303,9 +303,12 @@ def _best(asked: int, ways: list[Way]) -> Sequence:
 
 
 def _infeasible(profile: Profile, request: Request, least: int, ways: list[Way]) -> InfeasibleError:
-    needs = f"needs at least {format_bytes(least)} ({least} bytes) {request}"
-    limit = f"the limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
-    return InfeasibleError(f"the training step {needs}; {limit}{_binding(profile, least, ways)}", least)
+    needs = f"the training step needs at least {format_bytes(least)} ({least} bytes)"
+    limit = f"{format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+    if least <= request.mem_limit and (host := request.options.get("host_limit")) is not None:
+        found = f"nothing was found {request} within {limit} on the device and host_limit={host!r}"
+        return InfeasibleError(f"{found}; without a host_limit {needs}, so give a larger one", least)
+    return InfeasibleError(f"{needs} {request}; the limit is {limit}{_binding(profile, least, ways)}", least)
 
 
 def _binding(profile: Profile, least: int, ways: list[Way]) -> str:
