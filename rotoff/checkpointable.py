@@ -62,8 +62,8 @@ class Checkpointable(RotorNames, LikeItsModel):
         check: compare after every operation what the device holds with what the machine charges; slow, for tests and doubt.
         process_group: of ``torch.distributed``, or True for the default one: all of its processes follow one plan, which the first
             makes, as it was asked to, for the costliest of what each measured and the smallest limit. They must all call
-            `measure` and `compute_sequence`, and meet a new input signature in the same step; their batches may be unequal.
-            Needed where stages communicate (FSDP), of use for even steps.
+            `measure` and `compute_sequence`, and meet a new input signature in the same step, and again in the same steps; it
+            may be another in each. Needed where stages communicate (FSDP), of use for even steps.
         stages: about how many stages to cut the model into (more: finer plans that take longer to make; default 40), or the
             modules of the model, or their dotted names, that are each to be one stage.
         backward_from: the output that your backward starts from: its key (``"loss"``) or its place (``0``), or a list of those. The

@@ -26,6 +26,10 @@ class Failing(nn.Module):
         return x.tanh()
 
 
+def break_off(*_: object) -> None:
+    raise ArithmeticError("injected")
+
+
 def said(what: str, act: object) -> None:
     try:
         act()  # type: ignore[operator]
@@ -57,6 +61,11 @@ def main() -> None:
         limit = -5 if rank == failing else "1 GiB"
         said(f"limit {failing}", lambda wrapped=wrapped, limit=limit: wrapped.compute_sequence(limit))
         said(f"small {failing}", lambda wrapped=wrapped: wrapped.compute_sequence(5))
+        progress = break_off if rank == failing else None
+        said(
+            f"plan {failing}",
+            lambda wrapped=wrapped, p=progress: wrapped.compute_sequence(wrapped.min_mem_limit(), progress=p),
+        )
         mode = "remat" if rank == failing else "offload"
         said(f"other {failing}", lambda wrapped=wrapped, mode=mode: wrapped.compute_sequence(5, mode=mode))
         wrapped.close()

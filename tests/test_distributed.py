@@ -44,7 +44,7 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
     """Nobody waits for a process that does not come, and the next step works."""
     lines = torchrun(TESTS / "distributed_failures.py").splitlines()
     said = dict(
-        line.split(": ", 1) for line in lines if line[:4] in ("samp", "meas", "forw", "late", "limi", "smal", "othe")
+        line.split(": ", 1) for line in lines if line[:4] in ("samp", "meas", "forw", "late", "limi", "smal", "plan", "othe")
     )
     for failing in (0, 1):
         other = 1 - failing
@@ -63,6 +63,13 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
         )
         assert said[f"small {failing} 0"] == said[f"small {failing} 1"]
         assert "needs at least" in said[f"small {failing} 0"]
+        if failing:  # the first process plans alone
+            assert said["plan 1 0"] == said["plan 1 1"] == "nothing"
+        else:
+            assert said["plan 0 0"] == "ArithmeticError: injected"
+            assert said["plan 0 1"].startswith(
+                "MeasureError: the first process of the group could not plan: ArithmeticError"
+            )
         assert (
             said[f"other {failing} 0"] == said[f"other {failing} 1"]
         )  # the first process decides, in the mode that it was given
