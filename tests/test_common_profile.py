@@ -176,3 +176,17 @@ def test_a_new_field_needs_a_rule() -> None:
     longer = make_dataclass("Longer", [("new_bytes", int, 0)], bases=(Profile,), frozen=True)
     with pytest.raises(TypeError, match="each field of Longer how processes agree on it: new_bytes"):
         check_rules({longer: RULES[Profile]})
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_smallest_limit_is_exact_whatever_the_numbers_are(name: str, mode: str) -> None:
+    for seed in range(3):
+        profile = unequal(profile_of(name, 1), seed)
+        for plain in (True, False):
+            request = Request(1, mode, 20, {"refine": False}, plain=plain)
+            least = least_limit(profile, request)
+            make_plan(profile, replace(request, mem_limit=least))
+            with pytest.raises(rotoff.InfeasibleError) as caught:
+                make_plan(profile, replace(request, mem_limit=least - 1))
+            assert caught.value.min_mem_limit == least
