@@ -189,7 +189,7 @@ def common_profile(mine: Profile, everyone: Sequence[Told]) -> Profile:
         recipes = {recipe.identity: recipe for recipe in behaviour.forms}
         behaviours.append(replace(behaviour, forms=tuple(recipes[one] for one in wanted)))
     profile = replace(mine, behaviours=tuple(behaviours), **agreed)
-    return profile.told(profile.chain.name, profile.chain.meta)
+    return profile.described(profile.chain.name, profile.chain.meta)
 
 
 def _with_forms(told: Told, wanted: Sequence[Sequence[Identity]]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class Profile:
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, and autocast of
     weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
-    prefix holds, its output (the chain's input) included. made_input_bytes: those of a_0 that the prefix makes. skips: bytes that several values carry. passing: bytes of values that
-    the plain model lets go; lingering: others that it holds longer. spare_bytes: of each
+    prefix holds, its output (the chain's input) included. made_input_bytes: those of a_0 that the prefix makes. skips: bytes that
+    several values carry. passing: bytes of values that the plain model lets go; lingering: others that it holds longer. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
     tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.tails`); 0 by
     default. gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
@@ -89,7 +89,7 @@ class Profile:
         if not self.tail_times:
             object.__setattr__(self, "tail_times", (0.0,) * len(self.chain))
 
-    def told(self, name: str, meta: Mapping[str, Any]) -> Profile:
+    def described(self, name: str, meta: Mapping[str, Any]) -> Profile:
         """The same, whose chain has this name and says `meta`, and the times that are not in its stages."""
         times = {TAIL_TIMES: list(self.tail_times), UPKEEP_TIMES: self.upkeep_times._asdict()}
         return replace(self, chain=replace(self.chain, name=name, meta={**meta, **times}))

@@ -189,7 +189,7 @@ class Courses:
             if near is not None:
                 meta["times"] = f"interpolated between those measured at {near.between}"
             stuck = profile.stuck_bytes + self._links.staging_bytes
-            return captured, replace(profile, stuck_bytes=stuck).told(type(self._model).__name__, meta)
+            return captured, replace(profile, stuck_bytes=stuck).described(type(self._model).__name__, meta)
         finally:
             if not was_training:
                 self._model.eval()
