@@ -1,0 +1,266 @@
+"""Trains a model under rotoff and the plain model beside it, step by step, and says in a word what became of it."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import rotoff
+from rotoff import OpKind
+
+MODES = ("remat", "offload", "joint")
+STEPS = 5
+FORWARDS = (OpKind.F_ALL, OpKind.F_SEL, OpKind.F_CK, OpKind.F_NONE)
+PATCH = pytest.MonkeyPatch()  # a change to what is not the model's goes through it, and is undone after each training
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def error_of(outputs: Any) -> torch.Tensor:
+    """A loss in which every tensor among the outputs takes part."""
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.double().square().mean() for leaf in leaves]).sum()
+
+
+def one_step(run: nn.Module, net: nn.Module, call: Call, n: int) -> torch.Tensor:
+    args, kwargs = call
+    loss = error_of(run(*args, **kwargs))
+    loss.backward()
+    return loss
+
+
+def nothing(net: Any, n: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model and what changes between its steps.
+
+    call: what the model is called with in step n, always of the same contents. change: what is done before step n. step: forward
+    and backward. refused: the sentence that rotoff must answer with in place of the plain model's step. may_refuse: one that it may
+    answer with. raises: what the plain model raises in some steps, and so must rotoff. room: which part of the way from the
+    smallest limit to keeping everything is given. again: done once the model is measured, to what no run of it can put back.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    call: Callable[[int], Call]
+    change: Callable[[Any, int], object] = nothing
+    step: Callable[[nn.Module, Any, Call, int], torch.Tensor] = one_step
+    refused: str | None = None
+    may_refuse: str | None = None
+    raises: str | None = None
+    room: float = 0.2
+    again: Callable[[Any], object] | None = None
+    adam: bool = False
+    steps: int = STEPS
+
+
+# -- one training
+
+
+def seeded() -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    numpy.random.seed(7)
+
+
+def optimizer_of(net: nn.Module, adam: bool) -> torch.optim.Optimizer:
+    parameters = list(net.parameters())
+    if adam:
+        return torch.optim.AdamW(parameters, lr=0.01)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def train(run: nn.Module, net: nn.Module, row: Row) -> Iterable[dict[str, Any]]:
+    """What is seen after each step. run: what is called; net: the model in it, which is changed and looked at."""
+    seeded()
+    optimizer, optimized = None, None
+    for n in range(row.steps):
+        row.change(net, n)
+        names = [(id(p), p.dtype) for p in net.parameters()]
+        if optimized != names:  # a new one, as a user needs who replaces parameters
+            optimizer, optimized = optimizer_of(net, row.adam), names
+        optimizer.zero_grad()
+        raised = None
+        try:
+            loss = row.step(run, net, row.call(n), n)
+        except RuntimeError as error:
+            if row.raises is None:
+                raise
+            raised, loss = error, torch.zeros(())
+        seen = {
+            "raised": raised is not None,
+            "loss": loss.detach().clone(),
+            "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()},
+        }
+        if raised is None:  # what a failed backward left behind is nobody's business
+            optimizer.step()
+        else:
+            seen["gradients"] = str_of(raised, row.raises)
+        seen["parameters"] = {name: p.detach().clone() for name, p in net.named_parameters()}
+        seen["buffers"] = {name: b.detach().clone() for name, b in net.named_buffers()}
+        seen["state"] = {name: state_of(module) for name, module in net.named_modules()}
+        seen["chance"] = (torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1:])
+        yield seen
+
+
+def str_of(error: RuntimeError, expected: str | None) -> str:
+    import re
+
+    assert expected is not None
+    return "as expected" if re.search(expected, str(error)) else f"{type(error).__name__}: {error}"
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """What a forward may have changed in `module`'s attributes, as values."""
+    return {name: value_of(value) for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def value_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, numpy.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, (int, float, str)) else None: value_of(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [value_of(part) for part in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: value_of(getattr(value, field.name)) for field in fields(value)}
+    return value if isinstance(value, (int, float, str)) or value is None else None
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, numpy.ndarray):
+        return isinstance(b, numpy.ndarray) and bool(numpy.array_equal(a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def by_itself(train_it: Callable[[], Any]) -> Any:
+    """Runs it with context variables, default type and patches of its own."""
+    dtype = torch.get_default_dtype()
+    try:
+        return contextvars.copy_context().run(train_it)
+    finally:
+        PATCH.undo()
+        torch.set_default_dtype(dtype)
+
+
+def fresh(row: Row) -> nn.Module:
+    torch.manual_seed(0)
+    return row.make()
+
+
+@cache
+def _plain(row: Row) -> list[dict[str, Any]]:
+    def train_it() -> list[dict[str, Any]]:
+        net = fresh(row)
+        return list(train(net, net, row))
+
+    return by_itself(train_it)
+
+
+# -- the verdict
+
+
+def plan(run: rotoff.Checkpointable, mode: str, room: float) -> None:
+    """Plan for a limit a little above the smallest."""
+    try:
+        run.compute_sequence(1, mode=mode, refine=False)
+    except rotoff.InfeasibleError as error:
+        least = error.min_mem_limit
+    else:
+        least = 1
+    run.compute_sequence(least + int(room * max(0, run.keep_all_memory - least)), mode=mode, refine=False)
+
+
+def moves_or_recomputes(sequence: rotoff.Sequence, mode: str) -> bool:
+    runs = Counter(op.stage for op in sequence if op.kind in FORWARDS)
+    recomputes = any(count > 1 for count in runs.values())
+    moves = any(op.kind is OpKind.OFFLOAD for op in sequence)
+    return {"remat": recomputes, "offload": moves, "joint": recomputes or moves}[mode]
+
+
+def verdict(row: Row, mode: str) -> str:
+    """How `row` trains in `mode`: "equal", "wrong: ...", "refused: ...", "error: ..." or "no plan: ..."."""
+    expected = _plain(row)
+
+    def train_it() -> str:
+        net = fresh(row)
+        run = rotoff.Checkpointable(net, cache_directory=None)
+        try:
+            seeded()
+            args, kwargs = row.call(0)
+            run.measure(*args, repeats=1, **kwargs)
+            plan(run, mode, row.room)
+            if not moves_or_recomputes(run.sequence, mode):
+                return "no plan: it keeps everything, as the plain model does"
+            if row.again is not None:
+                row.again(net)
+            for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
+                for what in wanted:
+                    if not same(got[what], wanted[what]):
+                        told = f" ({got[what]})" if isinstance(got[what], str) else ""
+                        return f"wrong: {what} in step {n}{told}"
+            return "equal"
+        finally:
+            run.close()
+
+    try:
+        return by_itself(train_it)
+    except rotoff.RotoffError as error:
+        return f"refused: {error}"
+    except Exception as error:  # what it says is the verdict
+        return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def is_right(row: Row, said: str) -> bool:
+    import re
+
+    if said == "equal":
+        return row.refused is None
+    sentence = row.refused or row.may_refuse
+    return sentence is not None and said.startswith("refused") and re.search(sentence, said) is not None
+
+
+def print_table(rows: Iterable[Row], modes: Iterable[str] = MODES) -> None:
+    """One line for each row and mode; then how many there are of each verdict."""
+    counts: dict[str, Counter[str]] = {mode: Counter() for mode in modes}
+    wrong, total, start = 0, 0, time.perf_counter()
+    for row in rows:
+        total += 1
+        failed = False
+        for mode in counts:
+            try:
+                said = verdict(row, mode)
+            except Exception as error:  # a row that is wrong by itself
+                said = f"the plain model: {type(error).__name__}: {error}"
+            right = is_right(row, said)
+            failed |= not right
+            kind = said.partition(":")[0]
+            counts[mode][f"{kind}{'' if right else ' (a failure)'}"] += 1
+            print(f"{row.name} | {mode} | {'' if right else 'FAILS '}{said}", flush=True)
+        wrong += failed
+    for mode, count in counts.items():
+        print(f"{mode}: {dict(count)}")
+    print(f"{wrong} of {total} rows fail; {time.perf_counter() - start:.0f} s")

@@ -1,0 +1,18 @@
+"""Models that change between steps train to the bits of the plain model, or are refused in a sentence: a table, row by row."""
+
+from __future__ import annotations
+
+import pytest
+from changing_models import TABLE
+from step_by_step import MODES, Row, is_right, verdict
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
+def test_what_changes_between_steps_is_followed_or_refused(row: Row, mode: str) -> None:
+    said = verdict(row, mode)
+    assert is_right(row, said), said
+
+
+def test_names_tell_rows_apart() -> None:
+    assert len({row.name for row in TABLE}) == len(TABLE)
