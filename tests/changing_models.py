@@ -763,10 +763,8 @@ class Attends(Trunk):
     made_of = Attention
 
 
-class Autocast(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = False
+class Autocast(Long):
+    low = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -775,7 +773,7 @@ class Autocast(Trunk):
         return self.head(x)
 
 
-row("autocast inside the forward", lambda net, n: setattr(net, "low", True))(Autocast)
+row("autocast inside the forward", lambda net, n: setattr(net, "low", True), room=0.6)(Autocast)
 row("autocast inside the forward turned on", lambda net, n: setattr(net, "low", n >= 3), room=0.6)(Autocast)
 
 
@@ -786,7 +784,7 @@ def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor
     return loss
 
 
-row("autocast around the model turned on", step=under_autocast, room=0.6)(Trunk)
+row("autocast around the model turned on", step=under_autocast, room=0.6)(Long)
 
 
 class Switched(Trunk):
@@ -969,10 +967,15 @@ class CaughtOfTorch(Trunk):
 # -- chance
 
 
-@row("dropout")
-@row("dropout of another rate", lambda net, n: [setattr(d, "p", 0.1 * (n + 1)) for d in net.drops])
-@row("dropout in eval()", lambda net, n: [d.train(n < 3) for d in net.drops])
-@row("parts in train() that were in eval()", lambda net, n: [d.train(n >= 3) for d in net.drops], room=0.8)
+def large(n: int) -> Call:
+    """So large that the random states that replays keep weigh little."""
+    return (drawn(n, 4 * LENGTH, WIDTH),), {}
+
+
+@row("dropout", call=large)
+@row("dropout of another rate", lambda net, n: [setattr(d, "p", 0.1 * (n + 1)) for d in net.drops], call=large)
+@row("dropout in eval()", lambda net, n: [d.train(n < 3) for d in net.drops], call=large)
+@row("parts in train() that were in eval()", lambda net, n: [d.train(n >= 3) for d in net.drops], call=large, room=0.8)
 class Dropout(Trunk):
     def __init__(self) -> None:
         super().__init__()
@@ -1066,6 +1069,10 @@ def halves(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return 0.5 * torch.sin(output)
 
 
+def halves_gradients(module: nn.Module, gradients: Any, _: Any) -> Any:
+    return tuple(None if gradient is None else 0.5 * gradient for gradient in gradients)  # the batch has none
+
+
 def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 99) -> Callable[[Any, int], object]:
     def change(net: Any, n: int) -> None:
         if n == 0:
@@ -1079,15 +1086,17 @@ def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 
     return change
 
 
-row("a forward hook added", hooked("register_forward_hook", halves))(Trunk)
-row("a forward hook added and removed", hooked("register_forward_hook", halves, 1, 3))(Trunk)
-row("a forward pre-hook added", hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)))(Trunk)
-row("a full backward hook added", hooked("register_full_backward_hook", lambda module, grad, _: (0.5 * grad[0],)))(Trunk)
+row("a forward hook added", hooked("register_forward_hook", halves), room=0.5)(Trunk)
+row("a forward hook added and removed", hooked("register_forward_hook", halves, 1, 3), room=0.5)(Trunk)
+row("a forward pre-hook added", hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)), room=0.5)(
+    Trunk
+)
+row("a full backward hook added", hooked("register_full_backward_hook", halves_gradients), room=0.5)(Trunk)
 row("a full backward hook from the first step", hooked(
-    "register_full_backward_hook", lambda module, grad, _: (0.5 * grad[0],), 0
+    "register_full_backward_hook", halves_gradients, 0
 ))(Trunk)  # fmt: skip
 row(
-    "a full backward pre-hook added", hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],))
+    "a full backward pre-hook added", hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)), room=0.5
 )(Trunk)  # fmt: skip
 
 
@@ -1285,7 +1294,7 @@ class Clipped(torch.autograd.Function):
 def applied(function: Any) -> type[Trunk]:
     class Applies(Trunk):
         def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-            return function.apply(x)
+            return function.apply(torch.tanh(x))
 
     return Applies
 
@@ -1371,7 +1380,7 @@ class InPlaceSkip(Trunk):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.blocks[0](x)
         for block in self.blocks[1:]:
-            h += block(h.clone())
+            h += torch.tanh(block(h.clone()))
         return self.head(h)
 
 
@@ -1494,7 +1503,7 @@ def accumulated(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
 
 row("two forwards before one backward", step=two_forwards)(Trunk)
 row("two forwards before one backward, that count", step=two_forwards)(CallsBlocks)
-row("two forwards before two backwards", step=crossed)(Dropout)
+row("two forwards before two backwards", step=crossed, call=large)(Dropout)
 row("two forwards before two backwards, the global between them", step=lambda run, net, call, n: between(run, call))(Global)
 row("gradients accumulated", step=accumulated, call=lambda n: ((drawn(n),), {}))(Trunk)
 
@@ -1574,7 +1583,7 @@ row("a buffer changed in place before the backward", step=changed_before_backwar
 row("an attribute changed before the backward", step=changed_before_backward(
     lambda net, call: setattr(net, "count", net.count + 3)
 ))(CounterAttribute)  # fmt: skip
-row("parts put in eval() before the backward", step=changed_before_backward(lambda net, call: net.eval(), (0, 2, 4)),
+row("parts put in eval() before the backward", step=changed_before_backward(lambda net, call: net.eval(), (0, 2, 4)), call=large,
     change=lambda net, n: net.train())(Dropout)  # fmt: skip
 
 
@@ -1611,20 +1620,26 @@ def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
 row("a forward that no backward follows", step=left)(CallsBlocks)
 
 
-@row("an error that the forward raises in a step", raises="no such step")
+@row("an error that the forward raises in a step", lambda net, n: setattr(net, "fails", n == 2), raises="no such step")
 class Raises(CallsBlocks):
+    fails = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for n, block in enumerate(self.blocks):
             x = block(x)
-            if n == 2 and self.blocks[0].calls == 3:
+            if n == 2 and self.fails:
                 raise RuntimeError("no such step")
         return self.head(x)
 
 
 row("AdamW, a factor in each step another", of_blocks("scale", lambda n: 1.0 - 0.1 * n), adam=True)(ActBlocks)
-row("AdamW, thawed parts", lambda net, n: [block.requires_grad_(n >= 2) for block in net.blocks[:2]], room=0.6, adam=True)(
-    Dropout
-)
+row(
+    "AdamW, thawed parts",
+    lambda net, n: [block.requires_grad_(n >= 2) for block in net.blocks[:2]],
+    room=0.6,
+    adam=True,
+    call=large,
+)(Dropout)
 
 
 if __name__ == "__main__":
