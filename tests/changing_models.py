@@ -200,7 +200,7 @@ class Tasks(Trunk):
 @row("a batch that lies otherwise", call=lambda n: ((drawn(n).t().contiguous().t() if n % 2 else drawn(n),), {}), room=0.6)
 class Sizes(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * (1 + len(x) / 10) * x.stride(0))
+        return torch.sin(x * (1 + len(x) / 100) + x.stride(0) / 10)
 
 
 # -- buffers and counts
@@ -288,6 +288,9 @@ class CallsBlock(Block):
 @row("a counter attribute of each block")
 class CallsBlocks(Trunk):
     made_of = CallsBlock
+
+    def __init__(self) -> None:
+        super().__init__(6)
 
 
 row("a counter attribute of each part of an nn.Sequential")(lambda: nn.Sequential(*[CallsBlock() for _ in range(5)]))
@@ -684,7 +687,7 @@ class DoubleAtFirst(Trunk):
 )
 class DefaultType(Long):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x.double() * 3 + torch.full((WIDTH,), 0.1)).float()
+        return torch.sin(x.double() + torch.full((WIDTH,), 0.1)).float()
 
 
 def in_double() -> nn.Module:
@@ -1086,18 +1089,18 @@ def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 
     return change
 
 
-row("a forward hook added", hooked("register_forward_hook", halves), room=0.5)(Trunk)
-row("a forward hook added and removed", hooked("register_forward_hook", halves, 1, 3), room=0.5)(Trunk)
-row("a forward pre-hook added", hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)), room=0.5)(
+row("a forward hook added", hooked("register_forward_hook", halves), room=0.6)(Long)
+row("a forward hook added and removed", hooked("register_forward_hook", halves, 1, 3), room=0.6)(Long)
+row("a forward pre-hook added", hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)), room=0.6)(
     Trunk
 )
-row("a full backward hook added", hooked("register_full_backward_hook", halves_gradients), room=0.5)(Trunk)
+row("a full backward hook added", hooked("register_full_backward_hook", halves_gradients), room=0.6)(Long)
 row("a full backward hook from the first step", hooked(
     "register_full_backward_hook", halves_gradients, 0
-))(Trunk)  # fmt: skip
+))(Long)  # fmt: skip
 row(
-    "a full backward pre-hook added", hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)), room=0.5
-)(Trunk)  # fmt: skip
+    "a full backward pre-hook added", hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)), room=0.6
+)(Long)  # fmt: skip
 
 
 def counting_hook(net: Any, n: int) -> None:
