@@ -1,6 +1,6 @@
 """Models whose behaviour changes between steps, each with the change: the rows of the table in test_changing_models.py.
 
-``python tests/changing_models.py [part of a name ...]`` prints what becomes of each row in each mode.
+``PYTHONPATH=. python tests/changing_models.py [part of a name ...]`` prints what becomes of each row in each mode.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class CountingBlock(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.step += 1
-        return super().forward(x) * (1 + self.step.item() / 3)
+        return torch.sin(super().forward(x) * (1 + self.step.item() / 3))
 
 
 @row("a buffer of each block that counts and is read as a number")
@@ -666,7 +666,7 @@ def to_double(net: Any, n: int) -> None:
         net.double()
 
 
-row("model.double() between steps", to_double, call=lambda n: ((drawn(n).double() if n >= 2 else drawn(n),), {}), room=0.7)(
+row("model.double() between steps", to_double, call=lambda n: ((drawn(n).double() if n >= 2 else drawn(n),), {}), room=0.8)(
     Long
 )
 
@@ -787,7 +787,7 @@ def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor
     return loss
 
 
-row("autocast around the model turned on", step=under_autocast, room=0.6)(Long)
+row("autocast around the model turned on", step=under_autocast, room=0.8)(Long)
 
 
 class Switched(Trunk):
@@ -1073,7 +1073,7 @@ def halves(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def halves_gradients(module: nn.Module, gradients: Any, _: Any) -> Any:
-    return tuple(None if gradient is None else 0.5 * gradient for gradient in gradients)  # the batch has none
+    return tuple(None if gradient is None else 0.5 * gradient for gradient in gradients)
 
 
 def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 99) -> Callable[[Any, int], object]:
@@ -1081,7 +1081,7 @@ def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 
         if n == 0:
             net.handles = []
         if n == first:
-            net.handles = [getattr(block, register)(hook) for block in net.blocks]
+            net.handles = [getattr(block, register)(hook) for block in net.blocks[1:]]
         if n == last:
             for handle in net.handles:
                 handle.remove()
@@ -1097,7 +1097,7 @@ row("a forward pre-hook added", hooked("register_forward_pre_hook", lambda modul
 row("a full backward hook added", hooked("register_full_backward_hook", halves_gradients), room=0.6)(Long)
 row("a full backward hook from the first step", hooked(
     "register_full_backward_hook", halves_gradients, 0
-))(Long)  # fmt: skip
+), room=0.6)(Long)  # fmt: skip
 row(
     "a full backward pre-hook added", hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)), room=0.6
 )(Long)  # fmt: skip
@@ -1109,7 +1109,7 @@ def counting_hook(net: Any, n: int) -> None:
 
         def count(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             net.calls += 1
-            return output * (1 + net.calls / 10)
+            return torch.sin(output * (1 + net.calls / 10))
 
         for block in net.blocks:
             block.register_forward_hook(count)
@@ -1378,13 +1378,22 @@ class InPlaceSometimes(Trunk):
         return y * 0.7 if self.on else y.relu_()
 
 
-@row("the skip connection changed in place")
+@row("a skip connection added in place")
 class InPlaceSkip(Trunk):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            h += torch.tanh(block(h.clone()))
-        return self.head(h)
+        for block in self.blocks:
+            y = 0.3 * block(x)
+            y += x
+            x = y
+        return self.head(x)
+
+
+@row("a skip connection changed in place")
+class SkipInPlace(Trunk):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[1](self.blocks[0](x))
+        h += torch.tanh(self.blocks[2](h.clone()))
+        return self.head(self.blocks[3](h))
 
 
 @row("a view changed in place", lambda net, n: setattr(net, "width", 4 + n))
