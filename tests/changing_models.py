@@ -1089,17 +1089,17 @@ def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 
     return change
 
 
-row("a forward hook added", hooked("register_forward_hook", halves), room=0.6)(Long)
-row("a forward hook added and removed", hooked("register_forward_hook", halves, 1, 3), room=0.6)(Long)
-row("a forward pre-hook added", hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)), room=0.6)(
-    Trunk
+row("a forward hook added", hooked("register_forward_hook", halves), room=0.8)(Long)
+row("a forward hook added and removed", hooked("register_forward_hook", halves, 1, 3), room=0.8)(Long)
+row("a forward pre-hook added", hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)), room=0.8)(
+    Long
 )
-row("a full backward hook added", hooked("register_full_backward_hook", halves_gradients), room=0.6)(Long)
+row("a full backward hook added", hooked("register_full_backward_hook", halves_gradients), room=0.8)(Long)
 row("a full backward hook from the first step", hooked(
     "register_full_backward_hook", halves_gradients, 0
-), room=0.6)(Long)  # fmt: skip
+), room=0.8)(Long)  # fmt: skip
 row(
-    "a full backward pre-hook added", hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)), room=0.6
+    "a full backward pre-hook added", hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)), room=0.8
 )(Long)  # fmt: skip
 
 
