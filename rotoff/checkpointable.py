@@ -21,6 +21,7 @@ from .bounds import check_mode
 from .cache import Cache
 from .capture import strategy
 from .capture.backward_from import BackwardFrom
+from .capture.stage import flatten
 from .chain import Chain
 from .errors import MeasureError, OptionError
 from .like_its_model import LikeItsModel
@@ -328,10 +329,10 @@ class Checkpointable(RotorNames, LikeItsModel):
         if plan.keeps_all and not self._check and recording is None:
             return course.captured.plain(plain, value)
         strategy.refuse_passed_by(self._model, attached=self._courses.plain is not None)
-        if plan.replayed and course.captured.state is not None:
-            course.captured.state.refuse_borrowed()
-        for stage in profile.prefix:
-            value = stage.run(value)
+        given = flatten(value)[0]
+        if course.expected is None:
+            for stage in profile.prefix:
+                value = stage.run(value)
         device = profile.device
         link = self._links.take(device, plan.host_bytes) if plan.host else None
         checker = None
@@ -339,7 +340,11 @@ class Checkpointable(RotorNames, LikeItsModel):
             checker = Checker(profile.chain, plan.sequence, block_bytes(device), course.profile.kept_bytes(plan.kept))
         times = None if recording is None else recording.begin(plan.trace, device, link)
         step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker, times)
-        return course.captured.returned(step.forward(value))
+        if course.expected is None:
+            return course.captured.started(step.forward(value))
+        result = step.follow(course.expected, given, lambda: course.captured.own(plain, value))
+        course.followed(step.astray)
+        return course.captured.started(result)
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:

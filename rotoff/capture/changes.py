@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -73,8 +71,3 @@ class ChangedAttributes:
             elif isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor) or now != value:
                 found.append((module, name, value.nbytes if isinstance(value, torch.Tensor) else 0))
         return tuple(found)
-
-
-def attributes_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """The values that `ChangedAttributes` watches, of all modules of `model`."""
-    return {(m, name): value for m in model.modules() for name, value in vars(m).items() if restorable(value)}

@@ -21,26 +21,17 @@ from torch import nn
 from .lifetimes import Lifetimes, lifetimes
 from .segment import Segment
 from .stage import StageModule
-from .tape import NOTHING, Operation, Owned, Tape
+from .tape import Operation, Owned, Tape
 
 STAGES = 40  # of a model, unless asked otherwise; the solver answers for 100 while a person waits
 CROSSING = 0.25  # of the bytes that a stage makes: the share that it may hand on
 COARSE = 12  # stages that a model is cut into however much they hand on
 
 
-ASIDE = 0.01  # of all bytes: what it may take to answer a question about the batch before the step
-
-
-def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> tuple[list[StageModule], Segment | None]:
-    """About `count` stages, or those that end where calls of the modules named `names` end; and the questions.
-
-    Questions are what the forward asks about the batch's contents before it computes anything (``if mask.all():``). They are
-    taken out of the stages and asked before each step.
-    """
+def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[StageModule]:
+    """About `count` stages, or those that end where calls of the modules named `names` end."""
     operations = used = _used(tape)
     early = _early(tape, operations)
-    asked, needed = _questions(tape, operations, early)
-    operations = [op for op in operations if id(op) not in {id(question) for question in asked}]
     after = _cuts_at(operations, names) if names else None
     positions = _cuts(_costs(tape, operations, early), count, after)
     first = _needed_early(tape, operations, early, positions)
@@ -54,35 +45,7 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> tuple[
         if piece:
             pieces.append(piece)
         start = cut + 1
-    found = _modules(tape, pieces, bool(first), lifetimes(tape, used, first, place, len(pieces)))
-    return found, Segment(tape, needed, tape.inputs, ()) if asked else None
-
-
-def _questions(tape: Tape, operations: list[Operation], early: set[int]) -> tuple[list[Operation], list[Operation]]:
-    """Questions that can be answered at once for few bytes; and those operations with all that they need."""
-    inputs = {n for n in tape.inputs if not tape.variables[n].needs_grad}
-    producers: dict[int, list[Operation]] = {}
-    for op in operations:
-        for n in {*_made(op), *(n for n in op.reads if tape.variables[n].storage in op.writes)}:
-            producers.setdefault(n, []).append(op)
-    limit = ASIDE * sum(v.nbytes for v in tape.variables) + 2**16
-    asked: list[Operation] = []
-    needed: set[int] = set()
-    for op in operations:
-        if op.expected is NOTHING or any(n not in early | inputs for n in op.reads):
-            continue
-        closure, todo, made = {id(op)}, [op], 0
-        while todo and made <= limit:
-            for n in todo.pop().reads:
-                for other in producers.get(n, ()):
-                    if id(other) not in closure:
-                        closure.add(id(other))
-                        todo.append(other)
-                        made += sum(tape.variables[m].nbytes for m in _made(other))
-        if made <= limit:
-            asked.append(op)
-            needed |= closure
-    return asked, [op for op in operations if id(op) in needed]
+    return _modules(tape, pieces, bool(first), lifetimes(tape, used, first, place, len(pieces)))
 
 
 def _modules(tape: Tape, pieces: list[list[Operation]], prepared: bool, lives: list[Lifetimes]) -> list[StageModule]:
@@ -112,14 +75,7 @@ def _used(tape: Tape) -> list[Operation]:
     wanted = set(tape.result_variables())
     kept = []
     for op in reversed(tape.operations):
-        if (
-            op.writes
-            or op.writes_owned
-            or op.draws
-            or op.effect
-            or op.expected is not NOTHING
-            or any(n in wanted for n in _made(op))
-        ):
+        if op.writes or op.writes_owned or op.draws or op.effect or any(n in wanted for n in _made(op)):
             kept.append(op)
             wanted.update(op.reads)
     return kept[::-1]

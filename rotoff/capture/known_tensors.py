@@ -63,7 +63,7 @@ class KnownTensors:
 
     def output(self, tensor: torch.Tensor) -> int | None:
         """The variable of what an operation returns, a new one where it has none; None for the model's own."""
-        if id(tensor) in self._owned:
+        if id(tensor) in self._owned or any(tensor is table for table in self.tables):
             return None
         return self.variable(tensor)
 

@@ -13,17 +13,18 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import MeasureError
 from ..runtime.replay import Generators
-from . import chance
 from .data_sizes import PACK_INSIDE, DataSizes
 from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
+from .outside import run_within
 from .saved_tensors import foreign_hooks
 from .stage import refuse_packed
 from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
-from .unrepeatable import NO_BUFFER, ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
+from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 from .weight_casts import WeightCasts
 
 # Answers about a tensor that do not depend on its contents.
@@ -80,32 +81,27 @@ _FACTS = frozenset(
         "_has_compatible_shallow_copy_type",
     ]
 )
-_ESCAPES = frozenset(
-    ["numpy", "__array__", "__dlpack__", "__cuda_array_interface__", "backward"]
-)  # what is done with these is unseen
-_EFFECTS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__set__"])
+_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
+_EFFECTS = frozenset(["__set__"])
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a module that hold what is its own
 
 
 class UnrecordableError(MeasureError):
-    """What a module does cannot be written down once for all steps; modules: those that might be taken whole instead. None: the model
-    does it itself, outside of its submodules. counts: the attributes in which they count, if that is why."""
+    """What a module does cannot be written down; modules: those that might be taken whole instead. None: the model does it itself, outside
+    of its submodules. opaque: whether their calls cannot be told apart in a step either."""
 
-    def __init__(
-        self, message: str, modules: Collection[nn.Module] = (), counts: Collection[tuple[nn.Module, str]] = ()
-    ) -> None:
+    def __init__(self, message: str, modules: Collection[nn.Module] = (), opaque: bool = False) -> None:
         super().__init__(message)
         self.modules = tuple(modules)
-        self.counts = tuple(counts)
+        self.opaque = opaque
 
 
 class Recorder(TorchFunctionMode):
     """Notes every call while it is active.
 
     Args:
-        whole, varying: modules that are not to be looked into; the work of those `varying` depends on data. most: whether a
-            number drawn, where Python asks for it, is to be the largest that may come up rather than the smallest.
+        whole, varying: modules that are not to be looked into; the work of those `varying` depends on data.
     """
 
     def __init__(
@@ -114,14 +110,11 @@ class Recorder(TorchFunctionMode):
         device: torch.device,
         whole: Collection[nn.Module],
         varying: Collection[nn.Module],
-        most: bool,
     ) -> None:
         super().__init__()
         self._varying = frozenset(varying)
         self._whole = self._varying.union(whole)
-        self._most = most
         self._sizes = DataSizes()
-        self._device = device
         self.trouble: MeasureError | None = None
         self._model = model
         self._before = {module: dict(vars(module)) for module in model.modules()}
@@ -220,13 +213,14 @@ class Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         self._note_gone()
         generated = self._generators.states()
-        if generated is not self._drawn:
-            self._refuse("sets the state of torch's random numbers (manual_seed, fork_rng), which a replay could not follow")
+        if name in _HOOKS:
+            return function(*args, **kwargs)  # a matter of the step's own graph
         tensors = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if any(is_functorch_wrapped_tensor(t) for t in tensors):
             what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
-            self._leave_to_module(what, [at for at in self._place if not self._taken_whole(at[0])])
+            self._leave_to_module(what, [at for at in self._place if not self._taken_whole(at[0])], opaque=True)
             self._refuse(what, kind=UnrecordableError)
+        self.tape.generators += [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
         if (objection := self._parameters.objection(function, args, kwargs)) is not None:
             self._refuse(*objection, UnrepeatableError)
         if (hooks := foreign_hooks()) is not None:
@@ -261,12 +255,8 @@ class Recorder(TorchFunctionMode):
                     return result
                 if computed:
                     self._leave_to_module(f"goes by the size of a tensor, which follows from what it computed ({name})")
-            elif name in _ESCAPES or not all(isinstance(leaf, _PLAIN) for leaf in leaves(result)):
-                self._leave_to_module(f"hands a tensor's contents to Python ({name})")
-                self._refuse(f"hands a tensor's contents to Python ({name})", kind=UnrecordableError)
-            elif type(result) is float and (found := chance.extremes(self.tape, function, references, reads, self._device)):
-                self.tape.chances.append(self._place[-1][0] if self._place else "")
-                return found[self._most]  # it is of no consequence, or recordings differ
+            elif name == "backward":
+                self._refuse("differentiates (backward), which is for the training loop to do", kind=UnrepeatableError)
             elif computed and not isinstance(result, bool):
                 self._leave_to_module(f"goes on with a number made from what it computed ({name})")
             expected = result
@@ -324,11 +314,11 @@ class Recorder(TorchFunctionMode):
         """In place of a custom Function's or a scripted function's call."""
         if self._inside or threading.get_ident() != self._thread:
             return apply(*args, **kwargs)
+        if function is CheckpointFunction:
+            return run_within(args)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Module):
-                cure = "; give torch.utils.checkpoint use_reentrant=False, or none: rotoff recomputes"
-                checkpoint = function.__name__ == "CheckpointFunction"
-                self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__}){cure * checkpoint}")
+                self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__})")
         return self.call(apply, args, kwargs)
 
     def _reference(self, leaf: Any) -> Any:
@@ -347,12 +337,6 @@ class Recorder(TorchFunctionMode):
         for tensor in changed:
             if any(owned.table == "_parameters" for owned in self._tensors.owners(tensor)):
                 self._refuse("changes a parameter", ONCE_MORE, UnrepeatableError)
-            if self._tensors.lasts(tensor) and not self._tensors.owners(tensor):
-                self._refuse(
-                    f"changes in place a tensor of shape {tuple(tensor.shape)} that is no buffer",
-                    NO_BUFFER,
-                    UnrepeatableError,
-                )
 
     def _check_handed_on(self, result: Any) -> None:
         """Refuse what a module whose work depends on data hands on beside tensors."""
@@ -362,12 +346,12 @@ class Recorder(TorchFunctionMode):
                 self._leave_to_module(what, self._place[:-1])
                 self._refuse(what, kind=UnrecordableError)
 
-    def _leave_to_module(self, what: str, place: list[tuple[str, int]] | None = None) -> None:
+    def _leave_to_module(self, what: str, place: list[tuple[str, int]] | None = None, opaque: bool = False) -> None:
         """Refuse, if there is a module at `place` that could be taken whole instead."""
         for name, _ in reversed(self._place if place is None else place):
             if name:
                 message = f"the forward of {type(self._model).__name__} {what} in module {name!r}"
-                self.trouble = UnrecordableError(message, [self._model.get_submodule(name)])
+                self.trouble = UnrecordableError(message, [self._model.get_submodule(name)], opaque)
                 raise self.trouble
 
     def _taken_whole(self, name: str) -> bool:
@@ -386,12 +370,6 @@ def _all_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 def check_arguments(value: Any) -> None:
     """Raise MeasureError where `value` has what a recording cannot look into."""
     refuse_packed(value, "an argument")
-    for leaf in pytree.tree_leaves(value):
-        if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and not callable(leaf):
-            raise MeasureError(
-                f"an argument is a {type(leaf).__name__}, which rotoff cannot look into; give tensors, numbers, and tuples, lists,"
-                " dicts and dataclasses of them"
-            )
 
 
 def _opaque(module: nn.Module) -> bool:

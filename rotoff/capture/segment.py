@@ -14,10 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..errors import BranchError
 from .stage import flatten
-from .tape import NOTHING, Operation, Owned, Ref, Tape, described, same
-from .unrepeatable import IN_A_SUBMODULE
+from .tape import Operation, Owned, Ref, Tape
 
 
 class Segment(nn.Module):
@@ -38,6 +36,8 @@ class Segment(nn.Module):
         last = tape.result if leaves is None else []
         owned += [leaf for leaf in last if isinstance(leaf, Owned)]
         whole = [operation.function for operation in operations if isinstance(operation.function, nn.Module)]
+        self.operations = tuple(operations)
+        self.leaves = None if leaves is None else tuple(leaves)
         # in tuples, since a module that is an attribute would become a child
         self._whole = tuple(whole)
         self.varying = any(module in tape.varying for module in whole)
@@ -139,8 +139,6 @@ class _Writer:
             for k, v in operation.kwargs.items()
         ]
         call = f"{self._named(operation.function)}({', '.join(arguments)})"
-        if isinstance(operation.function, nn.Module):
-            call = f"{self._named(_Whole(operation))}({call})"
         indent = "    "
         if operation.autocast:
             yield f"{indent}with _around({self._named(operation.autocast)}):"
@@ -149,9 +147,7 @@ class _Writer:
             yield f"{indent}with _grad(False):"
             indent += "    "
         names = [f"v{n}" if n is not None else "_" for n in operation.outputs]
-        if operation.expected is not NOTHING:
-            yield f"{indent}{self._named(_Guard(operation))}({call})"
-        elif not names:
+        if not names:
             yield indent + call
         else:
             yield f"{indent}[{', '.join(names)}] = _flat({call})"
@@ -185,48 +181,6 @@ class _Writer:
             name = self._objects[id(value)] = f"c{len(self._objects)}"
             self._names[name] = value  # which keeps it alive, so that its id stays its own
         return name
-
-
-class _Guard:
-    """Compares what a tensor's contents gave with what they gave when recorded."""
-
-    def __init__(self, operation: Operation) -> None:
-        self._expected = operation.expected
-        where = operation.place[-1][0] if operation.place else ""
-        self._what = f"{operation.name} of a tensor in module {where!r}"
-        self._cure = (
-            "name that module, or one around it, in Checkpointable(model, stages=[...]), which takes it as it is"
-            if where
-            else IN_A_SUBMODULE
-        )
-
-    def __call__(self, value: Any) -> None:
-        if not same(value, self._expected):
-            raise BranchError(
-                f"the model's forward branches on data: {self._what} was {self._expected!r} when it was recorded and is"
-                f" {value!r} now; rotoff plans one course of a forward: {self._cure}"
-            )
-
-
-class _Whole:
-    """Compares what a module that was taken whole returns with what it returned when recorded, but for the tensors' contents."""
-
-    def __init__(self, operation: Operation) -> None:
-        self._expected = operation.returned
-        self._name = operation.place[-1][0]
-
-    def __call__(self, result: Any) -> Any:
-        found = described(result)
-        if not same(found, self._expected):
-            raise BranchError(
-                f"module {self._name!r} returns {_shown(found)} and returned {_shown(self._expected)} when the model's forward was"
-                " recorded; rotoff plans one course of a forward"
-            )
-        return result
-
-
-def _shown(leaves: tuple[Any, ...]) -> str:
-    return ", ".join(str(tuple(leaf[0])) if isinstance(leaf, tuple) else repr(leaf) for leaf in leaves)
 
 
 def _flat(result: Any) -> list[torch.Tensor]:

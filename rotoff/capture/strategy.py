@@ -21,13 +21,12 @@ from torch.nn.parameter import is_lazy
 from ..errors import MeasureError, OptionError
 from . import cuts, sequential
 from .backward_from import BackwardStarts
+from .caches import caches, switched_off
 from .dataclass_trees import look_into
 from .recorder import UnrecordableError, check_arguments
 from .recording import Call, record
 from .saved_tensors import foreign_hooks
-from .segment import Segment
 from .stage import StageModule, flatten, refuse_packed, storage_key
-from .state import ModuleState, caches, switched_off
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
@@ -40,44 +39,42 @@ Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the
 
 @dataclass(frozen=True)
 class Captured:
-    """stages: in order. strategy: how they were found, for people. state: what they hold true for; None: for good.
-    questions: raises BranchError where they do not hold for a batch. cached: of a recorded model, whose ``use_cache`` was switched off.
-    starts: the last module of the last stage, where not every output may be asked for its gradient.
+    """stages: in order. strategy: how they were found, for people. with_attributes: whether the last one also returns tensors that modules
+    keep in attributes. cached: of a recorded model, whose ``use_cache`` was switched off.
+    starts: the last module of the last stage, where not every output may be asked for its gradient. tape: of a recorded model.
     """
 
     stages: list[StageModule]
     strategy: str
-    state: ModuleState | None = None
-    questions: Segment | None = None
-    attributes: tuple[tuple[nn.Module, str], ...] = ()
+    with_attributes: bool = False
     cached: tuple[dict[str, Any], ...] | None = None
     starts: BackwardStarts | None = None
+    tape: Tape | None = None
 
     def starting(self, names: tuple[str | int, ...]) -> Captured:
         """The same, where a backward starts from the outputs of these `names` alone; from any, where there are none."""
         if not names:
             return self
-        starts = BackwardStarts(names, bool(self.attributes))
+        starts = BackwardStarts(names, self.with_attributes)
         last = replace(self.stages[-1], modules=(*self.stages[-1].modules, starts))
         return replace(self, stages=[*self.stages[:-1], last], starts=starts)
 
     def plain(self, forward: Callable[..., Any], value: Any) -> Any:
         """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the stages."""
+        return self.started(self.own(forward, value))
+
+    def own(self, forward: Callable[..., Any], value: Any) -> Any:
+        """`plain`, with every output in its graph."""
         args, kwargs = ((value,), {}) if self.cached is None else value
         with switched_off(self.cached or ()):
-            output = forward(*args, **kwargs)
+            return forward(*args, **kwargs)
+
+    def started(self, output: Any) -> Any:
+        """The model's `output`, of which only that is in its graph from which a backward starts."""
         if self.starts is None:
             return output
         starts = BackwardStarts(self.starts.names)
         return starts.guarded(starts(output))
-
-    def returned(self, output: Any) -> Any:
-        """What the model returns, given the last stage's `output`; the modules' attributes are set as its forward sets them."""
-        if self.attributes:
-            output, values = output
-            for (module, name), value in zip(self.attributes, values, strict=True):
-                setattr(module, name, value)
-        return output if self.starts is None else self.starts.guarded(output)
 
 
 def is_sequential(model: nn.Module) -> bool:
@@ -186,10 +183,9 @@ def capture(
     """
     check_measurable(model, value)
     if is_sequential(model) and wanted is None:
-        return Captured(sequential.stages(model), "the modules of an nn.Sequential", ModuleState(model, called=True))
+        return Captured(sequential.stages(model), "the modules of an nn.Sequential")
     names = named(model, wanted)
     args, kwargs = value
-    state = ModuleState(model)
     cached = () if kwargs.get("use_cache") else tuple(caches(model))
     try:
         with switched_off(cached):
@@ -205,23 +201,22 @@ def capture(
         if not isinstance(error, MeasureError):  # most often the model's own, on a sample that is not for it
             said, cure = f"{type(error).__name__}: {said}", f"see that model(*sample) runs by itself; where it does, {CURE}"
         raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
-    state.settle(model, (*tape.attributes, *tape.counts), tape.tables)
     count = wanted if isinstance(wanted, int) else cuts.STAGES
-    found, questions = cuts.stages(tape, count, names)
+    found = cuts.stages(tape, count, names)
     how = "recorded operations, cut " + (
         "where the named modules end, which run as they are" if names else "where few bytes cross"
     )
-    return Captured(found, how, state, questions, tuple(tape.attributes), cached)
+    return Captured(found, how, bool(tape.attributes), cached, tape=tape)
 
 
 def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
     """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it succeeds."""
     varying: list[nn.Module] = []
-    counts: list[tuple[nn.Module, str]] = []
+    opaque: set[nn.Module] = set()
     while True:
         try:
             tape = record(call, whole, varying)
-            tape.counts = counts
+            tape.opaque = opaque
             return tape
         except UnrecordableError as error:
             inner = {m for outer in (*whole, *varying) for m in outer.modules()} | {call.model}
@@ -229,7 +224,8 @@ def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
             if not further:
                 raise
             varying += further
-            counts += error.counts
+            if error.opaque:
+                opaque.update(further)
 
 
 def named(model: nn.Module, wanted: Wanted) -> list[str]:

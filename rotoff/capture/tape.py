@@ -58,7 +58,7 @@ class Operation:
     tensor. effect: to be run though nobody uses what it returns. casts: of weights, which autocast within the model keeps
     (`weight_casts`). place: the modules around it, outermost first, each call of
     a module as (name, number of the call). saves: (number, bytes) of the storages of which autograd saves something for it. ends: those that are gone
-    by the next one, since Python lets go of them; what autograd saves is not seen to stay.
+    by the next one, since Python lets go of them; what autograd saves is not seen to stay. added: it is none of the model's own calls.
     """
 
     function: Callable[..., Any]
@@ -78,6 +78,7 @@ class Operation:
     casts: tuple[Any, ...] = ()
     saves: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, ...] = ()
+    added: bool = False
 
     @property
     def name(self) -> str:
@@ -101,9 +102,10 @@ def name_of(function: Any) -> str:
 class Tape:
     """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and their
     structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it returns and a list
-    of what they hold. varying: modules taken whole of which the work depends on data. chances: the modules where Python asked for a
-    number that was drawn. tables: tensors among the arguments that were there before and are neither parameters nor buffers. called: the modules that
-    were called, those within modules taken whole left out. counts: where modules taken whole keep numbers that each call changes."""
+    of what they hold. varying: modules taken whole of which the work depends on data. generators: those that
+    calls were given. tables: tensors among the arguments that were there before and are neither parameters nor buffers. called: the modules that
+    were called, those within modules taken whole left out.  opaque: those
+    of the modules taken whole whose calls cannot be told apart."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -112,10 +114,10 @@ class Tape:
     result_spec: pytree.TreeSpec | None = None
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     varying: frozenset[nn.Module] = frozenset()
-    chances: list[str] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
     tables: list[torch.Tensor] = field(default_factory=list)
     called: set[nn.Module] = field(default_factory=set)
-    counts: list[tuple[nn.Module, str]] = field(default_factory=list)
+    opaque: set[nn.Module] = field(default_factory=set)
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from .stage import StageModule, key_of
@@ -58,11 +57,6 @@ class Parameters:
     ) -> tuple[str, str] | None:
         """What about a call cannot be repeated, as the predicate of a sentence about a forward, and its end, with the cure; None where
         nothing is wrong."""
-        given = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, torch.Generator) and not _torchs_own(leaf) for leaf in given):
-            return f"draws from a torch.Generator of its own ({name_of(function)})", (
-                ", and a replay would get other numbers: draw from torch's own generator, without generator="
-            )
         name = self._changed(function, args, kwargs)
         if name is None:
             return None

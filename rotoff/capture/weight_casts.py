@@ -124,6 +124,7 @@ def _cast(cast: WeightCast, number: int, before: Operation) -> Operation:
         casts=(),
         saves=(),
         ends=(),
+        added=True,
     )
 
 

@@ -151,22 +151,21 @@ class Profile:
             for s, b, why in rows
         )
 
-    def replay_extra(self, replayed: Collection[int]) -> tuple[int, dict[int, int]]:
-        """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held throughout, and while each does."""
+    def replay_extra(self, replayed: Collection[int]) -> dict[int, int]:
+        """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held while each does."""
         behaviours = {i: self.behaviours[i - 1] for i in replayed}
-        states = min(len(behaviours), 1 + sum(b.draws for b in self.behaviours))
-        held = states * self.rng_bytes + sum(sum(buffer_bytes(b)) for b in behaviours.values())
-        beside = {i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.stuck_bytes + b.cast_bytes for i, b in behaviours.items()}
-        return held, beside
+        return {i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.stuck_bytes + b.cast_bytes for i, b in behaviours.items()}
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What a planned step holds throughout: copies of the buffers that forwards change, as they were before."""
+        return sum(sum(buffer_bytes(b)) for b in self.behaviours)
 
 
 def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
-    """What replays hold beside values: every stage's snapshots; the clones that one replay at a time runs on, and what
-    its graph keeps past all hooks and autocast of its weights, beside what that of the first run does."""
-    snapshots = [sum(buffer_bytes(b)) for b in behaviours]
-    states = sum(b.draws for b in behaviours) + 3  # the first; a replay's own, and the one that it puts back
-    stuck = max(b.stuck_bytes + b.cast_bytes for b in behaviours)
-    return sum(snapshots) + max(snapshots) + stuck + states * rng_bytes
+    """What replays hold beside values: the clones of buffers that one replay at a time runs on, states of generators as they are put, and
+    what its graph keeps past all hooks and autocast of its weights, beside what that of the first run does."""
+    return max(sum(buffer_bytes(b)) + b.stuck_bytes + b.cast_bytes for b in behaviours) + 2 * rng_bytes
 
 
 def buffer_bytes(behaviour: Behaviour) -> list[int]:

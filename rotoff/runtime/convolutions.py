@@ -120,6 +120,11 @@ class StageAlgorithms:
         self.plain(i)
         with forward_by(algorithms):
             yield
+        self.ran(i, algorithms)
+
+    def ran(self, i: int, algorithms: Algorithms | None) -> None:
+        """The forward of stage i that made ā_i ran by these."""
+        self.plain(i)
         if algorithms is not None:
             self._of[i] = algorithms
 

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 from ..cache import Cache
 from ..capture import strategy
 from ..capture.backward_from import read_backward_from
-from ..capture.changes import attributes_of
+from ..capture.course import Course as Expected
+from ..capture.course import expected
 from ..capture.stage import flatten
-from ..errors import BranchError, MeasureError
+from ..capture.undo import undone
+from ..errors import MeasureError
 from ..profile.bench import Bench
 from ..profile.forms import read_forms
 from ..profile.interpolation import MeasuredTimes, surroundings
@@ -49,12 +51,17 @@ _SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
 
 @dataclass
 class Course:
-    """One course of the forward. plan: None until there is a request for one."""
+    """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its input.
+    measure_again: whether steps have become others than this one."""
 
     profile: Profile
     captured: strategy.Captured
     plan: ExecutionPlan | None = None
     _planned: tuple[tuple[tuple[int, ...], bool], Profile] | None = None
+    hint: str = ""
+    measure_again: bool = False
+    _expected: Expected | None = None
+    _astray: dict[int, int] = field(default_factory=dict)
 
     @property
     def planned(self) -> Profile:
@@ -65,22 +72,27 @@ class Course:
             self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]
 
-    def holds(self) -> bool:
-        """Whether the model is still as it was when its stages were found."""
-        return self.captured.state is None or self.captured.state.unchanged()
+    def followed(self, astray: int | None) -> None:
+        """A step was expected to take this course; `astray` tells the other one that it took, None where it did not."""
+        if astray is None:
+            return
+        if not self._astray:
+            logger.warning(
+                "rotoff: the model's forward took another course than the planned one. Its result is that of the plain model; its bytes may"
+                " exceed the limit until that course is planned, which is done when it comes again"
+            )
+        self._astray[astray] = times = self._astray.get(astray, 0) + 1
+        self.measure_again = times == _TWICE
 
-    def answers(self, value: Any) -> bool:
-        """Whether the forward asks nothing of this batch that has another answer than when its stages were found."""
-        if self.captured.questions is not None:
-            try:
-                with torch.no_grad():
-                    self.captured.questions(value)
-            except BranchError:
-                return False
-        return True
+    @property
+    def expected(self) -> Expected | None:
+        """The calls that the model's forward is expected to make; None where the modules of an ``nn.Sequential`` run."""
+        if self._expected is None and self.captured.tape is not None:
+            self._expected = expected(self.captured.tape, self.profile.stages)
+        return self._expected
 
 
-_TOO_OFTEN = 3  # steps in a row that are measured anew
+_TWICE = 2  # times that a step takes the same other course before that is measured, too
 
 
 class Courses:
@@ -114,7 +126,6 @@ class Courses:
         self._cache = cache
         self._times = MeasuredTimes() if options.interpolate and group is None else None
         self._known: OrderedDict[Any, deque[Course]] = OrderedDict()
-        self._anew = 0  # steps in a row that were measured anew, since the model had changed
 
     def __iter__(self) -> Iterator[Course]:
         """Every course that is kept."""
@@ -134,7 +145,8 @@ class Courses:
             profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
         logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
         course = self.latest = Course(profile, found[0])
-        self._known.setdefault(signature(value), deque(maxlen=_OF_ONE_SIGNATURE)).appendleft(course)
+        course.hint = _constants(value)
+        self._known.setdefault(signature(value, self._model), deque(maxlen=_OF_ONE_SIGNATURE)).appendleft(course)
         while len(self._known) > _SIGNATURES:
             self._known.popitem(last=False)
         return course
@@ -147,9 +159,11 @@ class Courses:
         def bandwidth(nbytes: int, step_bytes: int) -> tuple[float, float, bool]:
             return self._links.bandwidth(device, nbytes, step_bytes)
 
-        was_training, before = self._model.training, attributes_of(self._model)
+        was_training = self._model.training
         if not was_training:
             self._model.train()
+        unchanged = undone(self._model)
+        unchanged.__enter__()
         try:
             captured = strategy.capture(self._model, value, device, self._options.stages, self.plain)
             captured = captured.starting(read_backward_from(self._options.backward_from))
@@ -161,7 +175,7 @@ class Courses:
             known = find_times(self._cache, key)
             if known is not None:
                 logger.info("rotoff: times of %d stages from the cache in %s", len(known.stages), self._cache.directory)
-            shapes, autocast = signature(value)
+            shapes, autocast, *_ = signature(value, self._model)
             names = tuple(stage.name for stage in captured.stages)
             around = surroundings(self._model, autocast)
             near = self._times.find(shapes, around, names) if self._times and known is None and not timed else None
@@ -184,13 +198,13 @@ class Courses:
                 keep_times(self._cache, key, profile)
             if near is None and self._times is not None:
                 self._times.add(shapes, around, names, profile)
-            _put_back(profile, before)
             meta = provenance(self._model, value, device)
             if near is not None:
                 meta["times"] = f"interpolated between those measured at {near.between}"
             stuck = profile.stuck_bytes + self._links.staging_bytes
             return captured, replace(profile, stuck_bytes=stuck).described(type(self._model).__name__, meta)
         finally:
+            unchanged.__exit__(None, None, None)
             if not was_training:
                 self._model.eval()
 
@@ -206,46 +220,39 @@ class Courses:
     def take(self, value: Any) -> Course | None:
         """The planned course for the chain's input `value`, measured where it is new; None where nothing needs a gradient."""
         assert self.request is not None
-        key = signature(value)
-        course = next((one for one in self._known.get(key, ()) if one.holds() and one.answers(value)), None)
-        if course is None:
+        key, hint = signature(value, self._model), _constants(value)
+        known = self._known.get(key, ())
+        course = next((one for one in known if one.hint == hint), known[0] if known else None)
+        if course is None or course.measure_again:
             if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
                 return None
-            self._tell_why(key)
+            if course is None:
+                logger.info("rotoff: measuring a new input signature %s", key[0])
+            else:
+                logger.info("rotoff: measuring anew, since the model's forward has become another")
+                course.measure_again = False
             course = self.measure(value, None, None, timed=False)
-        else:
-            self._anew = 0
         self._known.move_to_end(key)
         if course.plan is None:
             course.plan = make_plan(course.profile, self.request, self._group)
         self.latest = course
         return course
 
-    def _tell_why(self, key: Any) -> None:
-        """Log why the step to come is measured; where the model changes in each, that is worth a warning."""
-        before = next((one.captured.state for one in self._known.get(key, ()) if not one.holds()), None)
-        if before is None:
-            logger.info("rotoff: measuring a new input signature %s", key[0])
-            return
-        self._anew += 1
-        changed = before.what_changed(self._model)
-        logger.info("rotoff: measuring anew, since %s changed", changed)
-        if self._anew == _TOO_OFTEN:
-            logger.warning(
-                "rotoff: %d steps in a row were measured anew, since %s changed before each; planned steps hold what followed from it,"
-                " so keep what changes in each step outside of the model, in a buffer or an argument",
-                _TOO_OFTEN,
-                changed,
-            )
 
-
-def signature(value: Any) -> Any:
-    leaves = tree_leaves(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    shapes = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+def signature(value: Any, model: nn.Module) -> Any:
+    """What the bytes of a step depend on: the tensors of its input, autocast, and the model's parameters and modes."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    shapes = tuple(map(_shape, tensors))
     types = {"cpu", *(t.device.type for t in tensors)}
     autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
-    return shapes, autocast
+    parameters = tuple([(p.shape, p.dtype, p.requires_grad) for p in model.parameters()])
+    modes = tuple([module.training for module in model.modules()])
+    return shapes, autocast, parameters, modes, torch.get_default_dtype()
+
+
+def _constants(value: Any) -> str:
+    """What is beside the tensors of an input, which may or may not decide about the course of the forward."""
+    return repr([leaf for leaf in tree_leaves(value) if not isinstance(leaf, torch.Tensor)])
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -260,11 +267,3 @@ def device_of(model: nn.Module, value: Any) -> torch.device:
     if len(found) > 1:
         raise MeasureError(f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device")
     return found.pop() if found else torch.device("cpu")
-
-
-def _put_back(profile: Profile, before: dict[tuple[nn.Module, str], Any]) -> None:
-    """Give attributes that the stages' forwards set, such as counters, what they held `before` they were measured."""
-    for behaviour in profile.behaviours:
-        for module, name, _ in behaviour.changed_attributes:
-            if (module, name) in before:
-                vars(module)[name] = before[module, name]

@@ -11,24 +11,28 @@ Ownership: the graph (slots, hooks) owns the step and never the reverse, so that
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.variable import Variable
 
-from ..capture.stage import Behaviour, StageModule, flatten, storage_key
+from ..capture.course import Course
+from ..capture.dataclass_trees import look_into
+from ..capture.stage import Behaviour, StageModule, flatten
 from ..errors import ExecutionError
-from ..sequence import Op, OpKind, a, abar
+from ..sequence import FORWARDS, Op, OpKind, Value, a, abar
 from .check import Checker
 from .convolutions import StageAlgorithms
 from .link import Link
+from .live import LiveForward, autocast_now, following
 from .plan import ExecutionPlan, describe
 from .replay import ReplayState, Surroundings
 from .selective import Recipe
-from .stage_run import Rebuild, StageRun
+from .stage_run import StageRun
+from .stage_tape import StageTape, Var
 from .step_times import StepTimes
 from .values import Held, HeldValues, Slot, compact
 
@@ -37,11 +41,6 @@ AGAIN = (
     " one forward); add the losses up, or run the forward again"
 )
 GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
-IN_PART = (
-    "the gradient of an intermediate result is asked for (retain_grad, or a hook on a tensor that the model returns), of which"
-    " rotoff has only what the loss adds there; take it by register_full_backward_hook of the module that makes it, or use the"
-    " plain model"
-)
 TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
 
 
@@ -75,9 +74,15 @@ class Step:
         self._algorithms = StageAlgorithms()
         self._held = HeldValues(link)
         self._runs: dict[int, StageRun] = {}
-        self._edges: dict[int, list[torch.Tensor]] = {}  # outputs in the user's graph that the next stage has yet to take
-        self._returned: list[weakref.ref[torch.Tensor]] = []  # outputs of the model that are intermediate results too
-        self._rebuild: Rebuild  # what makes one value of those
+        self._live: LiveForward | None = None  # while the model's own forward runs
+        self._open: Op | None = None  # of the stage that it is in
+        self._crossing: dict[
+            int, tuple[list[tuple[Var, int]], list[bool]]
+        ] = {}  # what each stage handed on, and whether it needs a gradient
+        self._too_large: set[Value] = set()  # for their places on the host: the forward took another course, and they stay
+        self.astray: int | None = None  # tells the course that the forward took in place of the expected one
+        self._outputs: list[tuple[Var, int]] = []  # what the stage that has just ended hands on
+        self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
         self._backward = 0  # stage whose B autograd is running
         self._closed = False
@@ -86,17 +91,153 @@ class Step:
     # -- the forward phase
 
     def forward(self, value: Any) -> Any:
-        """Run the forward phase on the chain's input; returns the last stage's output, in the user's graph."""
-        self._edges[0], self._rebuild = flatten(value)
-        self._held[a(0)] = Held((a(0), "input"), [t.detach() for t in self._edges[0]])
+        """Run the forward phase on the chain's input, stage by stage; returns the last stage's output, in the user's graph."""
+
+        def run(live: LiveForward) -> Any:
+            nonlocal value
+            for i, stage in enumerate(self._stages, start=1):
+                self.enter(i)
+                value = stage.run(value)
+                self._outputs = live.handed(flatten(value)[0])
+            return value
+
+        return self._through(LiveForward(None, self, self._surroundings.generators, flatten(value)[0]), run)
+
+    def follow(self, course: Course, given: list[torch.Tensor], forward: Callable[[], Any]) -> Any:
+        """Run the forward phase while `forward` calls the model's own code with the tensors `given`; returns what it returns."""
+
+        def run(live: LiveForward) -> Any:
+            self.enter(1)
+            result = forward()
+            live.inside = True
+            live.finish()
+            self.astray = live.astray
+            look_into(result)
+            assert self._open is not None
+            self._outputs = live.results(result, self._open.stage)
+            return result
+
+        return self._through(LiveForward(course, self, self._surroundings.generators, given), run)
+
+    def _through(self, live: LiveForward, run: Callable[[LiveForward], Any]) -> Any:
+        self._live = live
+        self._held[a(0)] = Held((a(0), "input"), [])
         try:
+            try:
+                with following(live):
+                    result = run(live)
+                self._leave()
+            finally:
+                if self._open is not None:
+                    self._runs[self._open.stage].cease()
+                live.forget()
             while self._next < self._plan.forward_end:
-                self._execute(self._plan.sequence.ops[self._next])
-            self._returned = self._runs[len(self._stages)].handed_on
-            return self._rebuild(self._edges.pop(len(self._stages)))
+                self._execute_or_skip()
+            return result
         except BaseException:
             self._give_up()
             raise
+        finally:
+            self._live = None
+
+    def enter(self, stage: int) -> None:
+        """The first call of `stage` is about to be made."""
+        live = self._live
+        assert live is not None
+        before, live.inside = live.inside, True
+        while self._open is None or self._open.stage < stage:
+            if self._open is not None:
+                self._outputs = self._outputs or live.crossing(self._open.stage)
+                self._leave()
+            while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
+                self._execute(op)
+            self._enter(op, live)
+        live.inside = before
+
+    def _enter(self, op: Op, live: LiveForward) -> None:
+        if self._times is not None:
+            self._times.begin(self._next)
+        i, recipe = op.stage, None
+        if op.kind is OpKind.F_SEL:
+            form = self._form(op)
+            recipe = None if form.complete else form
+            live.algorithms = form.algorithms
+        behaviour = self._behaviours[i - 1]
+        crossing, needs = self._crossing.get(i - 1, ([], []))
+        given = self._held[self._held.input_of(i)].tensors()
+        tape = StageTape(self._stage_name(i))
+        tape.inputs = [var for var, _ in crossing]
+        live.instead = {}
+        for (var, at), now in zip(crossing, given, strict=True):
+            live.fill(var, now)
+            if at in behaviour.copied and (tensor := var.tensor()) is not None:
+                live.instead[var] = own = tensor.view_as(
+                    tensor
+                )  # a node of its own, which autograd gets to when it leaves the stage
+                own.register_hook(compact)
+        opaque = i in live.opaque_stages
+        replay = ReplayState(
+            self._surroundings,
+            behaviour.changed_buffers if opaque else (),
+            behaviour.changed_attributes if opaque else (),
+            behaviour.modes if opaque else (),
+        )
+        run = StageRun(i, tape, behaviour, needs, replay)
+        self._runs[i] = run
+        live.surrounding_autocast = autocast_now()
+        live.begin_stage(i, tape, replay.mark)
+        kept = self._behaviours[i - 2].kept if i > 1 else ()
+        staying = [n for n, (_, at) in enumerate(crossing) if at in kept]
+        self._open = op
+        run.open(live, given, staying, op.kind in (OpKind.F_ALL, OpKind.F_SEL), recipe, self)
+
+    def _leave(self) -> None:
+        """The stage that is open has ended."""
+        op, live, crossing = self._open, self._live, self._outputs
+        self._outputs = []
+        assert op is not None
+        assert live is not None
+        self._open = None
+        i = op.stage
+        run, behaviour = self._runs[i], self._behaviours[i - 1]
+        if op.kind in (OpKind.F_ALL, OpKind.F_SEL):
+            self._algorithms.ran(i, live.algorithms)
+        live.algorithms = None
+        tensors = [tensor for var, _ in crossing if (tensor := var.tensor()) is not None]
+        for (var, _), tensor in zip(crossing, tensors, strict=True):
+            if var.stage == i and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self.gradient_arrived, i))
+        run.tape.outputs = [var for var, _ in crossing]
+        run.close(tensors, [n for n, (_, at) in enumerate(crossing) if at in behaviour.kept])
+        self._crossing[i] = crossing, [tensor.requires_grad for tensor in tensors]
+        run.own = own = [_own(behaviour, at) for _, at in crossing]
+        v = abar(i) if op.kind in (OpKind.F_ALL, OpKind.F_SEL) else a(i)
+        outputs = [tensor.detach() for tensor in tensors]
+        self._held[v] = Held((v, self._stage_name(i)), outputs, own, run.saved() if v.saved else [])
+        self._held.touch(op, [self._held.input_of(i)] if i > 1 else [], [v])
+        if op.kind is OpKind.F_NONE and i > 1:
+            self._held.drop(a(i - 1))
+            self._hollow(i - 1)
+        self._last = i
+        self._done_with(op)
+
+    def restore(self, var: Var) -> torch.Tensor:
+        """The bytes of a hollow tensor, by replays of the stage that made it and, where its input is gone, of those before."""
+        run = self._runs[var.stage]
+        given = []
+        for one in run.tape.inputs:
+            tensor = one.tensor()
+            given.append(self.restore(one) if tensor is None or one.hollow else tensor.detach())
+        return run.restored(given, var)
+
+    def _execute_or_skip(self) -> None:
+        """Run the next operation, if it is one of the stages that there are: a forward that left its course ends in an earlier one."""
+        op = self._plan.sequence.ops[self._next]
+        moves = op.kind not in FORWARDS and op.kind is not OpKind.B
+        if op.stage > self._last or (moves and op.stage == self._last < len(self._stages)):
+            self._next += 1
+        else:
+            self._execute(op)
 
     # -- the backward phase, which autograd drives
 
@@ -122,12 +263,11 @@ class Step:
             raise ExecutionError(TWICE)
         try:
             if not self._backward:
-                self._refuse_parts()
                 Variable._execution_engine.queue_callback(self.close)
             while True:
                 self._end_backward()
-                while (op := self._plan.sequence.ops[self._next]).kind is not OpKind.B:
-                    self._execute(op)
+                while (op := self._plan.sequence.ops[self._next]).kind is not OpKind.B or op.stage > self._last:
+                    self._execute_or_skip()
                 self._begin_backward(op)
                 if op.stage <= i:
                     break
@@ -141,24 +281,16 @@ class Step:
             self._give_up()
             raise
 
-    def _refuse_parts(self) -> None:
-        for ref in self._returned:
-            tensor = ref()
-            if tensor is not None and (
-                tensor.retains_grad or len(tensor._backward_hooks or ()) > 1
-            ):  # one is `gradient_arrived`
-                raise ExecutionError(IN_PART)
-
     def _begin_backward(self, op: Op) -> None:
         i, index = op.stage, self._next
         self._next += 1
         self._backward = i
         self._runs[i].in_backward = True
         self._held.touch(op, [abar(i), self._held.input_of(i)], [])
-        if i < len(self._stages):
+        if i < self._last:
             self._held.consume(abar(i))
         # The stage's outputs have no reader left but the slots that saved them.
-        if (made := self._held.pop(a(i), None)) is not None and i < len(self._stages):
+        if (made := self._held.pop(a(i), None)) is not None and i < self._last:
             self._held.release(made)
         self._held[abar(i)].settle()
         for slot in self._held[abar(i)].outputs:
@@ -196,7 +328,7 @@ class Step:
         self._algorithms.end_backward()
         if self._times is not None:
             self._times.close(complete=self._backward == 1 and not self._failed)
-        self._edges.clear()
+        self._crossing.clear()
         for run in self._runs.values():
             run.end()
         self._runs.clear()
@@ -223,6 +355,9 @@ class Step:
                 where = describe(op, self._next, self._plan.sequence)
                 error.add_note(f"rotoff: while running {where}, stage {self._stage_name(op.stage)!r}")
             raise
+        self._done_with(op)
+
+    def _done_with(self, op: Op) -> None:
         self._next += 1
         if self._times is not None:
             self._times.end()
@@ -243,29 +378,37 @@ class Step:
             self._hollow(op.stage - 1)
 
     def _f_sel(self, op: Op) -> None:
+        form = self._form(op)
+        with self._algorithms.forward(op.stage, form.algorithms):
+            self._forward(op, True, None if form.complete else form)
+
+    def _form(self, op: Op) -> Recipe:
         recipes = self._behaviours[op.stage - 1].forms
         if op.form > len(recipes):
             raise ExecutionError(
                 f"stage {self._stage_name(op.stage)!r} has {len(recipes)} smaller forms on this machine, no form {op.form};"
                 " call measure() again"
             )
-        form = recipes[op.form - 1]
-        with self._algorithms.forward(op.stage, form.algorithms):
-            self._forward(op, True, None if form.complete else form)
+        return recipes[op.form - 1]
 
     def _offload(self, op: Op) -> None:
         place = self._plan.host[self._next]
         self._held.touch(op, [op.value], [])
-        self._held[op.value].offload(self._need_link(), place.offset, place.room)
-        if self._times is not None:
+        if not self._held[op.value].offload(self._need_link(), place.offset, place.room):
+            self._too_large.add(op.value)
+        elif self._times is not None:
             self._times.copy(self._next, self._held[op.value].offloaded)
 
     def _free(self, op: Op) -> None:
+        if op.value in self._too_large:
+            return
         self._held[op.value].check_unmodified()
         self._held.release(self._held[op.value])
         self._hollow(op.stage)
 
     def _prefetch(self, op: Op) -> None:
+        if op.value in self._too_large:
+            return
         self._held[op.value].prefetch(self._need_link())
         if self._times is not None:
             self._times.copy(self._next, self._held[op.value].tickets[-1][1])
@@ -294,44 +437,14 @@ class Step:
         i = op.stage
         source = self._held.input_of(i)
         given = self._held[source].tensors()
-        if i in self._runs:
-            outputs = self._runs[i].again(given, keep, recipe, alone=self._next in self._plan.closing)
-        else:
-            outputs = self._first(i, given, keep, recipe)
+        outputs = self._runs[i].again(given, keep, recipe, alone=self._next in self._plan.closing)
         v = abar(i) if keep else a(i)
         if (held := self._held.get(v)) is not None:
             held.refill(outputs)
         else:
-            own = self._behaviours[i - 1].own_outputs if outputs else ()
+            own = self._runs[i].own if outputs else ()
             self._held[v] = Held((v, self._stage_name(i)), outputs, own, self._runs[i].saved() if keep else [])
         self._held.touch(op, [source], [v])
-        if self._plan.keeps_all and i in self._plan.untouched and self._checker is None and i > 1:
-            self._runs[i - 1].kept.clear()
-            self._held[abar(i - 1)].pass_on()
-
-    def _first(self, i: int, given: list[torch.Tensor], keep: bool, recipe: Recipe | None) -> list[torch.Tensor]:
-        """Run stage i in the user's graph, its input's bytes being `given`; returns its outputs, detached."""
-        inputs, behaviour = self._edges.pop(i - 1), self._behaviours[i - 1]
-        for tensor, now in zip(inputs, given, strict=True):
-            if storage_key(tensor) != storage_key(now):
-                tensor.data = now  # it was moved since it was made
-        for n in behaviour.copied:
-            inputs[n] = inputs[n].view_as(inputs[n])  # a node of its own, which autograd gets to when it leaves the stage
-            inputs[n].register_hook(compact)
-        replay = None
-        if i in self._plan.replayed:
-            replay = ReplayState(
-                self._surroundings, behaviour.changed_buffers, behaviour.changed_attributes, behaviour.modes
-            )
-        run = StageRun(i, self._stages[i - 1], behaviour, self._rebuild, [t.requires_grad for t in inputs], replay)
-        self._runs[i] = run
-        if i in self._plan.untouched and self._checker is None:
-            outputs, self._rebuild = run.plain(inputs, self)
-        else:
-            staying = self._behaviours[i - 2].kept if i > 1 else ()
-            outputs, self._rebuild = run.first(inputs, staying, keep, recipe, self)
-        self._edges[i] = outputs
-        return [tensor.detach() for tensor in outputs]
 
     # -- small things
 
@@ -340,12 +453,14 @@ class Step:
         return [slot.tensor for slot in self._runs[i].stored.values() if slot.tensor is not None]
 
     def _hollow(self, i: int) -> None:
-        """Let the graph's own outputs of stage i give their bytes back too, where the next stage has yet to run on them."""
+        """Let the model's own code give the bytes of stage i's outputs back too, while its forward runs."""
         if any((held := self._held.get(v)) is not None and held.on_device for v in (a(i), abar(i))):
             return
-        for tensor, own in zip(self._edges.get(i, ()), self._behaviours[i - 1].own_outputs, strict=False):
-            if own:
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        if self._live is not None:
+            onward = {var for var, _ in self._crossing.get(i + 1, ((), ()))[0]}
+            for var, at in self._crossing.get(i, ((), ()))[0]:
+                if var not in onward and _own(self._behaviours[i - 1], at):
+                    self._live.hollow(var)
 
     def _need_link(self) -> Link:
         assert self._link is not None, "a plan that moves values needs a link"
@@ -353,3 +468,8 @@ class Step:
 
     def _stage_name(self, i: int) -> str:
         return self._stages[i - 1].name if i else "input"
+
+
+def _own(behaviour: Behaviour, at: int) -> bool:
+    """Whether an output at place `at` has bytes of its own, as far as that was measured."""
+    return not 0 <= at < len(behaviour.own_outputs) or behaviour.own_outputs[at]

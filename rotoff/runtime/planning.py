@@ -253,7 +253,7 @@ def _ways(profile: Profile, request: Request) -> list[Way]:
         if compact and profile.compact is None:
             continue
         chosen = profile.keeping(kept, compact)
-        offset = chosen.resident_input_bytes - chosen.stuck_bytes
+        offset = chosen.resident_input_bytes - chosen.stuck_bytes - chosen.snapshot_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
         for mode in ("joint", "remat") if unpriced and request.mode == "joint" else (request.mode,):
             asked = replace(request, mode=mode)
@@ -386,9 +386,16 @@ def _passed(profile: Profile, op: Op) -> int:
 def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
     """The machine's `levels` during the plan's events in the terms of the user's limit."""
     constant = profile.stuck_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
-    held, beside = profile.replay_extra(plan.replayed)
-    again = [beside[event.op.stage] if event.recompute else 0 for event in plan.trace.events]
-    return [level + more + held + constant for level, more in zip(levels, again, strict=True)]
+    constant += 0 if plan.keeps_all else profile.snapshot_bytes
+    beside, forms, again = profile.replay_extra(plan.replayed), dict[int, int](), []
+    for event in plan.trace.events:
+        redone = event.recompute
+        if event.op.kind in FORWARDS:
+            forms[event.op.stage] = event.op.form
+        elif event.op.kind is OpKind.B:
+            redone = forms[event.op.stage] > 0
+        again.append(beside[event.op.stage] if redone else 0)
+    return [level + more + constant for level, more in zip(levels, again, strict=True)]
 
 
 def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float = 0.0) -> None:

@@ -20,6 +20,13 @@ from ..capture.stage import TRAINING
 RNG_BYTES = 5056  # of the CPU generator's state; a CUDA generator's is 16 bytes of host memory
 
 
+States = tuple[bytes, ...]  # of generators
+
+
+def _state(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
 class Generators:
     """The states of the generators that a stage on `device` may draw from: the CPU's and the device's own."""
 
@@ -28,35 +35,46 @@ class Generators:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self._own.append(torch.cuda.default_generators[index])
-        self._last: tuple[torch.Tensor, ...] = ()
-        self._content: list[bytes] = []  # of those; bytes compare several times faster than tensors of this size
+        self._last: States = ()
 
-    def states(self) -> tuple[torch.Tensor, ...]:
-        """The present states; the same object as at the last call where nothing was drawn since, to save bytes."""
-        now = self.read()
-        content = [string_at(state.data_ptr(), state.numel()) for state in now]  # sooner than through NumPy
-        if content != self._content:
-            self._last, self._content = now, content
+    def states(self) -> States:
+        """The present states; the same object as at the last call where nothing was drawn since."""
+        now = tuple([generator.get_state() for generator in self._own])
+        # sooner than through NumPy; bytes compare several times faster than tensors of this size
+        content = tuple([string_at(state.data_ptr(), state.numel()) for state in now])
+        if content != self._last:
+            self._last = content
         return self._last
 
-    def begin(self) -> tuple[torch.Tensor, ...]:
-        """`states`, for a run that will be repeated from them.
+    def copies(self) -> list[torch.Generator]:
+        """Generators in the present states; these take nothing from the allocator of tensors."""
+        return [generator.clone_state() for generator in self._own]
+
+    def mark(self, copies: Sequence[torch.Generator] | None = None) -> tuple[object, ...]:
+        """What tells the present states, or those of `copies`, from others; of the CPU's the next numbers, since its state is large."""
+        own = self.copies() if copies is None else copies
+        found: list[object] = torch.rand(2, dtype=torch.float64, generator=own[0].clone_state()).tolist()
+        return *found, *(bytes(copy.get_state().tolist()) for copy in own[1:])
+
+    def put_copies(self, copies: Sequence[torch.Generator]) -> None:
+        for generator, copy in zip(self._own, copies, strict=True):
+            generator.set_state(copy.get_state())
+
+    def begin(self) -> list[torch.Generator]:
+        """`copies`, for a run that will be repeated from them.
 
         They are put back at once on CUDA, since that draws more than it changes: cuDNN's recurrent layers take their dropout from
         a buffer of their own that goes on from run to run, and is filled anew, by the generator, in the first run after its state
         was put (`get_dropout_state` in PyTorch's cudnn/RNN.cpp). Every repetition puts it, so the first run must find it put too.
         """
-        states = self.states()
-        for generator, state in list(zip(self._own, states, strict=True))[1:]:
-            generator.set_state(state)
-        return states
+        copies = self.copies()
+        for generator, copy in list(zip(self._own, copies, strict=True))[1:]:
+            generator.set_state(copy.get_state())
+        return copies
 
-    def read(self) -> tuple[torch.Tensor, ...]:
-        return tuple([generator.get_state() for generator in self._own])
-
-    def put(self, states: tuple[torch.Tensor, ...]) -> None:
+    def put(self, states: States) -> None:
         for generator, state in zip(self._own, states, strict=True):
-            generator.set_state(state)
+            generator.set_state(_state(state))
 
 
 _Attribute = tuple[dict[str, Any], str, Any]  # (where it is held, its name, its value)
@@ -110,10 +128,14 @@ class ReplayState:
         self._autocast = surroundings.autocast()
         self._outside: _Outside | None = None
 
+    def mark(self) -> tuple[object, ...]:
+        """Of the generators before the first run."""
+        return self._surroundings.generators.mark(self._rng)
+
     def __enter__(self) -> None:
         own = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
         generators = self._surroundings.generators
-        self._outside = outside = _Outside(generators.read(), own, torch.is_grad_enabled())
+        self._outside = outside = _Outside(generators.copies(), own, torch.is_grad_enabled())
         outside.attributes = [(held, name, held.get(name)) for held, name, _ in self._attributes]
         try:
             for held, name, value in self._attributes:
@@ -121,7 +143,7 @@ class ReplayState:
             # clones, since the run changes them and another replay may follow
             _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
             outside.modes = _switch(self._modes)
-            generators.put(self._rng)
+            generators.put_copies(self._rng)
             # the setter, since a context manager costs as much as all else here
             torch._C._set_grad_enabled(True)
             if self._autocast != self._surroundings.autocast():
@@ -143,7 +165,7 @@ class ReplayState:
         _put_buffers(outside.buffers)
         for held, name, value in outside.attributes:
             held[name] = value
-        self._surroundings.generators.put(outside.rng)
+        self._surroundings.generators.put_copies(outside.rng)
 
     def _enter_autocast(self) -> ExitStack:
         cache_enabled, states = self._autocast
@@ -160,7 +182,7 @@ class _Outside:
 
     def __init__(
         self,
-        rng: tuple[torch.Tensor, ...],
+        rng: Sequence[torch.Generator],
         buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]],
         grad_enabled: bool,
     ) -> None:

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
+from ..capture.stage import Behaviour, SavedKind, storage_key
 from ..errors import ExecutionError
+from .live import LiveForward
 from .replay import ReplayState
 from .selective import OtherOperations, Recipe, Redone, redo
+from .stage_tape import StageTape, Var
 from .values import Slot, View
 
 BESIDE = (
     "a gradient entered the graph of a stage's replay: a tensor that a stage leaves beside its output (in an attribute, a list)"
     " was made again by that replay; return it from the stage, or take it in a forward hook the first time"
 )
-
-Rebuild = Callable[[list[torch.Tensor]], Any]  # a value from its tensors
 
 
 class InputRef(NamedTuple):
@@ -67,36 +66,36 @@ class StageRun:
 
     in_backward: whether its ``B`` runs, so that what it saved may be read. recipe: of the form in which ā exists, where it is a
     smaller one. stored: what that form stores, whatever becomes of the graph that saved it. kept: by number, outputs that lie
-    in skip connections kept in place. handed_on: outputs of the first run that an earlier stage made.
+    in skip connections kept in place. own: of each output, whether its bytes are the stage's.
 
     Args:
-        rebuild: makes the stage's input. requires_grad: of the input's tensors. replay: for a stage that runs again.
+        tape: what the model's own code does here. requires_grad: of the input's tensors. replay: what the stage sees around it.
     """
 
     def __init__(
         self,
         i: int,
-        stage: StageModule,
+        tape: StageTape,
         behaviour: Behaviour,
-        rebuild: Rebuild,
         requires_grad: list[bool],
-        replay: ReplayState | None,
+        replay: ReplayState,
     ) -> None:
         self.i = i
         self.in_backward = False
         self.recipe: Recipe | None = None
         self.stored: dict[int, Slot] = {}
         self.kept: dict[int, torch.Tensor] = {}
-        self.handed_on: list[weakref.ref[torch.Tensor]] = []
-        self._stage = stage
+        self.own: Sequence[bool] = ()
+        self.tape = tape
         self._behaviour = behaviour
-        self._rebuild = rebuild
         self._requires_grad = requires_grad
         self._replay = replay
         self._slots: list[weakref.ref[Slot] | None] = []  # one for each tensor saved; None where it is not the stage's own
         self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
         self._made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
+        self._open_hooks: saved_tensors_hooks | None = None
+        self._as_measured = False  # whether autograd saved as many tensors as when the stage was measured
 
     def saved(self) -> list[weakref.ref[Slot]]:
         """The slots that make up ā beside the outputs."""
@@ -113,36 +112,34 @@ class StageRun:
 
     # -- the first run, in the user's graph
 
-    def plain(self, inputs: list[torch.Tensor], step: Backward) -> tuple[list[torch.Tensor], Rebuild]:
-        """Run as in the plain model: all that is saved stays where it is. Returns the outputs, and what makes them one value."""
-        return self._hooked(inputs, self._stage.run(self._rebuild(inputs)), step)
-
-    def first(
-        self, inputs: list[torch.Tensor], staying: Collection[int], keep: bool, recipe: Recipe | None, step: Backward
-    ) -> tuple[list[torch.Tensor], Rebuild]:
-        """Run under hooks; what autograd saves is kept where `keep`, in part where a `recipe` says which part.
-
-        staying: numbers of the inputs that lie in skip connections kept in place. Returns as `plain` does.
-        """
+    def open(
+        self,
+        live: LiveForward,
+        given: Sequence[torch.Tensor],
+        staying: Collection[int],
+        keep: bool,
+        recipe: Recipe | None,
+        step: Backward,
+    ) -> None:
+        """What autograd saves from now on, in the model's own code, is the stage's; `given` are its input's tensors."""
         self.recipe = recipe
-        places = {storage_key(t): n for n, t in enumerate(inputs) if n not in staying}
-        slots, shapes, replayed = self._slots, self._shapes, self._replay is not None
-        now = KindsNow(self._stage, inputs, staying) if self._behaviour.varying else None
-        kinds: Sequence[SavedKind] = self._behaviour.saved if now is None else now
-        whole = [View.of(t) for t in inputs]
-        own, reference, whole_kept = SavedKind.OWN, weakref.ref, keep and recipe is None
+        live.places = places = {storage_key(t): n for n, t in enumerate(given) if n not in staying}
+        kept_keys = {storage_key(given[n]) for n in staying}
+        slots, shapes, resident = self._slots, self._shapes, live.resident
+        live.saved, live.saved_shapes = slots, shapes
+        whole = [View.of(t) for t in given]
+        kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None
 
-        # Autograd calls these two once for each tensor saved, so the usual case comes first and calls little.
         def pack(tensor: torch.Tensor) -> Packed:
-            n = len(slots)
-            place = places.get(tensor.untyped_storage()._cdata)
-            if n >= len(kinds) or (place is not None) != (kinds[n] is SavedKind.INPUT):
-                raise self._changed()
-            if kinds[n] is own:
-                if replayed:
-                    shapes.append((tensor.shape, tensor.dtype))
-                # A stage's results come with their graph, which must neither keep itself nor the stage's input alive.
-                tensor = tensor.detach() if tensor.requires_grad else tensor
+            if not live.seen:  # by code that no replay runs
+                return Resident(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            n, key = len(slots), tensor.untyped_storage()._cdata
+            place = places.get(key)
+            kind = kinds[n] if n < len(kinds) and live.on_course else SavedKind.OWN
+            stays = kind is SavedKind.KEPT or key in kept_keys
+            if place is None and not stays and key not in resident and kind is not SavedKind.RESIDENT:
+                shapes.append((tensor.shape, tensor.dtype))
+                tensor = tensor.detach()
                 slot = Slot(tensor if whole_kept else None)
                 if recipe is not None:
                     self._store(recipe, n, tensor, slot)
@@ -151,8 +148,9 @@ class StageRun:
             slots.append(None)
             shapes.append(None)
             if place is None:
-                if kinds[n] is SavedKind.KEPT:
+                if not isinstance(tensor, torch.nn.Parameter):
                     tensor = tensor.detach()
+                if stays:
                     self._kept_saved[n] = tensor
                 return Resident(tensor, tensor._version)
             view = View.of(tensor)
@@ -165,34 +163,33 @@ class StageRun:
                     return tensor
             return self._read(packed, step)
 
-        with step.hooks(pack if now is None else partial(now.pack, pack), unpack):
-            result = self._stage.run(self._rebuild(inputs))
-        if len(slots) != len(kinds):
-            raise self._changed()
-        return self._hooked(inputs, result, step)
+        self._open_hooks = step.hooks(pack, unpack)
+        self._open_hooks.__enter__()
 
-    def _hooked(self, inputs: list[torch.Tensor], result: Any, step: Backward) -> tuple[list[torch.Tensor], Rebuild]:
-        """The tensors of the first run's `result`, which tell the step when their gradient arrives."""
-        outputs, rebuild = flatten(result)
-        if len(outputs) != len(self._behaviour.own_outputs):
-            raise self._changed()
-        for n, own in enumerate(self._behaviour.own_outputs):
-            if any(outputs[n] is given for given in inputs):
-                if not own and n not in self._behaviour.kept:
-                    continue  # the batch's, say: its gradient is whole much later
-                outputs[n] = outputs[n].view_as(outputs[n])  # a skip connection: its bytes may come and go on their own
-                self.handed_on.append(weakref.ref(outputs[n]))
-            if outputs[n].grad_fn is not None:
-                outputs[n].register_hook(partial(step.gradient_arrived, self.i))
+    def close(self, outputs: Sequence[torch.Tensor], kept: Collection[int]) -> None:
+        """The stage has ended; `outputs` are what it hands on."""
+        self.cease()
+        self._as_measured = len(self._slots) == len(self._behaviour.saved)
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
-        self.kept = {n: outputs[n].detach() for n in self._behaviour.kept}
-        return outputs, rebuild
+        self.kept = {n: outputs[n].detach() for n in kept}
+
+    def cease(self) -> None:
+        """What autograd saves is no longer the stage's."""
+        if self._open_hooks is not None:
+            hooks, self._open_hooks = self._open_hooks, None
+            hooks.__exit__(None, None, None)
+
+    def restored(self, given: list[torch.Tensor], var: Var) -> torch.Tensor:
+        """The bytes of a tensor that the stage made, by a replay."""
+        inputs, _ = self._detached(given)
+        with self._replay, saved_tensors_hooks(lambda _: None, _never):
+            return self.tape.run(inputs, [var])[0].detach()
 
     def _read(self, packed: Packed, step: Backward) -> torch.Tensor:
         """The tensor that autograd saved as `packed`, for a reader in the backward of stage i."""
         if not self.in_backward:
             if torch._C._current_graph_task_id() == -1:
-                raise ExecutionError(f"what stage {self._stage.name!r} saved can only be read by its backward under rotoff")
+                raise ExecutionError(f"what stage {self.tape.name!r} saved can only be read by its backward under rotoff")
             step.advance_to(self.i)  # no hook fired: the gradient entered within the stage
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
         tensor = slot.tensor
@@ -200,7 +197,7 @@ class StageRun:
         if tensor._version != slot.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
-                f" that stage {self._stage.name!r} saved; clone it before changing it"
+                f" that stage {self.tape.name!r} saved; clone it before changing it"
             )
         if isinstance(packed, InputRef) and packed.view is not None:
             return packed.view.into(tensor)
@@ -214,7 +211,7 @@ class StageRun:
         alone: for the stage's own backward. Nobody takes its outputs then; it ends at the last tensor that autograd saved
         and returns none.
         """
-        enough = self._behaviour.enough if alone else 0
+        enough = self._behaviour.enough if alone and self._as_measured else 0
         inputs, places = self._detached(given)
         slots, shapes, count = self._slots, self._shapes, 0
         if keep:
@@ -238,10 +235,9 @@ class StageRun:
             if count == enough:
                 raise Redone
 
-        assert self._replay is not None
         try:
             with self._replay, saved_tensors_hooks(pack, _never):
-                made, _ = flatten(self._stage.run(self._rebuild(inputs)))
+                made = self.tape.run(inputs)
         except Redone:
             return []
         if count != len(slots) or [(tensor.shape, tensor.dtype) for tensor in made] != self._made:
@@ -254,9 +250,11 @@ class StageRun:
     def redo(self, given: list[torch.Tensor]) -> None:
         """Make again what the form that `recipe` describes did not store; the slots are full then, as after ``F_all``."""
         assert self.recipe is not None
-        assert self._replay is not None
         inputs, places = self._detached(given)
         stored = {n: slot.tensor for n, slot in self.stored.items() if slot.tensor is not None} | self._kept_saved
+        if not (self._as_measured and self.recipe.kept <= stored.keys()):
+            self._make_all(given)
+            return
         count = 0
 
         def pack(tensor: torch.Tensor) -> None:
@@ -270,10 +268,14 @@ class StageRun:
                 slot.put(tensor.detach() if tensor.requires_grad else tensor)
 
         try:
-            redo(self.recipe, lambda: self._stage.run(self._rebuild(inputs)), stored, pack, self._replay)
+            redo(self.recipe, lambda: self.tape.run(inputs), stored, pack, self._replay)
         except OtherOperations:
-            raise self._changed() from None
+            self._make_all(given)
         self.stored.clear()
+
+    def _make_all(self, given: list[torch.Tensor]) -> None:
+        """The form was made for another course: all that autograd saved is made again."""
+        self.again(given, True, None, alone=False)
 
     def _detached(self, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], set[int]]:
         """Inputs of a run apart from the user's graph, and where their bytes are."""
@@ -284,48 +286,17 @@ class StageRun:
         """Fill and hold slot `n` where form `recipe` stores it; `slot` is it, where the graph still has it."""
         if n in recipe.kept:
             if View.of(tensor) != recipe.views[n]:
-                raise self._changed()
+                return
             slot = slot or Slot(None)
             slot.put(tensor)
             self.stored[n] = slot
 
     def _changed(self) -> ExecutionError:
         return ExecutionError(
-            f"stage {self._stage.name!r} saved other tensors for backward than when it was measured (its forward depends"
+            f"stage {self.tape.name!r} saved other tensors for backward than when it was measured (its forward depends"
             " on data or state); call measure() again, or merge it with its neighbours into one stage"
         )
 
 
 def _never(_: None) -> torch.Tensor:
     raise ExecutionError(BESIDE)
-
-
-class KindsNow(list[SavedKind]):
-    """Whose bytes the tensors are that a stage saves in this run, where they are others in each (`Behaviour.varying`).
-
-    What such a stage saves in the host's memory where it computes on a device (attention on CUDA keeps its random state there) is
-    nobody's: it stays where it is.
-
-    Args:
-        inputs: of the run. staying: numbers of those that lie in skip connections kept in place.
-    """
-
-    def __init__(self, stage: StageModule, inputs: Sequence[torch.Tensor], staying: Collection[int]) -> None:
-        super().__init__()
-        lasting = [*(p for module in stage.modules for p in module.parameters()), *(b for _, _, b in stage.buffers())]
-        lasting += [
-            t
-            for module in stage.every_module()
-            for t in vars(module).values()
-            if isinstance(t, torch.Tensor) and not t.is_sparse
-        ]
-        self._kinds = {storage_key(t): SavedKind.RESIDENT for t in lasting}
-        self._on_host = all(t.is_cpu for t in (*lasting, *inputs))
-        for n, t in enumerate(inputs):
-            self._kinds[storage_key(t)] = SavedKind.KEPT if n in staying else SavedKind.INPUT
-
-    def pack(self, pack: Callable[[torch.Tensor], Packed], tensor: torch.Tensor) -> Packed:
-        """What `pack` makes of the next tensor saved, told its kind."""
-        other = SavedKind.RESIDENT if tensor.is_cpu and not self._on_host else SavedKind.OWN
-        self.append(self._kinds.get(storage_key(tensor), other))
-        return pack(tensor)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from ..capture.stage import storage_key
-from ..errors import ExecutionError
 from ..sequence import Op, Value, a, abar
 from .link import Link, Ticket
 
@@ -120,11 +119,11 @@ class Held:
             slot.put(tensor)
         self.on_device = self.usable = True
 
-    def offload(self, link: Link, offset: int, room: int) -> None:
-        """Start the copy of every storage to the host slab, from `offset` on.
+    def offload(self, link: Link, offset: int, room: int) -> bool:
+        """Start the copy of every storage to the host slab, from `offset` on; returns whether they fit into its `room` bytes there.
 
         Raises:
-            ExecutionError: where the storages exceed the `room` bytes planned, or one was changed in place.
+            RuntimeError: where one was changed in place.
         """
         slots = self.slots()
         self._refuse_modified(slots)
@@ -153,14 +152,13 @@ class Held:
         sources = [bytes_of(storage) for storage in storages]
         self._sizes = [source.numel() for source in sources]
         if sum(self._sizes) > room:
-            raise ExecutionError(
-                f"{self.name} holds {sum(self._sizes)} bytes, but {room} were measured; call measure() again with this input"
-            )
+            return False
         self._kinds = kinds if link.typed else []
         sources = self._as_kinds(sources)
         self._sources, self.offset = sources, offset
         self.offloaded = link.copy_out(sources, offset)
         self.tickets.append((link, self.offloaded))
+        return True
 
     def release(self) -> None:
         """Give the device bytes back once no copy touches them; slots forget their tensors, also where a copy failed."""

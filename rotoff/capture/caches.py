@@ -1,0 +1,35 @@
+"""Settings ``use_cache`` that a forward reads: off while training, which has no use for keys and values that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+def caches(model: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of `model`, its modules and their configurations that hold a setting ``use_cache`` which is True."""
+    held: dict[int, dict[str, Any]] = {}
+    for module in model.modules():
+        for value in (module, *vars(module).values()):
+            attributes = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+            if attributes.get("use_cache") is True:
+                held[id(attributes)] = attributes
+    return list(held.values())
+
+
+@contextmanager
+def switched_off(held: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Within, the `caches` are off.
+
+    For forwards that read the setting there rather than take it as an argument; training has no use for keys and values kept.
+    """
+    for attributes in held:
+        attributes["use_cache"] = False
+    try:
+        yield
+    finally:
+        for attributes in held:
+            attributes["use_cache"] = True

@@ -1,0 +1,100 @@
+"""The course that a plan expects of a model's forward: its calls, where one stage ends and the next begins, and what crosses.
+
+Used to find the stages in a step while the model's own code runs (`runtime.live`). It says where bytes are expected, and no value
+is ever taken from it: a forward that takes another course runs all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from .segment import Segment
+from .sharding import gathers
+from .stage import StageModule
+from .tape import Operation, Tape
+from .unrepeatable import compiled
+
+OUTSIDE = 0  # in place of a stage: what is made for all stages or for none, and is charged to no value
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one forward is expected to do.
+
+    functions: of each call that makes or changes tensors, in order; a module that is called as a whole counts as one. stages: the
+    stage that each belongs to, from 1, or `OUTSIDE`. outputs: of each, the number of each tensor that it returns, None for a
+    parameter or a buffer. last_uses: of each, the tensors that no call needs after it. draws: of each, whether it draws random numbers.
+    crossing: of each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
+    `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well.
+    """
+
+    functions: tuple[Callable[..., Any], ...]
+    stages: tuple[int, ...]
+    outputs: tuple[tuple[int | None, ...], ...]
+    last_uses: tuple[tuple[int, ...], ...]
+    draws: tuple[bool, ...]
+    crossing: tuple[tuple[tuple[int, int], ...], ...]
+    opaque: frozenset[nn.Module]
+
+    @cached_property
+    def opaque_stages(self) -> frozenset[int]:
+        """The stages that call one of those."""
+        pairs = zip(self.functions, self.stages, strict=True)
+        return frozenset(stage for function, stage in pairs if isinstance(function, nn.Module) and function in self.opaque)
+
+    @cached_property
+    def whole(self) -> frozenset[Any]:
+        """The modules that are called as a whole."""
+        return frozenset(function for function in self.functions if isinstance(function, nn.Module))
+
+
+def expected(tape: Tape, stages: Sequence[StageModule]) -> Course:
+    """The course that `tape` recorded, cut into `stages`."""
+    stage_of: dict[int, int] = {}  # by an operation's id
+    for i, stage in enumerate(stages, start=1):
+        for segment in _segments(stage):
+            stage_of.update((id(op), i) for op in segment.operations)
+    calls = [op for op in tape.operations if not op.added and _makes(op)]
+    place = {id(op): k for k, op in enumerate(calls)}
+    made = {n: stage_of.get(id(op), OUTSIDE) for op in reversed(calls) for n in op.outputs if n is not None}
+    last: dict[int, int] = {}
+    following = len(calls)
+    for op in reversed(tape.operations):
+        following = place.get(id(op), following)
+        for n in (*op.reads, *(n for n in op.outputs if n is not None)):
+            last.setdefault(n, following)  # of a question, the call that comes after it
+    lasting = set(tape.result_variables())
+    last_uses: list[list[int]] = [[] for _ in range(len(calls) + 1)]
+    for n, k in last.items():
+        if n not in lasting and made.get(n, OUTSIDE) != OUTSIDE:
+            last_uses[k].append(n)
+    crossing = []
+    for stage in stages:
+        leaves = _segments(stage)[-1].leaves
+        crossing.append(tuple((n, at) for at, n in enumerate(leaves or ()) if made.get(n, OUTSIDE) != OUTSIDE))
+    return Course(
+        functions=tuple(op.function for op in calls),
+        stages=tuple(stage_of.get(id(op), OUTSIDE) for op in calls),
+        outputs=tuple(op.outputs for op in calls),
+        last_uses=tuple(map(tuple, last_uses[:-1])),
+        draws=tuple(op.draws for op in calls),
+        crossing=tuple(crossing),
+        opaque=frozenset(op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)),
+    )
+
+
+def _opaque(module: nn.Module, tape: Tape) -> bool:
+    return module in tape.opaque or compiled(module) or gathers(module)
+
+
+def _makes(op: Operation) -> bool:
+    return bool(op.outputs or op.writes or op.writes_owned or isinstance(op.function, nn.Module))
+
+
+def _segments(stage: StageModule) -> list[Segment]:
+    return [module for module in stage.modules if isinstance(module, Segment)]

@@ -1,0 +1,96 @@
+"""What a forward that only serves to measure leaves of itself in a model is undone: counters, lists, caches, buffers put in place of others."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .outside import other_generators, put_other_generators
+from .unrepeatable import compiled
+
+_DEPTH = 4  # of containers and objects within one another that are looked into
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[None]:
+    """After the block the modules of `model` hold what they held before it, as do the containers, the objects and the tensors that are
+    no buffers in their attributes; and Python's and NumPy's generators go on from where they were."""
+    drawn = other_generators()
+    before: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        if not compiled(module):
+            _note(vars(module), before, 0)
+    try:
+        yield
+    finally:
+        for held, content in before.values():
+            _put_back(held, content)
+        put_other_generators(drawn)
+
+
+def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
+    if id(value) in before or depth > _DEPTH:
+        return
+    if isinstance(value, nn.Module):
+        return
+    if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor and not value.requires_grad and value.layout is torch.strided and not value.is_meta:
+            before[id(value)] = value, (value._version, value.detach().clone())
+    elif isinstance(value, torch.Generator):
+        before[id(value)] = value, value.get_state()
+    elif isinstance(value, dict):
+        before[id(value)] = value, dict(value)
+        for one in (*value.values(),):
+            _note(one, before, depth + 1)
+    elif isinstance(value, (list, deque)):
+        before[id(value)] = value, list(value)
+        for one in (*value,):
+            _note(one, before, depth + 1)
+    elif isinstance(value, set):
+        before[id(value)] = value, set(value)
+    elif type(value) is tuple:
+        for one in value:
+            _note(one, before, depth + 1)
+    elif type(value).__module__ in ("builtins", "torch") or isinstance(value, type):
+        return
+    elif hasattr(value, "getstate") and hasattr(value, "setstate"):  # random.Random
+        before[id(value)] = value, value.getstate()
+    elif type(value).__module__.partition(".")[0] not in ("torch", "numpy") and isinstance(
+        getattr(value, "__dict__", None), dict
+    ):
+        _note(vars(value), before, depth + 1)
+    elif (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray:
+        before[id(value)] = value, value.copy()
+
+
+def _put_back(held: Any, content: Any) -> None:
+    if isinstance(held, torch.Tensor):
+        version, numbers = content
+        if held._version != version:
+            with torch.no_grad():
+                held.copy_(numbers)
+    elif isinstance(held, torch.Generator):
+        held.set_state(content)
+    elif isinstance(held, (dict, set)):
+        if held != content if isinstance(held, set) else _differs(held, content):
+            held.clear()
+            held.update(content)
+    elif isinstance(held, deque):
+        held.clear()
+        held.extend(content)
+    elif hasattr(held, "setstate"):
+        held.setstate(content)
+    else:
+        held[:] = content
+
+
+def _differs(held: dict[Any, Any], content: dict[Any, Any]) -> bool:
+    return len(held) != len(content) or any(
+        a is not b or held[a] is not content[b] for a, b in zip(held, content, strict=True)
+    )
