@@ -210,7 +210,7 @@ class Checkpointable(RotorNames, LikeItsModel):
             return parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        request = Request(limit, mode, mem_slots, options, policy, plain=not self._check, cache=self._cache)
+        request = Request(limit, mode, mem_slots, options, policy, plain=not self._check, here=True, cache=self._cache)
         self._courses.ask(request)
         return self
 
@@ -219,7 +219,8 @@ class Checkpointable(RotorNames, LikeItsModel):
 
         Ask it before choosing a limit, or to know whether the model fits a device at all; nothing is planned. It is of what was
         measured last, and the same in all processes of a group. `rotoff.min_mem_limit` of the ``chain`` is another number, since the
-        chain counts the batch, and neither constants of a step nor skip connections kept in place.
+        chain counts the batch, and neither constants of a step nor skip connections kept in place. On CUDA it takes the host to have
+        room for what the plan moves; where it has not, the error of `compute_sequence` names a limit that needs none.
 
         Args:
             mode: "joint", "remat" (recompute only) or "offload" (move only).

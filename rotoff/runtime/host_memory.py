@@ -5,8 +5,10 @@ PyTorch's own pinned allocator rounds a request up to a power of two and never g
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,8 @@ from ..sizes import parse_bytes
 
 _cuda: Any = torch.cuda  # typed in part only
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap does not name
+SEGMENT_BYTES = 1 << 30  # what is locked at once: a driver may refuse one range of tens of GiB that it takes in pieces
 _CURE = (
     'plan fewer host bytes with a larger mem_limit or with mode="remat", give the process more memory, or say in the environment that'
     " there is more (ROTOFF_HOST_MEMORY)"
@@ -71,6 +75,24 @@ class Slab:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
+def pin(nbytes: int, device: torch.device) -> list[Segment]:
+    """`nbytes` bytes of page-locked memory, in segments of at most `SEGMENT_BYTES`; all of them or none.
+
+    Raises:
+        rotoff.ExecutionError: where the host cannot give or lock them.
+    """
+    _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
+    segments: list[Segment] = []
+    try:
+        for start in range(0, nbytes, SEGMENT_BYTES):
+            segments.append(PinnedSegment(min(SEGMENT_BYTES, nbytes - start), device))
+    except BaseException:
+        for segment in segments:
+            segment.close()
+        raise
+    return segments
+
+
 class PinnedSegment:
     """`nbytes` bytes of page-locked memory that `device` copies from and to at full speed and without the host's help.
 
@@ -79,11 +101,9 @@ class PinnedSegment:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        free = available_bytes()
-        if free is not None and nbytes > free:  # locking more than there is invites the kernel to kill the process
-            raise ExecutionError(f"{nbytes} bytes of pinned host memory are needed and {free} are available; {_CURE}")
         self._device = device
-        self._address = 0
+        self._address = self._taken = 0
+        _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
         try:
             self.tensor = _anonymous(nbytes)
         except (OSError, ValueError, OverflowError) as error:
@@ -92,14 +112,27 @@ class PinnedSegment:
             code = int(_cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, _PORTABLE))
             if code == 0:
                 self._address = self.tensor.data_ptr()
+                self._count(nbytes)
                 return
             _clear_last_error(device)
         del self.tensor  # or the host would hold these bytes twice
+        rounded = 1 << (nbytes - 1).bit_length()  # what PyTorch's allocator takes for them
+        _check_room(
+            rounded,
+            f"{nbytes} bytes of host memory cannot be registered (CUDA error {code}), allocating them takes {rounded}",
+        )
         try:
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             reason = f"registering them gives CUDA error {code}, allocating them {str(error).splitlines()[0]!r}"
             raise ExecutionError(f"{nbytes} bytes of host memory cannot be pinned: {reason}; {_CURE}") from error
+        self._count(rounded)
+
+    def _count(self, nbytes: int) -> None:
+        global _pinned
+        with _lock:
+            _pinned += nbytes - self._taken
+            self._taken = nbytes
 
     def close(self) -> None:
         """Unlock the memory and let it go; no copy may be under way."""
@@ -109,16 +142,40 @@ class PinnedSegment:
                 if int(_cuda.cudart().cudaHostUnregister(address)) != 0:
                     _clear_last_error(self._device)
         self.tensor = _NOTHING
+        self._count(0)
+
+
+_pinned = 0  # bytes, by all segments of this process
+_lock = threading.RLock()  # a garbage collection amid a count may close another segment
+
+
+def _check_room(nbytes: int, needed: str) -> None:
+    """Locking more than there is invites the kernel to kill the process."""
+    free = available_bytes()
+    if free is not None and nbytes > free:
+        raise ExecutionError(f"{needed} and {free} are available; {_CURE}")
+
+
+def room_for_plan(device: torch.device) -> int | None:
+    """Host bytes that a plan for `device` may use: what there is, with what this process has pinned already, shared among the
+    processes that the environment's LOCAL_WORLD_SIZE says are on this host. None where the device's host tier is no memory of the
+    host's, or the system does not say.
+    """
+    free = available_bytes() if device.type == "cuda" else None
+    if free is None:
+        return None
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return free // max(1, int(processes) if processes.isdigit() else 1) + _pinned
 
 
 def available_bytes() -> int | None:
     """Host bytes that this process can still take without swapping or being killed; None where the system does not say.
 
-    The environment's ROTOFF_HOST_MEMORY, such as "100 GiB", is taken at its word where it is set: a virtual machine that grows as it is
-    used says less than it has.
+    The environment's ROTOFF_HOST_MEMORY, such as "100 GiB", is taken at its word where it is set, less what this process has pinned:
+    a virtual machine that grows as it is used says less than it has.
     """
     if said := os.environ.get("ROTOFF_HOST_MEMORY"):
-        return parse_bytes(said, "ROTOFF_HOST_MEMORY")
+        return max(parse_bytes(said, "ROTOFF_HOST_MEMORY") - _pinned, 0)
     figures = [_meminfo(), *_cgroup_room()]
     known = [figure for figure in figures if figure is not None]
     return max(min(known), 0) if known else None
@@ -131,7 +188,21 @@ def _anonymous(nbytes: int) -> torch.Tensor:
         if hasattr(mmap, advice):
             with suppress(OSError):  # a kernel without the one shares a little more, without the other locks slower
                 pages.madvise(getattr(mmap, advice))
+    _populate(pages)
     return torch.frombuffer(pages, dtype=torch.uint8)  # the tensor keeps the mapping, and the mapping goes with it
+
+
+def _populate(pages: mmap.mmap) -> None:
+    """Have the pages now, so that a host without room for them says so here and not to the driver.
+
+    Raises:
+        OSError: where there is no room.
+    """
+    try:
+        pages.madvise(_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older kernel does not know the advice; registering brings the pages too
+            raise
 
 
 def _clear_last_error(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .host_memory import PinnedSegment, Segment, Slab
+from .host_memory import Segment, Slab, pin
 from .link import Link
 
 Stream = Any
@@ -58,8 +58,8 @@ class Streams(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """`nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
 
-    def pin(self, nbytes: int) -> Segment:
-        """`nbytes` bytes of host memory that copies can use."""
+    def pin(self, nbytes: int) -> Sequence[Segment]:
+        """`nbytes` bytes of host memory that copies can use, in one piece or more."""
 
 
 class CudaStreams:
@@ -102,8 +102,8 @@ class CudaStreams:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def pin(self, nbytes: int) -> PinnedSegment:
-        return PinnedSegment(nbytes, self.device)
+    def pin(self, nbytes: int) -> Sequence[Segment]:
+        return pin(nbytes, self.device)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ class StreamLink(Link):
 
     def reserve(self, nbytes: int) -> None:
         if nbytes > self.capacity:
-            self._slab.add(self._streams.pin(nbytes - self.capacity))
+            for segment in self._streams.pin(nbytes - self.capacity):
+                self._slab.add(segment)
             self.capacity = self._slab.nbytes
 
     def allocate(self, nbytes: int) -> torch.Tensor:

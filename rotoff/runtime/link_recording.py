@@ -122,8 +122,8 @@ class RecordingStreams:
         self.recording.allocate(self.current().name, self.recording.buffer(data.untyped_storage()), nbytes)
         return data
 
-    def pin(self, nbytes: int) -> RecordingSegment:
-        return RecordingSegment(nbytes, self.recording)
+    def pin(self, nbytes: int) -> Sequence[RecordingSegment]:
+        return [RecordingSegment(nbytes, self.recording)]
 
     def _perhaps_run(self) -> None:
         for lane in self._lanes:

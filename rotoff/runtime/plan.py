@@ -78,11 +78,20 @@ def compile_sequence(
         untouched=_untouched(chain, sequence),
         closing=closing_replays(sequence, len(chain)),
         host=host,
-        host_bytes=max((r.offset + r.room for r in host.values()), default=0),
+        host_bytes=_slab_bytes(host),
         trace=trace,
         kept=kept,
         compact=compact,
     )
+
+
+def slab_bytes(chain: Chain, sequence: Sequence) -> int:
+    """Host memory that `sequence` takes, in one piece."""
+    return _slab_bytes(_host_ranges(chain, sequence))
+
+
+def _slab_bytes(host: dict[int, HostRange]) -> int:
+    return max((r.offset + r.room for r in host.values()), default=0)
 
 
 def expected_step(

@@ -23,11 +23,12 @@ from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all, solve
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
-from ..solver.search import check_alone, check_mode_options, parse_slots
+from ..solver.search import check_alone, check_mode_options, parse_host_limit, parse_slots
 from ..summary import in_words
-from .agreement import agree_on_sequence
+from .agreement import agree_on_limit, agree_on_sequence
 from .form_replays import replay_forms
-from .plan import ExecutionPlan, compile_sequence, expected_step
+from .host_memory import room_for_plan
+from .plan import ExecutionPlan, compile_sequence, expected_step, slab_bytes
 from .sharing import shared_bytes
 from .tails import tails_in_backward
 from .upkeep import Upkeep
@@ -61,6 +62,7 @@ class Request:
     options: dict[str, Any]
     policy: str | None = None  # a system of the papers, instead of the mode
     plain: bool = True  # whether the plain model may run where everything fits
+    here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
     cache: Cache = field(default_factory=lambda: Cache(None))
 
     def __str__(self) -> str:
@@ -153,6 +155,13 @@ class Way:
         said = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
         return replace(found, meta={**found.meta, **said})
 
+    def with_host_limit(self, nbytes: int) -> Way:
+        """The same where no more than `nbytes`, nor than the user asked for, wait on the host."""
+        options = self.request.options
+        if (asked := options.get("host_limit")) is not None:
+            nbytes = min(nbytes, parse_host_limit(asked))
+        return replace(self, request=replace(self.request, options={**options, "host_limit": nbytes}))
+
     def _expected(self, found: Sequence, operations: Iterable[Op]) -> float:
         sequence = replace(found, ops=tuple(operations))
         return expected_step(self.chain, sequence, self.tail_times, self.upkeep, sequence.mem_limit).makespan
@@ -171,7 +180,12 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
         InfeasibleError: where nothing fits, in the terms of the user's limit.
     """
     began = time.perf_counter()
-    sequence = _decide(profile, request) if group is None else agree_on_sequence(lambda: _decide(profile, request), group)
+    room = _room(profile, group) if request.here else None
+
+    def decide() -> Sequence:
+        return _decide(profile, request, room)
+
+    sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     chosen = profile.keeping(kept, compact)
     plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep)
@@ -180,8 +194,8 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     return plan
 
 
-def _decide(profile: Profile, request: Request) -> Sequence:
-    """All that `make_plan` decides, as a sequence and its meta.
+def _decide(profile: Profile, request: Request, room: int | None) -> Sequence:
+    """All that `make_plan` decides, as a sequence and its meta. room: host bytes that there are for it; None: enough.
 
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
@@ -194,8 +208,10 @@ def _decide(profile: Profile, request: Request) -> Sequence:
     try:
         if asked < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
-        return _best(asked, ways)
+        return _best_within(room, profile, request, ways)
     except InfeasibleError as error:
+        if str(error):  # of the host's memory, which says all
+            raise
         least = (
             least_limit(profile, request) if request.policy is None else max(error.min_mem_limit, profile.prefix_peak_bytes)
         )
@@ -300,6 +316,56 @@ def _best(asked: int, ways: list[Way]) -> Sequence:
     if best is None:
         raise InfeasibleError("", min(least))
     return best[1]
+
+
+def _room(profile: Profile, group: Any) -> int | None:
+    """Host bytes that every process of the group has for its plan; None where nothing is known of any."""
+
+    def room_here() -> int:
+        room = room_for_plan(profile.device)
+        return NO_LIMIT if room is None else room
+
+    least = room_here() if group is None else agree_on_limit(room_here, group)
+    return None if least >= NO_LIMIT else least
+
+
+def _best_within(room: int | None, profile: Profile, request: Request, ways: list[Way]) -> Sequence:
+    """`_best`, and where its slab of host memory is above `room` bytes, the best with a host limit.
+
+    A search with the limit from the start would have another result, and another key in the cache, each time that a little more
+    or less of the host is free.
+
+    Raises:
+        InfeasibleError: as `_best`, or in a sentence of its own where the room does not suffice.
+    """
+    found = first = _best(request.mem_limit, ways)
+    limit = room
+    while room is not None and limit is not None and (needed := _slab_bytes(profile, found)) > room:
+        if found is not first:  # values lie beside each other with gaps
+            limit = max(0, limit - (needed - room))
+        try:
+            if request.policy is not None:
+                raise InfeasibleError("", 0)
+            found = _best(request.mem_limit, [way.with_host_limit(limit) for way in ways])
+        except InfeasibleError:
+            raise _no_room(profile, request, ways, _slab_bytes(profile, first), room) from None
+    return found
+
+
+def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
+    kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
+    return slab_bytes(profile.keeping(kept, compact).chain, sequence)
+
+
+def _no_room(profile: Profile, request: Request, ways: list[Way], needed: int, room: int) -> InfeasibleError:
+    without = [min_mem_limit(way.chain, "remat") - way.more for way in ways if way.request.mode != "offload"]
+    least = max(min([told_bytes(profile, plan_everything(profile, request.plain)), *without]), profile.prefix_peak_bytes)
+    return InfeasibleError(
+        f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps {needed} bytes in pinned"
+        f" host memory, and {room} are available; give a limit of at least {format_bytes(least)} ({least} bytes), which needs none, give"
+        " the process more memory, or say in the environment that there is more (ROTOFF_HOST_MEMORY)",
+        least,
+    )
 
 
 def _infeasible(profile: Profile, request: Request, least: int, ways: list[Way]) -> InfeasibleError:

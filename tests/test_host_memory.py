@@ -1,0 +1,226 @@
+"""Pinned host memory on a machine without CUDA: a runtime that notes what it is asked to lock, and refuses what a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotoff
+from rotoff.estimation import estimate_profile
+from rotoff.profile.devices import register_device
+from rotoff.profile.model_profile import Profile
+from rotoff.runtime import host_memory, planning
+from rotoff.runtime.host_memory import SEGMENT_BYTES, PinnedSegment, Slab, pin, room_for_plan
+from rotoff.runtime.planning import Request, make_plan
+
+DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+class FakeRuntime:
+    """locked: address -> bytes. refuses: whether it refuses a range of so many bytes, the n-th it is asked for."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.asked: list[int] = []
+        self.refuses: Callable[[int, int], bool] = lambda nbytes, n: False
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == host_memory._PORTABLE
+        self.asked.append(nbytes)
+        if self.refuses(nbytes, len(self.asked)):
+            return 2
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self.locked.pop(address, None) else 1
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
+    """The segments are small here, and the host has room for 100 MiB."""
+    fake = FakeRuntime()
+    cuda = SimpleNamespace(cudart=lambda: fake)
+    monkeypatch.setattr(host_memory, "_cuda", cuda)
+    monkeypatch.setattr(host_memory, "SEGMENT_BYTES", MIB)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(host_memory, "_clear_last_error", lambda _: None)
+    monkeypatch.setenv("ROTOFF_HOST_MEMORY", "100 MiB")
+    yield fake
+    assert fake.locked == {}
+    assert host_memory._pinned == 0
+
+
+def close(segments: list[Any]) -> None:
+    for segment in segments:
+        segment.close()
+
+
+def test_memory_is_locked_in_segments_of_a_gib() -> None:
+    assert SEGMENT_BYTES == 1 << 30
+
+
+def test_segments_lie_one_after_another_in_the_slab(runtime: FakeRuntime) -> None:
+    nbytes = 3 * MIB + 5000
+    segments = pin(nbytes, DEVICE)
+    assert runtime.asked == [MIB, MIB, MIB, 5000]
+    slab = Slab()
+    for segment in segments:
+        slab.add(segment)
+    assert slab.nbytes == nbytes
+    assert [piece.numel() for piece in slab.pieces(MIB - 10, MIB + 20)] == [10, MIB, 10]
+    slab.close()
+
+
+def test_what_is_pinned_is_no_longer_free(runtime: FakeRuntime) -> None:
+    assert host_memory.available_bytes() == 100 * MIB
+    segments = pin(60 * MIB, DEVICE)
+    assert host_memory.available_bytes() == 40 * MIB
+    assert room_for_plan(DEVICE) == 100 * MIB  # the next step's plan may use them again
+    with pytest.raises(
+        rotoff.ExecutionError, match=f"^{50 * MIB} bytes of pinned host memory are needed and {40 * MIB} are"
+    ):
+        pin(50 * MIB, DEVICE)
+    assert len(runtime.asked) == 60  # nothing of what does not fit is tried
+    close(segments)
+    assert host_memory.available_bytes() == 100 * MIB
+
+
+def test_all_or_nothing(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime.refuses = lambda nbytes, n: n == 3
+    monkeypatch.setattr(torch, "empty", out_of_memory)
+    with pytest.raises(rotoff.ExecutionError, match=r"cannot be pinned: registering them gives CUDA error 2.*'no more'"):
+        pin(5 * MIB, DEVICE)
+    assert len(runtime.asked) == 3
+    assert host_memory.available_bytes() == 100 * MIB
+
+
+def out_of_memory(*_: Any, **__: Any) -> torch.Tensor:
+    raise RuntimeError("no more\nat all")
+
+
+def test_where_registering_fails_what_pytorch_rounds_to_must_fit(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own pinned allocator takes a power of two."""
+    runtime.refuses = lambda nbytes, n: True
+    made: list[int] = []
+    real = torch.empty
+
+    def unpinned(nbytes: int, **options: Any) -> torch.Tensor:
+        assert options.pop("pin_memory")
+        made.append(nbytes)
+        return real(nbytes, **options)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    segment = PinnedSegment(33 * MIB, DEVICE)
+    assert host_memory.available_bytes() == 36 * MIB
+    with pytest.raises(
+        rotoff.ExecutionError, match=rf"CUDA error 2\), allocating them takes {64 * MIB} and {36 * MIB} are available"
+    ):
+        PinnedSegment(33 * MIB, DEVICE)
+    assert made == [33 * MIB]
+    segment.close()
+
+
+def test_pages_are_there_before_they_are_locked(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[int] = []
+
+    class Pages(mmap.mmap):
+        def madvise(self, advice: int, *_: int) -> None:  # type: ignore[override]
+            advised.append(advice)
+            if advice == host_memory._POPULATE_WRITE:
+                raise OSError(failure, "as the test wants it")
+
+    monkeypatch.setattr(host_memory.mmap, "mmap", Pages)
+    failure = errno.EINVAL  # a kernel before Linux 5.14
+    PinnedSegment(MIB, DEVICE).close()
+    assert advised[-1] == host_memory._POPULATE_WRITE
+    failure = errno.ENOMEM
+    with pytest.raises(rotoff.ExecutionError, match=rf"the host cannot give {MIB} bytes of memory .*as the test wants it"):
+        PinnedSegment(MIB, DEVICE)
+    assert runtime.asked == [MIB]
+
+
+def test_processes_of_a_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROTOFF_HOST_MEMORY", "80 MiB")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert room_for_plan(DEVICE) == 10 * MIB
+    assert room_for_plan(torch.device("cpu")) is None  # whose host tier is a file
+
+
+# -- plans that fit the host
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+    device = rotoff.Device("for the host", 10**12, 1e12, {"float32": 1e9}, 1e9, 1e9)
+    register_device(device)
+    found = estimate_profile(nn.Sequential(*blocks, nn.Linear(64, 1)), (torch.randn(512, 64),), {}, device)
+    return replace(found, device=DEVICE)
+
+
+def request(profile: Profile, mode: str, share: float = 0.6, **options: Any) -> Request:
+    everything = make_plan(profile, Request(10**12, "joint", 50, {})).trace.peak_bytes
+    return Request(int(share * everything), mode, 50, {"refine": 0.1, **options}, here=True)
+
+
+@pytest.mark.parametrize("mode", ["joint", "offload"])
+def test_a_plan_uses_no_more_of_the_host_than_there_is(profile: Profile, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "room_for_plan", lambda _: None)
+    asked = request(profile, mode, 0.8)
+    free = make_plan(profile, asked)
+    assert free.host_bytes > 0
+    monkeypatch.setattr(planning, "room_for_plan", lambda _: free.host_bytes)
+    assert make_plan(profile, asked).sequence.ops == free.sequence.ops
+    if mode == "joint":
+        monkeypatch.setattr(planning, "room_for_plan", lambda _: free.host_bytes - 1)
+        tight = make_plan(profile, asked)
+        assert 0 <= tight.host_bytes < free.host_bytes
+        assert tight.trace.makespan >= free.trace.makespan
+    monkeypatch.setattr(planning, "room_for_plan", lambda _: 0)
+    if mode == "joint":
+        assert make_plan(profile, asked).host_bytes == 0
+    elsewhere = make_plan(profile, replace(asked, here=False))  # an estimate for another machine knows nothing of its host
+    assert elsewhere.host_bytes == free.host_bytes
+
+
+def test_a_plan_that_does_not_fit_the_host_is_refused_and_not_its_step(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "room_for_plan", lambda _: None)
+    asked = request(profile, "offload")
+    needed = make_plan(profile, asked).host_bytes
+    monkeypatch.setattr(planning, "room_for_plan", lambda _: 1000)
+    with pytest.raises(
+        rotoff.InfeasibleError, match=rf"keeps {needed} bytes in pinned host memory, and 1000 are available; give a limit"
+    ) as error:
+        make_plan(profile, asked)
+    enough = replace(asked, mem_limit=error.value.min_mem_limit)
+    assert make_plan(profile, enough).host_bytes == 0
+
+
+def test_the_users_own_host_limit_still_holds(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "room_for_plan", lambda _: None)
+    asked = request(profile, "joint", 0.8)
+    half = make_plan(profile, asked).host_bytes // 2
+    monkeypatch.setattr(planning, "room_for_plan", lambda _: half)
+    assert make_plan(profile, request(profile, "joint", 0.8, host_limit=half // 4)).trace.host_peak_bytes <= half // 4
+
+
+def test_a_policy_that_does_not_fit_the_host_is_refused(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "room_for_plan", lambda _: 1000)
+    asked = Request(10**12, "joint", 50, {}, policy="overlap", here=True)
+    with pytest.raises(rotoff.InfeasibleError, match="the training step with policy overlap .* and 1000 are available"):
+        make_plan(profile, asked)
