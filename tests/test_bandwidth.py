@@ -11,7 +11,7 @@ import torch
 from allocated import peak_bytes
 
 import rotoff
-from rotoff.runtime import bandwidth
+from rotoff.runtime import bandwidth, link_pool
 from rotoff.runtime.bandwidth import COLD_BYTES, measure_bandwidth
 from rotoff.runtime.link import Link
 from rotoff.runtime.link_cuda import CudaLink
@@ -123,6 +123,38 @@ def test_copies_that_queue_are_timed_together(clock: Clock, nbytes: int, rate: f
     assert out > 1.5 * one[0] or nbytes > 32 << 20
     assert link.capacity == nbytes
     assert (FileLink.queues, CudaLink.queues) == (False, True)
+
+
+def test_a_link_where_copies_queue_is_asked_for_no_more_than_256_mib(clock: Clock) -> None:
+    for nbytes, reserved in ((100 << 20, 100 << 20), (3 << 30, 256 << 20)):
+        link = CachedLink(clock)
+        link.cached, link.queues = False, True
+        measure_bandwidth(link, nbytes, 40 * nbytes)
+        assert link.capacity == reserved
+
+
+def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who only recomputes has none at all, and a link whose memory steps have used keeps it."""
+    made: list[Closing] = []
+
+    class Closing(CachedLink):
+        cached, queues, closed = False, True, False
+
+        def __init__(self, *_: object) -> None:
+            super().__init__(clock)
+            made.append(self)
+
+        def close(self) -> None:
+            self.closed, self.capacity = True, 0
+
+    monkeypatch.setattr(link_pool, "_new_link", Closing)
+    pool = LinkPool()
+    assert pool.bandwidth(torch.device("cpu"), 3 << 30)[0] == pytest.approx(COLD)
+    assert [link.closed for link in made] == [True]
+    assert pool._taken == {}
+    pool.give_back(pool.take(torch.device("cpu"), 100 << 20))
+    pool.bandwidth(torch.device("cpu"), 1 << 20)
+    assert (len(made), made[1].closed, made[1].capacity) == (2, False, 100 << 20)
 
 
 def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:

@@ -17,6 +17,8 @@ from .trial import Run, backward, get_edges, ones
 
 LEAST_TAIL = 0.01  # of a stage's forward: a shorter one is not worth timing, and counts as none
 
+MOST_COPIED = 256 << 20  # bytes: larger copies are no faster, and take twice as much of the device
+
 
 class HostClock:
     def __init__(self) -> None:
@@ -130,8 +132,9 @@ def _run_with_tail(run: Run, enough: int, tick: Callable[[], None]) -> None:
 
 
 def copy_bandwidth(nbytes: float, device: torch.device) -> float:
-    """B/s at which a tensor of `nbytes` is copied on `device`: the median of five, after a first that does not count."""
-    source, ticks = torch.zeros(max(1, int(nbytes)), dtype=torch.uint8, device=device), clock(device)
+    """B/s at which a tensor of `nbytes`, or of `MOST_COPIED`, is copied on `device`: the median of five, after a first that does not count."""
+    nbytes = max(1, min(int(nbytes), MOST_COPIED))
+    source, ticks = torch.zeros(nbytes, dtype=torch.uint8, device=device), clock(device)
     source.clone()
     for _ in range(5):
         ticks.tick()

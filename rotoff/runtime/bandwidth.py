@@ -19,18 +19,22 @@ from .link import Link
 COLD_BYTES = 64 << 20
 # What is copied between two looks at the clock where copies queue: asking for a copy and seeing it done takes tens of microseconds.
 QUEUED_BYTES, QUEUED = 32 << 20, 32
+# More makes a copy that queues no faster, and takes as much pinned memory and as much of the device.
+MOST_QUEUED_BYTES = 256 << 20
 
 
 def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
-    link: idle, since its first host bytes are reserved and overwritten. nbytes: the size of the copies that count. step_bytes: that a
-    step may move in all.
+    link: idle, since its first host bytes are reserved and overwritten. nbytes: the size of the copies that count, of which a link
+    where they queue needs no more than `MOST_QUEUED_BYTES`. step_bytes: that a step may move in all.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
     """
     nbytes = max(int(nbytes), 1)
+    if link.queues:
+        nbytes = min(nbytes, MOST_QUEUED_BYTES)
     places = _reserve(link, nbytes, -(-min(int(step_bytes), COLD_BYTES) // nbytes) if link.cached else 1)
     values = _values(link, nbytes, places)
     rounds = max(2, -(-repeats // places)) if places > 1 else repeats

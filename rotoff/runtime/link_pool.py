@@ -65,12 +65,16 @@ class LinkPool:
     def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
         """(device to host, host to device) in bytes per second for copies of `nbytes`, and whether both can run at once.
 
-        step_bytes: as of `measure_bandwidth`.
+        step_bytes: as of `measure_bandwidth`. Pinned memory that was taken for it is given back, since plans without moves need none.
         """
-        link = self.take(device, nbytes)
+        link = self.take(device, 0)
+        had = link.capacity
         try:
             return *measure_bandwidth(link, nbytes, step_bytes), link.duplex
         finally:
+            if link.queues and not had:
+                with self._lock:
+                    self._taken[id(link)] = -1  # as one that was closed meanwhile
             self.give_back(link)
 
     def close(self) -> None:
