@@ -7,7 +7,8 @@ Cells of one workload: plain; rotoff joint at --limits (percent of the plain pea
 itself; each peer, and rotoff joint at its peak, named ``joint@PEER``; rotoff remat and offload; with --compiled, `torch.compile`
 with its memory budgets and rotoff over compiled blocks. A cell that is in the file already, from the same machine and versions, is not run again (--again CELL forces it; each
 keeps the commit that ran it). Where others used the machine, --wider 0.06 runs those cells again, at the end, whose quartiles are further
-apart than that, and keeps whichever run has them closer: a cell is chosen by its spread alone, never by what it says. Cells go round by method, so that no method has the machine's best hour.
+apart than that, and keeps whichever run has them closer: a cell is chosen by its spread alone, never by what it says. Cells go round by
+method, so that no method has the machine's best hour; on CUDA, where the machine may be there for minutes, one workload after the other.
 
 Times of stages that one cell has measured serve the later ones of the same call (rotoff's own cache, in a folder that lives
 as long as the call); bytes are measured in each.
@@ -113,7 +114,14 @@ class Grid:
     def todo(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, cell) of all cells that have not run, in order; later ones need the results of earlier ones."""
         options = self.options
-        chosen = [w.name for w in workloads.SUITES[options.suite] if w.name in (options.workloads or [w.name])]
+        chosen = options.workloads or [w.name for w in workloads.SUITES[options.suite]]
+        for together in [[name] for name in chosen] if options.by == "workload" else [chosen]:
+            yield from self._cells(together)
+        yield from self._wide(chosen)
+
+    def _cells(self, chosen: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Those of some workloads, which go round by method."""
+        options = self.options
         compiled = chosen if options.compiled == [] else [name for name in chosen if name in (options.compiled or ())]
         yield from self._peers(chosen, ("plain",))
         yield from self._at_limits(chosen, "joint")
@@ -131,7 +139,6 @@ class Grid:
             yield from self._at_limits(chosen, mode)
         yield from self._peers(compiled, methods.BUDGETS)
         yield from self._in_their_bytes(compiled, "joint-compiled", methods.BUDGETS)
-        yield from self._wide(chosen)
 
     def _wide(self, chosen: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each cell once more whose quartiles are further apart than asked."""
@@ -244,7 +251,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--start", type=Path, help="where --out is not there yet: go on from this file, if of the same machine"
     )
-    parser.add_argument("--workloads", nargs="*", metavar="NAME", help="only these")
+    parser.add_argument("--workloads", nargs="*", metavar="NAME", help="only these, in this order")
+    parser.add_argument(
+        "--by",
+        choices=("method", "workload"),
+        help="all workloads by one method after the other, or one workload after the other (cuda: workload, else method)",
+    )
     parser.add_argument("--limits", nargs="*", type=float, default=[80, 60, 45, 30, 20], help="%% of the plain peak")
     parser.add_argument(
         "--compiled",
@@ -261,6 +273,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="compute threads of every method (CPU: cores - 1)")
     options = parser.parse_args(arguments)
     options.device = "cuda" if options.suite == "cuda" else "cpu"
+    options.by = options.by or ("workload" if options.suite == "cuda" else "method")
+    known = [workload.name for workload in workloads.SUITES[options.suite]]
+    for name in options.workloads or ():
+        if name not in known:
+            parser.error(f"{name!r} is no workload of suite {options.suite}; it has {', '.join(known)}")
     if options.threads is None and options.device == "cpu":
         options.threads = max(1, (machine("cpu")["cores"] or 2) - 1)
     return options
