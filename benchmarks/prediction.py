@@ -33,6 +33,7 @@ import torch
 
 import rotoff
 from rotoff.runtime.plan import expected_step
+from rotoff.whole_file import write_whole
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import compare_modes  # after the path that it lies on
@@ -156,6 +157,23 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     }
 
 
+def figures(
+    comparison: compare_modes.Comparison, kept: bool, load: tuple[float, float, float], seconds: float, rows: list[Row]
+) -> dict[str, Any]:
+    """What is written, after each row. kept: whether malloc keeps what is freed. load: before. seconds: since the start."""
+    options, chain = comparison.options, comparison.model.chain
+    return {
+        "machine": {**compare_modes.machine(options), "load_before": load, "load_after": os.getloadavg()},
+        "options": {key: str(value) if key in ("device", "json") else value for key, value in vars(options).items()},
+        "freed_memory_kept": kept,
+        "keep_all_bytes": comparison.model.keep_all_memory,
+        "bandwidth": {"d2h": chain.d2h_bandwidth, "h2d": chain.h2d_bandwidth, "duplex": chain.duplex},
+        "seconds": seconds,
+        "summary": summary(rows),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
 def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures here")
@@ -175,27 +193,17 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         compare_modes.timed_step(comparison.plain, batch)
     comparison.measure(progress)
     print(HEADER, flush=True)
-    rows = []
+    rows: list[Row] = []
     for limit, mode in [(1.0, "joint"), *[(part / 100, mode) for part in options.limits for mode in compare_modes.MODES]]:
         row = measure(comparison, limit, mode, own.seconds, own.pairs)
+        print(f"{limit:5.0%}  {mode:<7} does not fit" if row is None else line(row), flush=True)
         if row is not None:
             rows.append(row)
-        print(f"{limit:5.0%}  {mode:<7} does not fit" if row is None else line(row), flush=True)
+            if own.out:  # now, since there may be no time for the next one
+                found = figures(comparison, kept, load, time.perf_counter() - start, rows)
+                write_whole(own.out, json.dumps(found, indent=1) + "\n")
     comparison.model.close()
-    chain = comparison.model.chain
-    figures = {
-        "machine": {**compare_modes.machine(options), "load_before": load, "load_after": os.getloadavg()},
-        "options": {key: str(value) if key in ("device", "json") else value for key, value in vars(options).items()},
-        "freed_memory_kept": kept,
-        "keep_all_bytes": comparison.model.keep_all_memory,
-        "bandwidth": {"d2h": chain.d2h_bandwidth, "h2d": chain.h2d_bandwidth, "duplex": chain.duplex},
-        "seconds": time.perf_counter() - start,
-        "summary": summary(rows),
-        "rows": [asdict(row) for row in rows],
-    }
-    print(json.dumps(figures["summary"], indent=1))
-    if own.out:
-        own.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(summary(rows), indent=1))
     return rows
 
 

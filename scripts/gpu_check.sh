@@ -1,33 +1,39 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can tell, on any machine with CUDA, with that machine's own python3 and torch:
 #
-#   scripts/gpu_check.sh OUTDIR
+#   scripts/gpu_check.sh OUTDIR [first]            at most 4 minutes: what all else builds on
+#   scripts/gpu_check.sh OUTDIR tests              at most 8 minutes
+#   scripts/gpu_check.sh OUTDIR grid [WORKLOAD...] at most 9.5 minutes; gpt-1.3b where none is named
+#   scripts/gpu_check.sh OUTDIR reach [NETWORK...] at most 9.5 minutes
 #
-# Builds the extension in place, runs the tests marked `cuda`, the example and two benchmarks on CUDA, and writes to OUTDIR
+# in this order where time is short: `first` builds the extension in place, uses each of CUDA's libraries once, probes the machine
+# (scripts/gpu_probe.py) and runs the tests that judge speed one by one; `tests` runs all others, two benchmarks and the example; `grid`
+# the benchmarks' grid, one workload after the other (LIMITS="60 30" in the environment: these shares of the plain peak, in %, and
+# not all five; COMPILED=1: with torch.compile, too); `reach` a step of each network of benchmarks/reach.py (12 GB, at the sizes in
+# benchmarks/results/reach.json). Grid and reach go on where the last call stopped, from OUTDIR or else from the file committed under
+# benchmarks/results/, where that is of the same machine.
+#
+# OUTDIR gets, each as soon as it is there
 #   log.txt             the machine, and what each step printed, whole
 #   summary.json        the machine, the versions, and of each step: exit code, seconds, what failed, what the tests measured
-#   tests.xml, alone.xml  the tests' results; those of the second judge speed and run one by one
-#   prediction.json, compare_modes.json, interpreter_cost.json  those benchmarks and the example's table, on CUDA
-# A step that fails does not stop the others; what matters most comes first. Each step has its time limit; together they stay
-# below 9.5 minutes.
+#   clocks.csv          clocks, power, temperature, memory and what holds the clock back, once a second
+#   probe.json, alone.xml                                              of `first`
+#   tests.xml, prediction.json, interpreter_cost.json, compare_modes.json  of `tests`; a row of prediction.json at a time
+#   grid_cuda.json or reach.json, results.md
+# A build that fails stops the call; any other step that fails does not stop those after it. A test that does not begin for lack of time
+# has failed.
 #
-#   scripts/gpu_check.sh OUTDIR grid [WORKLOAD...]
-#   scripts/gpu_check.sh OUTDIR reach [NETWORK...]
-#
-# run the benchmarks' grid on CUDA into OUTDIR/grid_cuda.json (LIMITS="60 30" in the environment: these shares of the plain peak,
-# in %, and not all five), or a step of each network of benchmarks/reach.py (12 GB, at the sizes
-# in benchmarks/results/reach.json) into OUTDIR/reach.json, in at most 9.5 minutes. The grid goes on where the last call stopped,
-# from OUTDIR or else from the file committed under benchmarks/results/, where that is of the same machine; the page of results is
-# written to OUTDIR/results.md each time.
+# Host memory: ROTOFF_HOST_MEMORY in the environment (such as "100 GiB") says how much there is. Where it says nothing, up to
+# 48 GiB are taken and given back (scripts/host_room.py), since a machine that grows as it is used says too little.
 #
 # Exit code: 0 all well, 1 a step failed, 2 wrong usage, 3 no CUDA here, 4 the grid is not complete: call again.
 # PYTHON names another interpreter than python3. It needs torch, Cython, setuptools, NumPy and pytest; tests run side by side where
 # pytest-xdist is.
 set -uo pipefail
 
-mode=${2:-checks}
-if [ $# -lt 1 ] || [[ ! $mode =~ ^(checks|grid|reach)$ ]] || { [ "$mode" = checks ] && [ $# -gt 2 ]; }; then
-    echo "usage: $0 OUTDIR [grid [WORKLOAD...] | reach [NETWORK...]]" >&2
+mode=${2:-first}
+if [ $# -lt 1 ] || [[ ! $mode =~ ^(first|tests|grid|reach)$ ]] || { [[ $mode =~ ^(first|tests)$ ]] && [ $# -gt 2 ]; }; then
+    echo "usage: $0 OUTDIR [first | tests | grid [WORKLOAD...] | reach [NETWORK...]]" >&2
     exit 2
 fi
 mkdir -p "$1" || exit 2
@@ -37,6 +43,7 @@ cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # 32 MiB, Hopper's default, and deterministic if asked
+case $mode in first) budget=240 ;; tests) budget=480 ;; *) budget=570 ;; esac # seconds; bash counts them in SECONDS
 
 reason=$("$python" - 2>/dev/null <<'PYTHON'
 try:
@@ -55,161 +62,101 @@ fi
 log=$out/log.txt
 say() { echo "$@" | tee -a "$log"; }
 has() { "$python" -c "import $1" 2>/dev/null; }
+left() { echo $((budget - SECONDS - 3)); } # seconds, but for what the script itself takes
 
-: >"$log"
-say "== $(date -u +%FT%TZ) $(nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version --format=csv,noheader 2>&1 | head -1)"
+say "== $(date -u +%FT%TZ) $mode: $(nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version --format=csv,noheader 2>&1 | head -1)"
 say "== $(nproc) cores, $(grep -E '^(MemTotal|MemAvailable|SwapTotal):' /proc/meminfo | tr -s ' \n' ' '), $(df -h "$out" | tail -1 | tr -s ' ')"
-say "== $("$python" - 2>&1 <<'PYTHON'
-import platform
-from importlib.metadata import PackageNotFoundError, version
 
-import torch
+figures=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu,memory.used
+for reasons in clocks_event_reasons.active clocks_throttle_reasons.active; do # the newer name and the older
+    nvidia-smi --query-gpu=$reasons --format=csv,noheader >/dev/null 2>&1 && figures+=,$reasons && break
+done
+nvidia-smi --query-gpu=$figures --format=csv,noheader -l 1 >>"$out/clocks.csv" 2>/dev/null &
+watch=$!
+trap 'kill "$watch" 2>/dev/null' EXIT
 
-print("Python", platform.python_version(), "cuDNN", torch.backends.cudnn.version(), "CUDA", torch.version.cuda, end=" ")
-for package in ("torch", "numpy", "Cython", "setuptools", "pytest", "pytest-xdist", "torchvision", "timm", "transformers"):
-    try:
-        print(package, version(package), end=" ")
-    except PackageNotFoundError:
-        print(package, "is missing", end=" ")
-PYTHON
-)"
+if [ -z "${ROTOFF_HOST_MEMORY:-}" ]; then
+    room=$(timeout -k 5 25 "$python" scripts/host_room.py 48 2>>"$log" | tail -n 1)
+    [ -n "$room" ] && export ROTOFF_HOST_MEMORY=$room
+fi
+say "== host memory: ${ROTOFF_HOST_MEMORY:-as the system says}, $SECONDS s so far"
+"$python" scripts/gpu_summary.py "$out" machine 2>&1 | tee -a "$log"
 
-steps=()
-run() { # name, limit in seconds, command...
-    local name=$1 limit=$2 begin code lines
+names=()
+code=0
+run() { # name, limit in seconds, command...: its exit code is in `code`, 124 where its time or the call's was up
+    local name=$1 limit=$2 begin lines
     shift 2
-    say "== $name, at most $limit s: $*"
+    names+=("$name")
+    [ "$limit" -gt "$(left)" ] && limit=$(left)
     begin=$(date +%s.%N)
-    lines=$(($(wc -l <"$log") + 1))
-    timeout -s INT -k 10 "$limit" "$@" >>"$log" 2>&1 # pytest writes its results when interrupted, and not when killed
-    code=$?
-    [ $code -eq 124 ] || [ $code -eq 137 ] && echo "stopped after its $limit seconds" >>"$log"
-    steps+=("$name" "$code" "$begin" "$(date +%s.%N)" "$*")
-    tail -n "+$lines" "$log" | tail -n "$([ $code -eq 0 ] && echo 6 || echo 40)" | cut -c 1-400
-    say "== $name: exit code $code after $(awk "BEGIN { printf \"%.0f\", $(date +%s.%N) - $begin }") s"
+    if [ "$limit" -lt 5 ]; then
+        code=124
+        say "== $name: not begun, since the $budget s of this call are over"
+    else
+        say "== $name, at most $limit s: $*"
+        lines=$(($(wc -l <"$log") + 1))
+        timeout -s INT -k 10 "$limit" "$@" >>"$log" 2>&1 # pytest writes its results when interrupted, and not when killed
+        code=$?
+        [ $code -eq 124 ] || [ $code -eq 137 ] && echo "stopped after its $limit seconds" >>"$log"
+        tail -n "+$lines" "$log" | tail -n "$([ $code -eq 0 ] && echo 6 || echo 40)" | cut -c 1-400
+    fi
+    "$python" scripts/gpu_summary.py "$out" step "$name" "$code" "$begin" "$(date +%s.%N)" "$*" 2>&1 | tee -a "$log"
+}
+end() {
+    "$python" scripts/gpu_summary.py "$out" end "${names[@]}" | tee -a "$log"
+}
+run_tests() { # name, limit, marks, options...; those that have not begun 15 s before the limit fail, so that the others are written
+    local name=$1 limit=$2 marks=$3
+    shift 3
+    [ "$limit" -gt "$(left)" ] && limit=$(left)
+    export ROTOFF_TESTS_END=$(($(date +%s) + limit - 15))
+    run "$name" "$limit" "$python" -m pytest -p no:cacheprovider --durations=15 -o faulthandler_timeout=100 \
+        -o console_output_style=classic -o junit_family=xunit1 "$@" -m "$marks" --junitxml "$out/$name.xml" tests/cuda
 }
 
-build() { run build "$1" "$python" setup.py build_ext --inplace -j 8; }
-
-if [ "$mode" != checks ]; then
-    build 60
-    name=$([ "$mode" = grid ] && echo grid_cuda || echo reach).json
-    if [ "$mode" = grid ]; then
-        # shellcheck disable=SC2086
-        run grid 490 "$python" -m benchmarks.grid.run --suite cuda --seconds 4 --minutes 7.5 --cell-minutes 2.5 \
-            ${LIMITS:+--limits $LIMITS} --compiled --start "benchmarks/results/$name" --out "$out/$name" ${1:+--workloads "$@"}
-    else
-        run reach 490 "$python" benchmarks/reach.py --run --known benchmarks/results/reach.json --out "$out/$name" ${1:+--only "$@"}
-    fi
-    code=${steps[6]}
-    [ "$mode" = grid ] && [ "$code" -eq 3 ] && code=4
-    [ -e "$out/$name" ] && run page 15 "$python" -m benchmarks.grid.report "$out/$name" --out "$out/results.md"
-    [ "$code" -eq 4 ] && echo "The grid is not complete yet: run this again, with the same OUTDIR."
-    [ "$code" -eq 0 ] || [ "$code" -eq 4 ] || code=1
-    exit "$code"
+run build 60 "$python" setup.py build_ext --inplace -j 8
+if [ $code -ne 0 ]; then
+    say "Nothing else was run: the extension cannot be built."
+    end
+    exit 1
 fi
 
-build 90
-tests=("$python" -m pytest -p no:cacheprovider --durations=15 -o faulthandler_timeout=100 -o console_output_style=classic
-    -o junit_family=xunit1)
-beside=$(has xdist && echo "-n 4 --dist worksteal")
-export ROTOFF_TESTS_END=$(($(date +%s) + 40)) # tests that have not begun by then are skipped, so that the others' results are written
-run alone 60 "${tests[@]}" -m "cuda and alone" --junitxml "$out/alone.xml" tests/cuda
-export ROTOFF_TESTS_END=$(($(date +%s) + 170))
-# shellcheck disable=SC2086
-run tests 210 "${tests[@]}" $beside -m "cuda and not alone" --junitxml "$out/tests.xml" tests/cuda
-run prediction 95 "$python" benchmarks/prediction.py --device cuda --seconds 2 --pairs 5 --layers 12 --width 1024 \
-    --heads 16 --context 1024 --batch 8 --out "$out/prediction.json"
-run compare_modes 70 "$python" examples/compare_modes.py --device cuda --json "$out/compare_modes.json"
-run interpreter_cost 35 "$python" benchmarks/interpreter_cost.py --device cuda --repeats 40 --json "$out/interpreter_cost.json"
+if [ "$mode" = first ]; then
+    run warm_up 40 "$python" scripts/gpu_warm_up.py
+    run probe 45 "$python" scripts/gpu_probe.py "$out/probe.json"
+    run_tests alone 90 "cuda and alone"
+    end
+    exit
+fi
 
-"$python" - "$out" "${steps[@]}" <<'PYTHON'
-"""Write summary.json from the steps' results; exit with 1 where one failed."""
+if [ "$mode" = tests ]; then
+    run warm_up 40 "$python" scripts/gpu_warm_up.py
+    # shellcheck disable=SC2046
+    run_tests tests 210 "cuda and not alone" $(has xdist && echo "-n 4 --dist worksteal")
+    # a model that keeps the device busy: at the example's own size, the CPU's, kernels are shorter than their launches
+    size=(--layers 12 --width 1024 --heads 16 --context 1024 --batch 16)
+    run prediction 100 "$python" benchmarks/prediction.py --device cuda --seconds 2 --pairs 5 "${size[@]}" --out "$out/prediction.json"
+    run interpreter_cost 30 "$python" benchmarks/interpreter_cost.py --device cuda --repeats 40 --json "$out/interpreter_cost.json"
+    run compare_modes 70 "$python" examples/compare_modes.py --device cuda "${size[@]}" --limits 50 --json "$out/compare_modes.json"
+    end
+    exit
+fi
 
-import json
-import os
-import platform
-import subprocess
-import sys
-import xml.etree.ElementTree as ElementTree
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-
-import torch
-
-out, arguments = Path(sys.argv[1]), sys.argv[2:]
-
-
-def said(*command):
-    """The first line that `command` prints, or None."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.strip().splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
-def installed(package):
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def tests(step):
-    """Counts of a step's tests, the message of each that failed and where, the figures that they measured."""
-    try:
-        suites = ElementTree.parse(out / f"{step}.xml").getroot().iter("testsuite")
-        counts, failed = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0), {}
-        figures = {}
-        for suite in suites:
-            for name in counts:
-                counts[name] += int(suite.get(name, 0))
-            for case in suite.iter("testcase"):
-                for figure in case.iter("property"):
-                    figures[f"{case.get('name')}: {figure.get('name')}"] = figure.get("value")
-                for fault in [*case.iter("failure"), *case.iter("error")]:
-                    said = f"{(fault.get('message') or '')[:2000]}\n...\n{(fault.text or '')[-2000:]}"
-                    failed[f"{case.get('classname')}.{case.get('name')}"] = said
-        return {**counts, "failed": failed, "figures": figures}
-    except (OSError, ElementTree.ParseError) as error:
-        return {"tests": 0, "failed": {}, "unread": str(error)}
-
-
-device = torch.cuda.get_device_properties(0)
-steps = {}
-for name, code, begin, end, command in zip(*[iter(arguments)] * 5, strict=True):
-    steps[name] = {"command": command, "exit_code": int(code), "seconds": round(float(end) - float(begin), 3)}
-for name in ("alone", "tests"):
-    steps[name].update(tests(name))
-    if steps[name]["exit_code"] == 0 and steps[name]["tests"] == steps[name]["skipped"]:
-        steps[name]["exit_code"] = 5  # with CUDA at hand, tests that all skip have shown nothing
-ok = all(step["exit_code"] == 0 for step in steps.values())
-summary = {
-    "format": "rotoff.gpu_check",
-    "ok": ok,
-    "device": {"name": device.name, "total_bytes": device.total_memory, "count": torch.cuda.device_count()},
-    "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-    "cuda": torch.version.cuda,
-    "host": {"system": platform.platform(), "machine": platform.machine(), "cores": os.cpu_count()},
-    "versions": {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        **{package: installed(package) for package in ("numpy", "cython", "setuptools", "pytest", "pytest-xdist", "triton")},
-    },
-    "commit": said("git", "rev-parse", "HEAD"),
-    "steps": steps,
-}
-(out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-for name, step in steps.items():
-    print(f"{name}: exit code {step['exit_code']} after {step['seconds']:.0f} s")
-    for figure, value in step.get("figures", {}).items():
-        print(f"  {figure}: {value}"[:300])
-for step in ("alone", "tests"):
-    for name, message in steps[step]["failed"].items():
-        print(f"FAILED {name}: {message.splitlines()[0]}"[:600])
-        print("\n".join(f"    {line}"[:200] for line in message.splitlines()[-4:]))
-print(f"summary: {out / 'summary.json'}")
-sys.exit(not ok)
-PYTHON
+if [ "$mode" = grid ]; then
+    name=grid_cuda.json
+    [ $# -eq 0 ] && set -- gpt-1.3b
+    # shellcheck disable=SC2086
+    run grid 480 "$python" -m benchmarks.grid.run --suite cuda --seconds 4 --minutes 7.3 --cell-minutes 2.5 \
+        ${LIMITS:+--limits $LIMITS} ${COMPILED:+--compiled} --start "benchmarks/results/$name" --out "$out/$name" --workloads "$@"
+else
+    name=reach.json
+    run reach 480 "$python" benchmarks/reach.py --run --known benchmarks/results/reach.json --out "$out/$name" ${1:+--only "$@"}
+fi
+ended=$code
+[ "$mode" = grid ] && [ "$ended" -eq 3 ] && ended=4
+[ -e "$out/$name" ] && run page 15 "$python" -m benchmarks.grid.report "$out/$name" --out "$out/results.md"
+end
+[ "$ended" -eq 4 ] && say "The grid is not complete yet: run this again, with the same OUTDIR."
+[ "$ended" -eq 0 ] || [ "$ended" -eq 4 ] || ended=1
+exit "$ended"

@@ -1,0 +1,156 @@
+"""What the tests and benchmarks build on, asked of the machine in half a minute, one finding at a time:
+
+    python3 scripts/gpu_probe.py OUT.json [--small]
+
+(`--small`: in a hundredth of the bytes, to see whether it runs) memory of device and host before and after; what pinning 1, 8 and 32 GiB takes; the link's bandwidth out, in, and both at once; the
+blocks that the allocator gives for requests; one planned step that is checked after every operation. The file is written after each;
+what fails says why there, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import rotoff
+from rotoff.profile.allocations import record
+from rotoff.runtime import host_memory
+from rotoff.runtime.bandwidth import measure_bandwidth
+from rotoff.runtime.link_cuda import CudaLink
+from rotoff.whole_file import write_whole
+
+MIB, GIB = 1 << 20, 1 << 30
+SMALL = "--small" in sys.argv
+DEVICE = torch.device("cuda", 0)
+REQUESTS = (1, 512, 513, 100_000, MIB - 1, MIB, MIB + 1, 3 * MIB, 10 * MIB - 512, 10 * MIB, 19 * MIB + 4096, 100 * MIB + 512)
+
+
+def memory() -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    rows = Path("/proc/meminfo").read_text().splitlines()
+    host = {row.split(":")[0]: int(row.split()[1]) * 1024 for row in rows if row.startswith(("MemTotal", "MemAvail"))}
+    said = host_memory.available_bytes()
+    return {"device_free": free, "device_total": total, "host": host, "host_room": said}
+
+
+def pinning() -> dict[str, Any]:
+    """Seconds for sizes in GiB, as far as the host has room."""
+    found: dict[str, Any] = {}
+    for size in (1, 8, 32):
+        start = time.perf_counter()
+        try:
+            segments = host_memory.pin(size * (MIB if SMALL else GIB), DEVICE)
+        except rotoff.ExecutionError as error:
+            found[f"{size} GiB"] = str(error)
+            break
+        pinned = time.perf_counter()
+        registered = sum(bool(getattr(segment, "_address", 0)) for segment in segments)
+        for segment in segments:
+            segment.close()
+        seconds = {"pin": pinned - start, "unpin": time.perf_counter() - pinned}
+        found[f"{size} GiB"] = seconds | {"segments": len(segments), "registered": registered}
+    return found
+
+
+def bandwidth() -> dict[str, float]:
+    """B/s."""
+    link = CudaLink(DEVICE)
+    try:
+        nbytes = 4 * MIB if SMALL else 256 * MIB
+        out, back = measure_bandwidth(link, nbytes)
+        both_out, both_back = both_at_once(link, nbytes)
+    finally:
+        link.close()
+    return {"out": out, "in": back, "out_beside_in": both_out, "in_beside_out": both_back}
+
+
+def both_at_once(link: CudaLink, nbytes: int, copies: int = 8) -> tuple[float, float]:
+    """B/s of each direction while the other one is busy, by events around all copies of each."""
+    link.reserve(2 * nbytes)
+    source, target = link.allocate(nbytes), link.allocate(nbytes)
+    written = link.copy_out([source], nbytes)
+    link.wait(written)
+    link.drain()
+    link.timed = True
+    tickets = [(link.copy_out([source], 0), link.copy_in([target], nbytes, written)) for _ in range(copies)]
+    link.timed = False
+    for pair in tickets:
+        for ticket in pair:
+            link.wait(ticket)
+    link.drain()
+    torch.cuda.synchronize(DEVICE)
+
+    def rate(which: int) -> float:
+        begin, end = tickets[0][which].begin, tickets[-1][which].done
+        assert begin is not None
+        return copies * nbytes / max(begin.elapsed_time(end) / 1e3, 1e-9)
+
+    return rate(0), rate(1)
+
+
+def blocks() -> dict[str, Any]:
+    """Bytes of the blocks that requests get: from an empty cache, and out of a large block that was given back."""
+    found: dict[str, Any] = {}
+    for history in ("empty cache", "after 500 MiB"):
+        rows = {}
+        for nbytes in REQUESTS:
+            torch.cuda.empty_cache()
+            if history != "empty cache":
+                torch.empty(500 * MIB, dtype=torch.uint8, device=DEVICE)
+            tensor, log = record(lambda n=nbytes: torch.empty(n, dtype=torch.uint8, device=DEVICE), DEVICE)  # type: ignore[misc]
+            rows[str(nbytes)] = sum(event.size for event in log.events)
+            del tensor
+        found[history] = rows
+    return found
+
+
+def checked_step() -> dict[str, Any]:
+    """Bytes of a planned step with moves and recompute, beside the expected ones."""
+    torch.manual_seed(0)
+    width = 64 if SMALL else 1024
+    layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(8)]
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(4 * width, width, device=DEVICE)
+    model(x).sum().backward()
+    wrapped = rotoff.Checkpointable(model, check=True, cache_directory=None).measure(x)
+    wrapped.compute_sequence(int(0.5 * wrapped.keep_all_memory))
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize(DEVICE)
+        before, start = torch.cuda.memory_allocated(DEVICE), time.perf_counter()
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        wrapped(x).sum().backward()
+        torch.cuda.synchronize(DEVICE)
+        seconds.append(time.perf_counter() - start)
+        peak = torch.cuda.max_memory_allocated(DEVICE) - before
+    found = {"peak": peak, "expected_peak": wrapped.get_expected_memory(), "limit": wrapped.mem_limit, "seconds": seconds}
+    found |= {"expected_seconds": wrapped.get_expected_makespan(), "operations": " ".join(map(str, wrapped.sequence))}
+    wrapped.close()
+    return found
+
+
+def main() -> int:
+    out, found = Path(sys.argv[1]), dict[str, Any]()
+    failed = 0
+    asked: dict[str, Callable[[], Any]] = {"memory before": memory, "checked step": checked_step, "blocks": blocks}
+    asked |= {"bandwidth": bandwidth, "pinning": pinning, "memory after": memory}
+    for name, ask in asked.items():
+        start = time.perf_counter()
+        try:
+            found[name] = ask()
+        except Exception as error:
+            failed, found[name] = 1, {"error": f"{type(error).__name__}: {error}"}
+        print(f"{name} ({time.perf_counter() - start:.1f} s): {json.dumps(found[name])[:600]}", flush=True)
+        write_whole(out, json.dumps(found, indent=1) + "\n")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
