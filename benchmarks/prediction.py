@@ -169,6 +169,8 @@ def figures(
         "keep_all_bytes": comparison.model.keep_all_memory,
         "bandwidth": {"d2h": chain.d2h_bandwidth, "h2d": chain.h2d_bandwidth, "duplex": chain.duplex},
         "seconds": seconds,
+        "stages": len(chain),
+        "host_bound_stages": sum(comparison.model.profile.host_bound),
         "summary": summary(rows),
         "rows": [asdict(row) for row in rows],
     }

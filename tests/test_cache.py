@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_a_second_model_of_the_same_kind_is_planned_from_the_cache(
 
 def test_times_kept_in_an_older_form_are_not_misread(tmp_path: Path) -> None:
     cache, key = Cache(tmp_path), {"stages": ["a"]}
-    more = {"link": [1.0, 2.0, True], "copy_bandwidth": None}
+    more: dict[str, Any] = {"link": [1.0, 2.0, True], "copy_bandwidth": None}
     cache.keep("times", key, {"stages": [["a", 3.0, 4.0, [[[0], 5.0]]]], **more})  # as they once were
     assert find_times(cache, key) is None
     cache.keep("times", key, {"stages": [["a", 3.0, 4.0, 0.5, [[[0], 5.0]]]], **more})  # nor without algorithms
@@ -123,10 +124,13 @@ def test_times_kept_in_an_older_form_are_not_misread(tmp_path: Path) -> None:
     stages = [["a", 3.0, 4.0, 0.5, [[[[0], "native"], 5.0]]]]
     cache.keep("times", key, {"stages": stages, **more})  # nor without what the runtime takes
     assert find_times(cache, key) is None
-    cache.keep("times", key, {"stages": stages, **more, "upkeep": UpkeepTimes(1.0, 2.0)._asdict()})
+    more["upkeep"] = UpkeepTimes(1.0, 2.0)._asdict()
+    cache.keep("times", key, {"stages": stages, **more})  # nor without whether the device waits for the host
+    assert find_times(cache, key) is None
+    cache.keep("times", key, {"stages": [[*stages[0], True]], **more})
     found = find_times(cache, key)
     assert found is not None
-    assert found.stages == (StageTimes("a", 3.0, 4.0, 0.5, (KnownForm(((0,), "native"), 5.0),)),)
+    assert found.stages == (StageTimes("a", 3.0, 4.0, 0.5, (KnownForm(((0,), "native"), 5.0),), host_bound=True),)
     assert found.upkeep == UpkeepTimes(1.0, 2.0)
 
 

@@ -11,6 +11,10 @@ from torch import nn
 
 import rotoff
 from rotoff.capture.stage import Behaviour, SavedKind, StageModule
+from rotoff.profile import stage_timing
+from rotoff.profile.known_times import StageTimes, times_of
+from rotoff.profile.model_profile import Profile
+from rotoff.profile.steady import Repeats
 from rotoff.profile.trial import Run
 from rotoff.profile.upkeep_times import MOST, RUNS, UpkeepMeter
 from rotoff.runtime.plan import compile_sequence, expected_step
@@ -81,11 +85,11 @@ def sampled(meter: UpkeepMeter, kinds: tuple[SavedKind, ...] = (SavedKind.OWN,) 
 
 
 def test_the_interpreter_is_timed_on_a_stage_of_the_model() -> None:
-    times = sampled(UpkeepMeter(torch.device("cpu")))
+    times = sampled(UpkeepMeter())
     assert all(0 < seconds < MOST for seconds in times[:4])
     # of a stage and a tensor they are parts, however busy the machine: a hook does less than what a stage takes
     assert times.pack < times.forward
-    meter = UpkeepMeter(torch.device("cpu"))
+    meter = UpkeepMeter()
     sampled(meter)
     (spans,) = meter._spans
     assert [len(found) for found in (spans.forward, spans.backward)] == [RUNS - 1] * 2
@@ -99,26 +103,81 @@ def test_what_is_handed_along_without_gradients_does_not_matter() -> None:
             return x.tanh(), targets
 
     pair = [torch.ones(256, requires_grad=True), torch.ones(256, dtype=torch.long)]
-    meter, behaviour = UpkeepMeter(torch.device("cpu")), Behaviour((SavedKind.OWN,), (True, False))
+    meter, behaviour = UpkeepMeter(), Behaviour((SavedKind.OWN,), (True, False))
     with torch.enable_grad():
         meter.sample(Run(StageModule("pair", (Pair(),)), pair, tuple, False), behaviour)
     assert all(seconds > 0 for seconds in meter.times()[:4])
-    other = UpkeepMeter(torch.device("cpu"))
+    other = UpkeepMeter()
     other.sample(Run(StageModule("pair", (Pair(),)), [t.detach() for t in pair], tuple, False), behaviour)
     assert other.times()[:4] == (0, 0, 0, 0)  # the first stage of most models: no backward ends there
 
 
 def test_a_stage_that_cannot_be_run_alone_is_passed_by(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "rotoff"):
-        times = sampled(UpkeepMeter(torch.device("cpu")), kinds=(SavedKind.OWN,))  # it saves other tensors
+        times = sampled(UpkeepMeter(), kinds=(SavedKind.OWN,))  # it saves other tensors
     assert times[:4] == (0, 0, 0, 0)
     (told,) = caplog.messages
     assert "stage slow did not run by itself under the interpreter (ExecutionError: stage 'slow' saved other tensors" in told
-    assert sampled(UpkeepMeter(torch.device("cpu")), last=True)[:4] == (0, 0, 0, 0)
+    assert sampled(UpkeepMeter(), last=True)[:4] == (0, 0, 0, 0)
 
 
-def test_a_device_that_the_host_runs_ahead_of_is_charged_nothing() -> None:
-    assert UpkeepMeter(torch.device("cuda")).times() == NO_UPKEEP
+def test_a_stage_that_the_host_runs_ahead_of_is_charged_nothing() -> None:
+    ops = sequence(
+        "F_all 1; offload abar 1; F_sel 2 1; free abar 1; F_ck 3; F_all 3; B 3; prefetch abar 1; wait abar 1; B 2; B 1"
+    ).ops
+    assert replace(UPKEEP, bound=(False,) * 3).of(ops, ()) == [0.0] * len(ops)
+    second = replace(UPKEEP, bound=(False, True, False)).of(ops, ())
+    assert second == pytest.approx([0, 0, 0.3, 0, 0, 0, 0, 0, 0, 0.33, 0])
+    assert replace(UPKEEP, bound=(True,) * 3).of(ops, ()) == UPKEEP.of(ops, ())
+
+
+class Ahead:
+    """A clock of a device that takes `kernel` seconds for what the host launches in `launch` seconds."""
+
+    def __init__(self, launch: float, kernel: float) -> None:
+        self.ticks, self.launch, self.kernel = 0, launch, kernel
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    def spans(self) -> list[float]:
+        return [max(self.launch, self.kernel)] * self.ticks  # events cannot be closer together than their launches
+
+    def host_spans(self) -> list[float]:
+        return [self.launch] * self.ticks
+
+
+@pytest.mark.parametrize(("launch", "kernel", "bound"), [(1e-3, 1e-4, True), (1e-3, 2e-3, False), (1e-4, 1e-3, False)])
+def test_stages_whose_kernels_take_less_than_their_launches_are_flagged(
+    launch: float, kernel: float, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_timing, "clock", lambda _: Ahead(launch, kernel))
+    x = torch.ones(4, requires_grad=True)
+    run = Run(StageModule("slow", (Slow(),)), [x], lambda tensors: tensors[0], False)
+    timings = stage_timing.Timings()
+    with torch.enable_grad():
+        stage_timing.time_stage(run, stage_timing.End(), Repeats(3, 3), torch.device("cuda"), timings)
+    assert len(timings.host) == len(timings.forward) == 3
+    assert timings.host_bound is bound
+    assert not stage_timing.Timings([1.0], [2.0]).host_bound  # of a device that is the host
+
+
+def test_the_flag_is_kept_with_the_times() -> None:
+    rows = (StageTimes("a", 1.0, 2.0, 0.0, ()), StageTimes("b", 1.0, 2.0, 0.0, (), host_bound=True))
+    profile = replace(PROFILE, host_bound=(False, True))
+    assert times_of(profile) == tuple(row._replace(forward_time=0.0, backward_time=0.0) for row in rows)
+    assert profile.upkeep.bound == (False, True)
+
+
+PROFILE = Profile(
+    torch.device("cuda", 0),
+    rotoff.Chain((rotoff.Stage("a", 0.0, 0.0, 1, 1), rotoff.Stage("b", 0.0, 0.0, 1, 1)), 1.0, 1.0, 1),
+    (),
+    (),
+    (Behaviour((), (True,)),) * 2,
+    0,
+    0,
+)
 
 
 def test_a_measured_model_knows_it_and_a_plan_that_keeps_all_does_not_pay_it() -> None:

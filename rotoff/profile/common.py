@@ -143,6 +143,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "copy_bandwidth": alike_or(None, min),
         "tail_times": each(min),
         "upkeep_times": parts(UpkeepTimes),
+        "host_bound": alike_or((), each(any)),
         "beside_loss_bytes": max,
     },
 }

@@ -135,4 +135,4 @@ def _between(a: StageTimes, b: StageTimes, share: float) -> StageTimes:
     others = dict(b.forms)
     forms = tuple(KnownForm(form, at(seconds, others[form])) for form, seconds in a.forms if form in others)
     times = (at(a.forward_time, b.forward_time), at(a.backward_time, b.backward_time), at(a.tail_time, b.tail_time))
-    return StageTimes(a.name, *times, forms)
+    return StageTimes(a.name, *times, forms, a.host_bound or b.host_bound)

@@ -41,13 +41,14 @@ KnownForms = tuple[KnownForm, ...]
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage and of its tail (`runtime.tails`), in seconds, and which forms it has."""
+    """Times of one stage and of its tail (`runtime.tails`), in seconds, which forms it has, and whether the device waits for the host."""
 
     name: str
     forward_time: float
     backward_time: float
     tail_time: float
     forms: KnownForms
+    host_bound: bool = False
 
 
 class KnownTimes(NamedTuple):
@@ -82,10 +83,13 @@ def check_times(known: StageTimes, runs: Sequence[float]) -> None:
 def times_of(profile: Profile) -> tuple[StageTimes, ...]:
     """The times of a measured model's stages."""
     rows = []
-    for stage, tail, behaviour in zip(profile.chain.stages, profile.tail_times, profile.behaviours, strict=True):
+    bound = profile.host_bound or (False,) * len(profile.chain)
+    for stage, tail, behaviour, host in zip(
+        profile.chain.stages, profile.tail_times, profile.behaviours, bound, strict=True
+    ):
         pairs = zip(behaviour.forms, stage.forms, strict=True)
         forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
-        rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms))
+        rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms, host))
     return tuple(rows)
 
 
@@ -124,8 +128,9 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
                 float(backward),
                 float(tail),
                 tuple(KnownForm((tuple(map(int, kept)), str(by)), float(t)) for (kept, by), t in forms),
+                bool(host),
             )
-            for name, forward, backward, tail, forms in found["stages"]
+            for name, forward, backward, tail, forms, host in found["stages"]
         )
         d2h, h2d, duplex = found["link"]
         copy = found["copy_bandwidth"]

@@ -7,6 +7,7 @@ taken with ``torch.autograd.grad``, which adds to no ``.grad``.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -30,6 +31,7 @@ from .model_profile import Compact, Profile, replay_bytes
 from .plain_bytes import find_lingering, find_passing
 from .skips import find_skips
 
+logger = logging.getLogger("rotoff")
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
 
 
@@ -137,8 +139,25 @@ def measure(
         copy_bandwidth=copy_bandwidth,
         tail_times=tuple(m.tail_time for m in measured),
         upkeep_times=(known and known.upkeep) or meter.upkeep_times(),
+        host_bound=_host_bound(measured) if device.type == "cuda" else (),
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
     )
+
+
+def _host_bound(measured: Sequence[Measured]) -> tuple[bool, ...]:
+    """Of each stage, whether the device waits for the host there; says so in the log."""
+    found = tuple(one.host_bound for one in measured)
+    if any(found):
+        names = [one.costs.name for one in measured if one.host_bound]
+        logger.info(
+            "rotoff: launching the kernels of %d of %d stages takes as long as running them, so that planned steps are slower by what the"
+            " interpreter takes there: %s%s",
+            len(names),
+            len(found),
+            ", ".join(names[:5]),
+            ", ..." if len(names) > 5 else "",
+        )
+    return found
 
 
 def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModule]) -> list[Measured]:

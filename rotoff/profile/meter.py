@@ -55,7 +55,7 @@ class Measured:
     staying_bytes: of the backward, as of `BackwardBytes`. strange_bytes: what the backward holds more where the gradients given
     are not contiguous. joining_bytes: what it holds more where a gradient of a parameter of its own is added to a part that waits.
     no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
-    alone leaves out (`runtime.tails`). casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the stages of its kind, in which those that come later are still missing; None
+    alone leaves out (`runtime.tails`). host_bound: whether the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the stages of its kind, in which those that come later are still missing; None
     where the times were known.
     """
 
@@ -72,6 +72,7 @@ class Measured:
     tail_time: float = 0.0
     casts: Mapping[int, int] = field(default_factory=dict)
     timings: Timings | None = None
+    host_bound: bool = False
 
     def timed(self) -> Measured:
         """With the times of all stages of its kind, once these are measured."""
@@ -81,7 +82,7 @@ class Measured:
         costs, more = self.costs, backward - self.costs.backward_time
         forms = tuple(replace(form, backward_time=max(0.0, form.backward_time + more)) for form in costs.forms)
         costs = replace(costs, forward_time=forward, backward_time=backward, forms=forms)
-        return replace(self, costs=costs, tail_time=tail)
+        return replace(self, costs=costs, tail_time=tail, host_bound=self.timings.host_bound)
 
 
 class Meter:
@@ -100,7 +101,7 @@ class Meter:
         self._forms = self.form_meter(policy, bool(forms), algorithms) if forms or algorithms else None
         self._lasting: set[int] = set()  # storages that are there throughout the step
         self._timings: dict[Any, Timings] = {}  # by what stages of one kind have in common
-        self._upkeep = UpkeepMeter(bench.device)
+        self._upkeep = UpkeepMeter()
         self.samples_upkeep = True
         self.checked: StageTimes | None = None  # known times of the stage that tells whether they still hold
 
@@ -243,6 +244,7 @@ class Meter:
             tail_time=times[2],
             casts=casts,
             timings=timings,
+            host_bound=known is not None and known.host_bound,
         )
         return measured, outputs
 

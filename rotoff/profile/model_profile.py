@@ -58,7 +58,8 @@ class Profile:
     default. gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
     next stage's backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs
     back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients that wait copied, where
-    there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. beside_loss_bytes: of the
+    there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. host_bound: of each
+    stage, whether the device waits for the host there, so that it does for the runtime too; empty where they are one. beside_loss_bytes: of the
     gradients of what the model returns beside a loss, which a caller may ask for or not.
     """
 
@@ -83,6 +84,7 @@ class Profile:
     copy_bandwidth: float | None = None
     tail_times: tuple[float, ...] = ()
     upkeep_times: UpkeepTimes = NO_UPKEEP
+    host_bound: tuple[bool, ...] = ()
     beside_loss_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -130,6 +132,7 @@ class Profile:
             saved=[len(b.saved) for b in self.behaviours],
             own=[b.saved.count(SavedKind.OWN) for b in self.behaviours],
             outputs=[sum(b.own_outputs) for b in self.behaviours],
+            bound=self.host_bound,
         )
 
     @property

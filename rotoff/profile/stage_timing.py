@@ -17,6 +17,7 @@ from .trial import Run, backward, get_edges, ones
 
 LEAST_TAIL = 0.01  # of a stage's forward: a shorter one is not worth timing, and counts as none
 
+HOST_BOUND = 0.9  # of the device's time: a host that takes this long to launch is not ahead of it
 MOST_COPIED = 256 << 20  # bytes: larger copies are no faster, and take twice as much of the device
 
 
@@ -30,6 +31,10 @@ class HostClock:
     def spans(self) -> list[float]:
         return [b - a for a, b in zip(self._times, self._times[1:], strict=False)] + [0.0]
 
+    def host_spans(self) -> list[float]:
+        """None, since host and device are one."""
+        return []
+
 
 class CudaClock:
     """Times on the device's own time line, so that launches run ahead as they do in training."""
@@ -37,8 +42,10 @@ class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []
+        self._host = HostClock()
 
     def tick(self) -> None:
+        self._host.tick()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)
@@ -46,6 +53,10 @@ class CudaClock:
     def spans(self) -> list[float]:
         torch.cuda.synchronize(self._device)
         return [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)] + [0.0]
+
+    def host_spans(self) -> list[float]:
+        """What the host took between ticks, to launch."""
+        return self._host.spans()
 
 
 def clock(device: torch.device) -> HostClock | CudaClock:
@@ -63,11 +74,19 @@ class End(NamedTuple):
 
 @dataclass
 class Timings:
-    """Seconds that the stages of one kind took, run by run. tails: shares that what a replay may leave out has of a forward."""
+    """Seconds that the stages of one kind took, run by run. tails: shares that what a replay may leave out has of a forward. host: what
+    the host took to launch a forward and a backward, where it is not the device."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     tails: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the device waits for the host: events cannot be closer together than their launches."""
+        device = statistics.median(self.forward) + statistics.median(self.backward)
+        return bool(self.host) and statistics.median(self.host) >= HOST_BOUND * device
 
     def series(self) -> list[Series]:
         found = [Series(self.forward), Series(self.backward)]
@@ -88,12 +107,14 @@ def time_stage(run: Run, end: End, repeats: Repeats, device: torch.device, timin
     tailed = end.share >= LEAST_TAIL and not run.last  # nobody takes the last stage's output from a replay
     width = 7 if tailed else 4
     ticks = clock(device)
-    before = replace(timings, forward=[*timings.forward], backward=[*timings.backward], tails=[*timings.tails])
+    before = replace(timings, **{name: [*runs] for name, runs in vars(timings).items()})
 
     def series() -> list[Series]:
         spans = ticks.spans()
         timings.forward[:] = before.forward + spans[0::width]
         timings.backward[:] = before.backward + spans[2::width]
+        host = ticks.host_spans()
+        timings.host[:] = before.host + [a + b for a, b in zip(host[0::width], host[2::width], strict=True)]
         if tailed:
             parts = zip(spans[4::width], spans[5::width], strict=True)
             timings.tails[:] = before.tails + [behind / (front + behind or 1.0) for front, behind in parts]

@@ -26,7 +26,7 @@ from ..chain import Chain, Stage
 from ..runtime.interpreter import Step
 from ..runtime.link import Link
 from ..runtime.plan import compile_sequence
-from ..runtime.upkeep import NO_UPKEEP, UpkeepTimes
+from ..runtime.upkeep import UpkeepTimes
 from ..runtime.values import Held, Slot
 from ..sequence import Op, OpKind
 from ..sequence import Sequence as Operations
@@ -40,19 +40,14 @@ STAGES, RUNS = 3, 3  # that many stages run that often; the first run of each do
 
 
 class UpkeepMeter:
-    """Times the interpreter on some stages of a model.
+    """Times the interpreter on some stages of a model: the host's time, on CUDA too."""
 
-    Args:
-        device: of the stages. Where the host runs ahead of it, nothing is timed and nothing is taken.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._spans: list[_Spans] = []
 
     def sample(self, run: Run, behaviour: Behaviour) -> None:
         """Run a stage under the interpreter, where not enough have been and it is like most: something of its input is differentiated."""
-        fit = self._device.type == "cpu" and len(self._spans) < STAGES and any(t.requires_grad for t in run.tensors)
+        fit = len(self._spans) < STAGES and any(t.requires_grad for t in run.tensors)
         if not fit or run.last or behaviour.varying or any(gathers(module) for module in run.stage.modules):
             return
         spans = _Spans()
@@ -73,8 +68,6 @@ class UpkeepMeter:
 
     def times(self) -> UpkeepTimes:
         """What the runtime takes, by the medians over all that ran."""
-        if self._device.type != "cpu":
-            return NO_UPKEEP
         cold = torch.zeros(COLD_BYTES // 4)
 
         def median(name: str) -> float:

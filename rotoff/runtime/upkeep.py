@@ -3,7 +3,8 @@ the bookkeeping of moves.
 
 The machine charges a forward and a backward what they take in the plain model, and a move nothing but the link. On the CPU
 the lane is the thread that runs the interpreter too, so every stage and every tensor that is packed, unpacked or moved takes a
-little of it, up to 3 % of a step in all. On CUDA the host runs ahead of the device, and nothing is charged.
+little of it, up to 3 % of a step in all. On CUDA the host runs ahead of the device, which hides all that, but for stages whose
+kernels take less than launching them: there the device waits for the host, and so for the interpreter.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ NO_UPKEEP = UpkeepTimes()
 @dataclass(frozen=True)
 class Upkeep:
     """times: of the interpreter. saved: of each stage, how many tensors autograd saves. own, outputs: how many of those, and of its
-    outputs, are moved with its value."""
+    outputs, are moved with its value. bound: of each stage, whether the host is what it waits for; empty: all are."""
 
     times: UpkeepTimes
     saved: Sequence[int]
     own: Sequence[int]
     outputs: Sequence[int]
+    bound: Sequence[bool] = ()
 
     def of(self, operations: Sequence[Op], untouched: Collection[int]) -> list[float]:
         """Seconds that each operation takes longer; stages that are `untouched` run without hooks, and a step of nothing else as
@@ -49,7 +51,9 @@ class Upkeep:
         for op in operations:
             i = op.stage
             seconds = 0.0
-            if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH):
+            if self.bound and not (i and self.bound[i - 1]):
+                form[i] = op.form if op.kind in FORWARDS else form.get(i, 0)
+            elif op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH):
                 seconds = times.move * ((self.own[i - 1] if op.saved else 0) + (self.outputs[i - 1] if i else 1))
             elif op.kind in FORWARDS:
                 seconds = times.forward + (0.0 if i in untouched else times.pack * self.saved[i - 1])
