@@ -101,7 +101,7 @@ class Step:
                 self._outputs = live.handed(flatten(value)[0])
             return value
 
-        return self._through(LiveForward(None, self, self._surroundings.generators, flatten(value)[0]), run)
+        return self._through(self._live_forward(None, flatten(value)[0]), run)
 
     def follow(self, course: Course, given: list[torch.Tensor], forward: Callable[[], Any]) -> Any:
         """Run the forward phase while `forward` calls the model's own code with the tensors `given`; returns what it returns."""
@@ -117,7 +117,11 @@ class Step:
             self._outputs = live.results(result, self._open.stage)
             return result
 
-        return self._through(LiveForward(course, self, self._surroundings.generators, given), run)
+        return self._through(self._live_forward(course, given), run)
+
+    def _live_forward(self, course: Course | None, given: list[torch.Tensor]) -> LiveForward:
+        """What follows the forward's calls."""
+        return LiveForward(course, self, self._surroundings.generators, given)
 
     def _through(self, live: LiveForward, run: Callable[[LiveForward], Any]) -> Any:
         self._live = live
