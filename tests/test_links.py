@@ -20,11 +20,12 @@ import torch
 from transfer_programs import TransferProgram
 
 import rotoff
-from rotoff.runtime import host_file, host_memory
+from rotoff.runtime import host_file, host_memory, link_pool
 from rotoff.runtime.bandwidth import measure_bandwidth
 from rotoff.runtime.host_file import HostFile, choose_directory, filesystem_of
 from rotoff.runtime.link_file import FileLink, FileTicket
-from rotoff.runtime.link_recording import RecordingFileLink, RecordingLink
+from rotoff.runtime.link_pool import LinkPool
+from rotoff.runtime.link_recording import Lane, RecordingFileLink, RecordingLink
 
 LINKS = {"file": FileLink, "streams": RecordingLink}
 
@@ -382,6 +383,40 @@ class TestFileLink:
                 file_link.wait(file_link.copy_out([data], 0))
             best = min(best, (time.perf_counter() - start) / 100)
         assert best < 500e-6
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link is idle once a step has been issued. The next one may run on a stream that is ordered after nothing of it."""
+    monkeypatch.setattr(link_pool, "_new_link", lambda *_: RecordingLink())
+    if not ordered:
+        monkeypatch.setattr(RecordingLink, "begin", lambda self: None)
+    pool, device = LinkPool(), torch.device("cpu")
+
+    def step() -> RecordingLink:
+        link = pool.take(device, 64)
+        assert isinstance(link, RecordingLink)
+        value = link.allocate(64)
+        link.access("make", [], [value.untyped_storage()])
+        written = link.copy_out([value], 0)
+        link.wait(written)
+        link.release("free", [value.untyped_storage()])
+        again = link.allocate(64)
+        link.wait(link.copy_in([again], 0, written))
+        link.access("use", [again.untyped_storage()], [])
+        pool.give_back(link)
+        return link
+
+    link = step()
+    with link.streams.compute_on(Lane("another stream", eager=True)):
+        assert step() is link
+    races = link.check()
+    assert (races == []) is ordered
+    if races:
+        assert "copy 1" in races[0]  # the first step's copy from the host
+        assert "copy 2" in races[0]  # and the second one's to it
 
 
 class TestDirectory:

@@ -47,6 +47,10 @@ class Link(ABC):
             rotoff.ExecutionError: where the host cannot give them.
         """
 
+    def begin(self) -> None:
+        """Another step begins, whose compute may be ordered after nothing of the last one's: that has been issued, and may not have
+        ended. Its copies to the host must come after all copies from there, whose host bytes they overwrite."""
+
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` uninitialised bytes on the device, a 1-d uint8 tensor with a storage of its own, for `copy_in`."""

@@ -178,6 +178,12 @@ class StreamLink(Link):
                 self._slab.add(segment)
             self.capacity = self._slab.nbytes
 
+    def begin(self) -> None:
+        read = self._event()
+        self._streams.record(read, self._inward)
+        self._streams.wait(self._outward, read)
+        self._pool.append(read)
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         return self._streams.empty(nbytes)
 

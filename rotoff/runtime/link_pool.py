@@ -50,6 +50,7 @@ class LinkPool:
             self._taken[id(link)] = self._closed
         try:
             link.reserve(nbytes)
+            link.begin()
         except BaseException:
             self.give_back(link)
             raise
