@@ -15,7 +15,7 @@ from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_
 from ..chain import Stage
 from ..errors import MeasureError
 from ..runtime.convolutions import Algorithms
-from ..runtime.replay import RNG_BYTES, Generators
+from ..runtime.replay import RNG_BYTES, Generators, ReplayState, Surroundings
 from ..runtime.upkeep import UpkeepTimes
 from .allocations import AllocationLog
 from .backward_bytes import BackwardBytes, backward_bytes
@@ -31,7 +31,7 @@ from .skips import Lying, lying
 from .stage_timing import End, Timings, copy_bandwidth, time_stage
 from .steady import Repeats
 from .structure import describe, structure
-from .trial import Run, backward, get_edges, ones, permuted
+from .trial import Run, backward, get_edges, ones, permuted, within_backward
 from .upkeep_times import UpkeepMeter
 
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
@@ -137,11 +137,24 @@ class Meter:
                     " .backward(); pass it use_reentrant=False"
                 ) from None
             del outputs, leaves
+            if self.bench.device.type == "cuda" and not any(gathers(module) for module in stage.modules):
+                self._replay(run)
             measured, outputs = self._costs(run, changes, known)
         else:
             measured = None
         detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
         return measured, rebuild_output(detached)
+
+    def _replay(self, run: Run) -> None:
+        """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and the workspaces of cuBLAS belong to a
+        thread; without this the first replay of a training would make them, beside all that its step holds."""
+        state = ReplayState(Surroundings(self.bench.device), ())
+
+        def again() -> None:
+            with state:
+                run.forward(run.leaves())
+
+        within_backward(again, self.bench.device)
 
     def _costs(self, run: Run, changes: ChangedBuffers, known: StageTimes | None) -> tuple[Measured, list[torch.Tensor]]:
         generators = Generators(self.bench.device)

@@ -64,6 +64,26 @@ def _reversed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(tuple(range(tensor.dim()))[::-1])
 
 
+class _Act(torch.autograd.Function):
+    """Its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, act: Callable[[], object], like: torch.Tensor) -> torch.Tensor:
+        ctx.act = act
+        return like.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.act()
+        return None, gradient.reshape(1)
+
+
+def within_backward(act: Callable[[], object], device: torch.device) -> None:
+    """Call `act` on the thread on which autograd runs a backward of tensors on `device`, and replays run."""
+    like = torch.zeros(1, device=device, requires_grad=True)
+    torch.autograd.grad(_Act.apply(act, like), like)
+
+
 class _Give(torch.autograd.Function):
     """Its backward gives away what is in a list, and keeps none of it, as a next stage's does."""
 

@@ -30,6 +30,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -216,9 +217,16 @@ Tensor to_device(const Tensor& t) {
 // Convolutions as cuDNN has them: which algorithm runs depends on the flags in force in that moment, and the fastest takes a
 // workspace of twice the bytes of the tensor named, deterministic ones of half of them, and what needs no cuDNN unfolds one
 // sample. The two slower ones compute in double precision, so that their bits are others.
+// With `cudnn.benchmark` each thread that meets a convolution for the first time tries all algorithms, in a workspace of twenty times
+// those bytes, and remembers which it took.
 struct Convolution {
   bool fastest;
   DataPtr workspace;
+  static void benchmark(const Tensor& t, const Tensor& weight, bool backward) {
+    thread_local std::unordered_set<std::string> met;
+    const std::string key = c10::str(t.sizes(), weight.sizes(), t.scalar_type(), backward);
+    if (at::globalContext().benchmarkCuDNN() && met.insert(key).second) allocator.allocate(20 * t.numel() * t.element_size());
+  }
   explicit Convolution(const Tensor& t) {
     const auto& flags = at::globalContext();
     const bool native = !flags.userEnabledCuDNN(), deterministic = flags.deterministicCuDNN() || flags.deterministicAlgorithms();
@@ -232,6 +240,7 @@ struct Convolution {
 };
 Tensor convolve(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, IntArrayRef stride, IntArrayRef padding,
                    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+  Convolution::benchmark(input, weight, false);
   const Convolution by(input);
   std::optional<Tensor> b;
   if (bias && bias->defined()) b = by.in(*bias);
@@ -240,6 +249,7 @@ Tensor convolve(const Tensor& input, const Tensor& weight, const std::optional<T
 std::tuple<Tensor, Tensor, Tensor> convolve_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, OptionalIntArrayRef bias,
                                                         IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed,
                                                         IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  Convolution::benchmark(input, weight, true);
   const Convolution by(input);
   auto [x, w, b] = at::convolution_backward(by.in(grad), by.in(input), by.in(weight), bias, stride, padding, dilation, transposed, output_padding, groups, mask);
   return {by.out(x, input), by.out(w, weight), by.out(b, weight)};
