@@ -7,8 +7,8 @@ them, without touching the user's memory statistics. A dispatch mode would miss 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ T = TypeVar("T")
 _MARK = "rotoff::mark "
 _WHOLE = "rotoff::record"
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
+UNSPLIT = 1 << 20  # bytes that it leaves with a block above 1 MiB, where that is what there was
 
 
 def block_bytes(device: torch.device) -> int:
@@ -82,6 +83,17 @@ class AllocationLog:
                 kept.append(event)
         return AllocationLog(tuple(kept), self.drew)
 
+    def sized(self, sizes: Mapping[int, int]) -> AllocationLog:
+        """The events as they would be if the blocks at these addresses that are alive at the end had these `sizes`, where they are
+        larger by no more than `UNSPLIT`."""
+        left, events = dict(sizes), []
+        for event in reversed(self.events):
+            size = left.pop(event.ptr, None) if event.size else None
+            if size is not None and 0 < event.size - size <= UNSPLIT:
+                event = replace(event, size=size)
+            events.append(event)
+        return replace(self, events=tuple(reversed(events)))
+
     def peak(self, shortened: dict[int, str] | None = None) -> int:
         """The most bytes held above the start.
 
@@ -117,6 +129,9 @@ class Allocator(Protocol):
     def rounded(self, nbytes: int) -> int:
         """What is taken for `nbytes`."""
 
+    def as_asked(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
+        """`log`, where the storages of `tensors`, alive at its end, take what is taken for their bytes, whatever block each got."""
+
 
 class DeviceAllocator:
     """The allocator of a device."""
@@ -135,6 +150,11 @@ class DeviceAllocator:
 
     def rounded(self, nbytes: int) -> int:
         return rounded(nbytes, block_bytes(self._device))
+
+    def as_asked(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
+        if self._device.type != "cuda":
+            return log
+        return log.sized({self.address(t): self.rounded(t.untyped_storage().nbytes()) for t in tensors})
 
 
 def mark(name: str) -> None:

@@ -75,6 +75,7 @@ def backward_bytes(
         return backward(*start, targets)
 
     grads, log, ends = log_backward(allocator, run.parameters, step)
+    log = allocator.as_asked(log, [piece for g in grads if g is not None for piece in pieces(g)])
     rest = log.after("backward")
     begun = rest.after("begun")
     given_back = rest.level() - begun.level()

@@ -11,7 +11,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -143,6 +143,9 @@ class FakeAllocator(EagerMode):
         """The number of the storage of `tensor`; of those that were not seen to be made, one that no seen one has."""
         key = tensor.untyped_storage()._cdata
         return self._numbers.get(key, -key)
+
+    def as_asked(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
+        return log
 
     def rounded(self, nbytes: int) -> int:
         return rounded(nbytes, self._block)

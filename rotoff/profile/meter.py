@@ -171,9 +171,10 @@ class Meter:
             again = keep_everything(run, leaves, self.allocator)
             kept = again if again.live_bytes < kept.live_bytes else kept
             del again
-        outputs, saved, log = kept.outputs, kept.saved, kept.log
-        live = log.live()
+        outputs, saved = kept.outputs, kept.saved
         self._refuse_subclasses(run.stage, kept.tensors)
+        log = self.allocator.as_asked(kept.log, [*outputs, *kept.tensors])
+        live = log.live()
         changed = changes.look()
         changed_attributes = attributes.look()
         draws = log.drew or generators.states() is not drawn
@@ -276,13 +277,13 @@ class Meter:
         leaves = run.leaves()
         shapes_again: list[tuple[torch.Size, torch.dtype]] = []
         with watch_saved(lambda t: shapes_again.append((t.shape, t.dtype))):
-            log = self.allocator.log(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])[1]
+            outputs, log = self.allocator.log(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])
         if shapes_again != shapes:
             raise MeasureError(
                 f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
                 " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
             )
-        return log
+        return self.allocator.as_asked(log, outputs)
 
     def _times(self, run: Run, end: End) -> Timings:
         """Seconds of the forward, the backward and the tail, with those of the stages before that are of the same kind."""

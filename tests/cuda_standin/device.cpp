@@ -1,6 +1,6 @@
 // A stand-in for a CUDA device: the CPU's memory and kernels behind PyTorch's CUDA dispatch key, on a build without CUDA.
 //
-// Tensors say `cuda:0`, their storages come from an allocator that counts in blocks of 512 bytes, autograd runs their
+// Tensors say `cuda:0`, their storages come from an allocator of PyTorch's rules for CUDA, autograd runs their
 // backward on a device thread, and memory events carry the device: all that Python code for CUDA can get wrong without a
 // GPU. What it has not: time. Everything is done when the call returns, so nothing overlaps and nothing can come too late.
 //
@@ -27,6 +27,7 @@
 #include <chrono>
 #include <cstring>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -60,52 +61,125 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
 // -- memory
 
-constexpr size_t kBlock = 512; // as the caching allocator rounds
+// The rules of PyTorch's caching allocator: requests are rounded up to 512 bytes; up to 1 MiB they come out of segments of 2 MiB, below
+// 10 MiB out of segments of 20 MiB, above out of segments of their own; the smallest free block that fits is taken, whatever was there
+// before, and split, but for large ones of which at most 1 MiB would be left; neighbours that are free become one.
+constexpr int64_t kMiB = 1 << 20, kBlock = 512, kSmall = kMiB;
 
-struct Counts {
-  int64_t allocated = 0, allocated_peak = 0, requested = 0, requested_peak = 0;
+struct Block {
+  char* address;
+  int64_t size, asked = 0;
+  bool small, used = false;
+  Block *before = nullptr, *behind = nullptr; // in its segment
 };
-std::mutex lock; // over the two below
-std::unordered_map<void*, std::array<int64_t, 2>> blocks; // address -> bytes of the block, bytes asked for
+struct Smaller {
+  bool operator()(const Block* a, const Block* b) const { return a->size != b->size ? a->size < b->size : a->address < b->address; }
+};
+struct Counts {
+  int64_t allocated = 0, allocated_peak = 0, requested = 0, requested_peak = 0, reserved = 0, reserved_peak = 0, large = 0, large_peak = 0;
+};
+std::mutex lock; // over all below
+std::unordered_map<void*, Block*> blocks; // that are used
+std::set<Block*, Smaller> unused[2]; // large ones, small ones
 Counts counts;
 int64_t capacity = int64_t(1) << 37;
 
-int64_t add(int64_t block, int64_t asked) { // with `lock` held; returns what is allocated now
-  counts.allocated += block;
-  counts.requested += asked;
+// The rest with `lock` held.
+
+int64_t add(const Block& block, int sign) { // returns what is allocated now
+  counts.allocated += sign * block.size;
+  counts.requested += sign * block.asked;
+  counts.large += block.small ? 0 : sign;
   counts.allocated_peak = std::max(counts.allocated_peak, counts.allocated);
   counts.requested_peak = std::max(counts.requested_peak, counts.requested);
+  counts.large_peak = std::max(counts.large_peak, counts.large);
   return counts.allocated;
+}
+void empty_cache() {
+  for (auto& pool : unused)
+    for (auto at = pool.begin(); at != pool.end();) {
+      Block* block = *at;
+      if (block->before || block->behind) { ++at; continue; }
+      counts.reserved -= block->size;
+      c10::free_cpu(block->address);
+      at = pool.erase(at);
+      delete block;
+    }
+}
+Block* reserve(int64_t size) {
+  const int64_t segment = size <= kSmall ? 2 * kMiB : size < 10 * kMiB ? 20 * kMiB : (size + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
+  if (counts.reserved + segment > capacity) empty_cache();
+  if (counts.reserved + segment > capacity) return nullptr;
+  counts.reserved += segment;
+  counts.reserved_peak = std::max(counts.reserved_peak, counts.reserved);
+  return new Block{static_cast<char*>(c10::alloc_cpu(segment)), segment, 0, size <= kSmall};
+}
+Block* take(int64_t asked) {
+  const int64_t size = (asked + kBlock - 1) / kBlock * kBlock;
+  auto& pool = unused[size <= kSmall];
+  Block wanted{nullptr, size};
+  const auto found = pool.lower_bound(&wanted);
+  Block* block = found == pool.end() ? reserve(size) : *found;
+  if (!block) return nullptr;
+  if (found != pool.end()) pool.erase(found);
+  const int64_t left = block->size - size;
+  if (block->small ? left >= kBlock : left > kSmall) {
+    Block* rest = new Block{block->address + size, left, 0, block->small, false, block, block->behind};
+    if (rest->behind) rest->behind->before = rest;
+    block->behind = rest;
+    block->size = size;
+    pool.insert(rest);
+  }
+  block->used = true;
+  block->asked = asked;
+  blocks[block->address] = block;
+  return block;
+}
+void put_back(Block* block) {
+  auto& pool = unused[block->small];
+  block->used = false;
+  for (Block* next : {block->before, block->behind}) {
+    if (!next || next->used) continue;
+    pool.erase(next);
+    Block *first = next == block->before ? next : block, *second = first == next ? block : next;
+    first->size += second->size;
+    first->behind = second->behind;
+    if (first->behind) first->behind->before = first;
+    delete second;
+    block = first;
+  }
+  pool.insert(block);
 }
 
 void give_back(void* address) {
   if (!address) return;
-  int64_t now, block;
+  int64_t now, size;
   {
     std::lock_guard<std::mutex> guard(lock);
     const auto found = blocks.find(address);
-    block = found->second[0];
-    now = add(-block, -found->second[1]);
+    Block* block = found->second;
+    size = block->size;
+    now = add(*block, -1);
     blocks.erase(found);
+    put_back(block);
   }
-  c10::reportMemoryUsageToProfiler(address, -block, now, now, kDevice);
-  c10::free_cpu(address);
+  c10::reportMemoryUsageToProfiler(address, -size, now, now, kDevice);
 }
 
 struct BlockAllocator final : public c10::Allocator {
   DataPtr allocate(size_t asked) override {
     if (asked == 0) return {nullptr, nullptr, &give_back, kDevice};
-    const int64_t block = (asked + kBlock - 1) / kBlock * kBlock;
-    int64_t now;
+    int64_t now, size;
     void* address;
     {
       std::lock_guard<std::mutex> guard(lock);
-      TORCH_CHECK_WITH(OutOfMemoryError, counts.allocated + block <= capacity, "CUDA out of memory. Tried to allocate ", asked, " bytes.");
-      address = c10::alloc_cpu(block);
-      blocks[address] = {block, int64_t(asked)};
-      now = add(block, asked);
+      Block* block = take(asked);
+      TORCH_CHECK_WITH(OutOfMemoryError, block, "CUDA out of memory. Tried to allocate ", asked, " bytes.");
+      address = block->address;
+      size = block->size;
+      now = add(*block, 1);
     }
-    c10::reportMemoryUsageToProfiler(address, block, now, now, kDevice);
+    c10::reportMemoryUsageToProfiler(address, size, now, counts.reserved, kDevice);
     return {address, address, &give_back, kDevice};
   }
   DeleterFnPtr raw_deleter() const override { return &give_back; }
@@ -338,11 +412,20 @@ int64_t standin_allocated() { return counts.allocated; }
 int64_t standin_allocated_peak() { return counts.allocated_peak; }
 int64_t standin_requested() { return counts.requested; }
 int64_t standin_requested_peak() { return counts.requested_peak; }
+int64_t standin_reserved() { return counts.reserved; }
+int64_t standin_reserved_peak() { return counts.reserved_peak; }
+int64_t standin_large_peak() { return counts.large_peak; }
 int64_t standin_capacity() { return capacity; }
+void standin_empty_cache() {
+  std::lock_guard<std::mutex> guard(lock);
+  empty_cache();
+}
 void standin_reset_peak() {
   std::lock_guard<std::mutex> guard(lock);
   counts.allocated_peak = counts.allocated;
   counts.requested_peak = counts.requested;
+  counts.reserved_peak = counts.reserved;
+  counts.large_peak = counts.large;
 }
 void standin_strict(int on) { strict = on; }
 }

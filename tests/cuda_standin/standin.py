@@ -94,7 +94,8 @@ def stand_in(library: str) -> None:
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     device = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    for name in ("allocated", "allocated_peak", "requested", "requested_peak", "capacity"):
+    counts = ("allocated", "requested", "reserved")
+    for name in (*counts, *(f"{count}_peak" for count in (*counts, "large")), "capacity"):
         getattr(device, f"standin_{name}").restype = ctypes.c_int64
     import torch
 
@@ -115,8 +116,10 @@ def stand_in(library: str) -> None:
 
     def statistics(_: Any = None) -> dict[str, int]:
         held, most = device.standin_allocated(), device.standin_allocated_peak()
-        found = {"allocation.large_pool.peak": 0, "num_alloc_retries": 0, "num_ooms": 0}
-        for kind in ("allocated", "reserved", "active"):
+        found = {"allocation.large_pool.peak": device.standin_large_peak(), "num_alloc_retries": 0, "num_ooms": 0}
+        found |= {"reserved_bytes.all.current": device.standin_reserved()}
+        found |= {"reserved_bytes.all.peak": device.standin_reserved_peak()}
+        for kind in ("allocated", "active"):
             found |= {f"{kind}_bytes.all.current": held, f"{kind}_bytes.all.peak": most}
         asked = {"current": device.standin_requested(), "peak": device.standin_requested_peak()}
         return found | {f"requested_bytes.all.{when}": nbytes for when, nbytes in asked.items()}
@@ -141,14 +144,14 @@ def stand_in(library: str) -> None:
         "current_stream": lambda _=None: current()[-1],
         "default_stream": lambda _=None: default,
         "synchronize": lambda _=None: None,
-        "mem_get_info": lambda _=None: (device.standin_capacity() - device.standin_allocated(), device.standin_capacity()),
+        "mem_get_info": lambda _=None: (device.standin_capacity() - device.standin_reserved(), device.standin_capacity()),
         "memory_stats": statistics,
         "memory_allocated": lambda _=None: device.standin_allocated(),
-        "memory_reserved": lambda _=None: device.standin_allocated(),
+        "memory_reserved": lambda _=None: device.standin_reserved(),
         "max_memory_allocated": lambda _=None: device.standin_allocated_peak(),
-        "max_memory_reserved": lambda _=None: device.standin_allocated_peak(),
+        "max_memory_reserved": lambda _=None: device.standin_reserved_peak(),
         "reset_peak_memory_stats": lambda _=None: device.standin_reset_peak(),
-        "empty_cache": lambda: None,
+        "empty_cache": lambda: device.standin_empty_cache(),
         "set_sync_debug_mode": lambda mode: device.standin_strict(mode == "error"),
         "_sleep": lambda _: None,
         "cudart": lambda: runtime,

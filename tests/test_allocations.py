@@ -1,0 +1,42 @@
+"""What is read from a log of an allocator's blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import rotoff
+from rotoff.profile.allocations import UNSPLIT, Allocation, AllocationLog
+from rotoff.profile.form_meter import _alike
+
+MIB = 1 << 20
+STAGE = rotoff.Stage("s", 1.0, 2.0, 100, 300, forward_transient_bytes=10 * MIB, backward_transient_bytes=20 * MIB)
+
+
+def test_a_block_that_was_not_split_counts_as_what_was_asked_for() -> None:
+    log = AllocationLog(
+        (
+            Allocation(1, 20 * MIB),  # a temporary
+            Allocation(1, -20 * MIB),
+            Allocation(1, 20 * MIB),  # of 19.5 MiB
+            Allocation(2, 3 * MIB),  # as asked for
+            Allocation(3, 5 * MIB),  # gone by the end
+            Allocation(3, -5 * MIB),
+            Allocation(4, 9 * MIB),  # of no tensor that is known
+        )
+    )
+    sizes = {1: 39 * MIB // 2, 2: 3 * MIB, 3: 4 * MIB, 7: MIB}
+    found = log.sized(sizes)
+    assert [event.size for event in found.events] == [
+        20 * MIB, -20 * MIB, 39 * MIB // 2, 3 * MIB, 5 * MIB, -5 * MIB, 9 * MIB,
+    ]  # fmt: skip
+    assert log.level() - found.level() == MIB // 2
+    assert log.sized({4: 9 * MIB - UNSPLIT - 512}) == log  # not what the allocator leaves: the storage is another
+
+
+def test_stages_that_do_the_same_are_alike_within_what_blocks_may_be_larger() -> None:
+    other = replace(STAGE, forward_transient_bytes=11 * MIB, backward_transient_bytes=18 * MIB)
+    assert _alike(STAGE, STAGE)
+    assert not _alike(STAGE, other)
+    assert not _alike(STAGE, other, UNSPLIT)
+    assert _alike(STAGE, other, 2 * UNSPLIT)
+    assert not _alike(STAGE, replace(STAGE, saved_bytes=301), 2 * UNSPLIT)
