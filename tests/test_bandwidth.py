@@ -148,6 +148,7 @@ def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkey
             self.closed, self.capacity = True, 0
 
     monkeypatch.setattr(link_pool, "_new_link", Closing)
+    monkeypatch.setattr(link_pool, "_shares", {})
     pool = LinkPool()
     assert pool.bandwidth(torch.device("cpu"), 3 << 30)[0] == pytest.approx(COLD)
     assert [link.closed for link in made] == [True]
@@ -155,6 +156,44 @@ def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkey
     pool.give_back(pool.take(torch.device("cpu"), 100 << 20))
     pool.bandwidth(torch.device("cpu"), 1 << 20)
     assert (len(made), made[1].closed, made[1].capacity) == (2, False, 100 << 20)
+
+
+class TwoWays(CachedLink):
+    """Copies queue, on a lane for each direction, at COLD B/s. hidden: of the shorter of two copies beside each other."""
+
+    duplex, cached, queues = True, False, True
+
+    def __init__(self, clock: Clock, hidden: float) -> None:
+        super().__init__(clock)
+        self._hidden, self._lanes, self.copies = hidden, [0.0, 0.0], 0
+
+    def _copy(self, data: torch.Tensor, offset: int, out: bool) -> int:
+        assert offset + data.numel() <= self.capacity
+        self.copies += 1
+        self._lanes[out] += data.numel() / COLD
+        return 0
+
+    def drain(self) -> None:
+        shorter, longer = sorted(self._lanes)
+        self._clock.now += longer + (1 - self._hidden) * shorter
+        self._lanes = [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("hidden", "duplex"), [(1.0, True), (0.8, True), (0.3, False), (0.0, False)])
+@pytest.mark.parametrize("nbytes", [1 << 20, 3 << 30])
+def test_directions_that_share_a_lane_are_planned_as_one(
+    hidden: float, duplex: bool, nbytes: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_pool, "_shares", {})
+    made: list[TwoWays] = []
+    monkeypatch.setattr(link_pool, "_new_link", lambda *_: made.append(TwoWays(clock, hidden)) or made[-1])
+    for _ in range(2):
+        pool = LinkPool()
+        assert pool.bandwidth(torch.device("cpu"), nbytes) == (pytest.approx(COLD), pytest.approx(COLD), duplex)
+    assert made[1].copies < made[0].copies  # it is the machine's, and found once
+    link = TwoWays(clock, hidden)
+    assert bandwidth.beside(link) == pytest.approx(hidden)
+    assert link.capacity <= 256 << 20
 
 
 def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:

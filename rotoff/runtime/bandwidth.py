@@ -21,6 +21,7 @@ COLD_BYTES = 64 << 20
 QUEUED_BYTES, QUEUED = 32 << 20, 32
 # More makes a copy that queues no faster, and takes as much pinned memory and as much of the device.
 MOST_QUEUED_BYTES = 256 << 20
+BESIDE_BYTES = 32 << 20  # of the copies by which `beside` judges: asking for them takes no time beside theirs
 
 
 def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
@@ -58,6 +59,35 @@ def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int
                 link.wait(ticket)
     # The first round brings pages, streams and disk blocks into being.
     return nbytes / _typical(outward[places:]), nbytes / _typical(inward[places:])
+
+
+def beside(link: Link, repeats: int = 3) -> float:
+    """How far copies out and in run beside each other on a link where copies queue: 1 where together they take as long as the slower
+    by itself, 0 where they take as long as one after the other.
+
+    Raises:
+        rotoff.ExecutionError: where the host has no room for 2 * `BESIDE_BYTES`, or a copy fails.
+    """
+    link.reserve(2 * BESIDE_BYTES)
+    source, target = (_touched(link, link.allocate(BESIDE_BYTES)) for _ in range(2))
+    written = link.copy_out([source], BESIDE_BYTES)
+    link.wait(written)
+
+    def seconds(out: bool, back: bool) -> float:
+        link.drain()
+        start, tickets = time.perf_counter(), []
+        for _ in range(4):
+            tickets += [link.copy_out([source], 0)] if out else []
+            tickets += [link.copy_in([target], BESIDE_BYTES, written)] if back else []
+        link.drain()
+        taken = time.perf_counter() - start
+        for ticket in tickets:
+            link.wait(ticket)
+        return taken
+
+    rows = [[seconds(True, False), seconds(False, True), seconds(True, True)] for _ in range(1 + repeats)]
+    out, back, both = (_typical(list(column)) for column in zip(*rows[1:], strict=True))
+    return min(1.0, max(0.0, (out + back - both) / min(out, back)))
 
 
 def _reserve(link: Link, nbytes: int, places: int) -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 
 import torch
 
 from ..errors import ExecutionError, OptionError
-from .bandwidth import measure_bandwidth
+from .bandwidth import beside, measure_bandwidth
 from .link import Link
 from .link_cuda import CudaLink
 from .link_file import FileLink
 from .link_half import STAGING_BYTES, CudaHalfLink
+
+logger = logging.getLogger("rotoff")
+DUPLEX = 0.5  # of the shorter copy hidden by the other: from here on two lanes are closer to what happens than one
+_shares: dict[torch.device, float] = {}  # what `beside` found, which is the machine's
 
 
 class LinkPool:
@@ -64,14 +69,24 @@ class LinkPool:
         link.close()
 
     def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
-        """(device to host, host to device) in bytes per second for copies of `nbytes`, and whether both can run at once.
+        """(device to host, host to device) in bytes per second for copies of `nbytes`, each alone, and whether both can run at once: where
+        they hinder each other so much that both take nearly as long as one after the other, they are planned so.
 
         step_bytes: as of `measure_bandwidth`. Pinned memory that was taken for it is given back, since plans without moves need none.
         """
         link = self.take(device, 0)
         had = link.capacity
         try:
-            return *measure_bandwidth(link, nbytes, step_bytes), link.duplex
+            alone = measure_bandwidth(link, nbytes, step_bytes)
+            if not (link.duplex and link.queues):
+                return *alone, link.duplex
+            if device not in _shares:
+                _shares[device] = beside(link)
+                logger.info(
+                    "rotoff: copies to the host and from it, both at once: %.0f %% of the shorter are hidden by the longer",
+                    100 * _shares[device],
+                )
+            return *alone, _shares[device] >= DUPLEX
         finally:
             if link.queues and not had:
                 with self._lock:
