@@ -107,6 +107,8 @@ def measure(
     runs = [(m.lies, m.behaviour) for m in measured]
     copies = any(one.copied for one in compact)
     copy_bandwidth = (known and known.copy_bandwidth) or meter.copy_bandwidth(typical) if copies else None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what stages took one by one lies in other pieces than a step needs
     return Profile(
         device=device,
         chain=Chain(

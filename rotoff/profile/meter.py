@@ -21,6 +21,7 @@ from .allocations import AllocationLog
 from .backward_bytes import BackwardBytes, backward_bytes
 from .bench import Bench
 from .casts import kept_casts
+from .cuda_graphs import refuse_cuda_graphs
 from .form_meter import FormMeter
 from .form_trial import WholeStage
 from .forms import Policy, unfit
@@ -120,6 +121,8 @@ class Meter:
 
         last: whether the caller holds its output throughout. known: its times, where they need not be measured.
         """
+        if self.bench.device.type == "cuda":
+            refuse_cuda_graphs(stage)
         tensors, rebuild = flatten(value)
         run = Run(stage, tensors, rebuild, last)
         leaves, changes = run.leaves(), ChangedBuffers(stage)

@@ -13,7 +13,7 @@ import torch
 from ..capture.saved_tensors import watch_saved
 from ..capture.stage import flatten
 from .steady import Repeats, Series
-from .trial import Run, backward, get_edges, ones
+from .trial import Run, backward, get_edges, like_values
 
 LEAST_TAIL = 0.01  # of a stage's forward: a shorter one is not worth timing, and counts as none
 
@@ -125,7 +125,7 @@ def time_stage(run: Run, end: End, repeats: Repeats, device: torch.device, timin
         ticks.tick()
         outputs = flatten(run.forward(leaves))[0]
         ticks.tick()
-        edges, gradients = get_edges(outputs), ones(outputs)
+        edges, gradients = get_edges(outputs), like_values(outputs)
         del outputs
         ticks.tick()
         backward(edges, gradients, run.targets(leaves))

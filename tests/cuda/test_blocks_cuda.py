@@ -30,6 +30,9 @@ def test_stages_that_do_the_same_have_the_same_bytes_whatever_was_there() -> Non
         wrapped = measured(model, x)
         found.append([(s.saved_bytes, s.output_bytes) for s in wrapped.chain.stages])
         wrapped.close()
+        reserved = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == reserved  # measuring left nothing behind
         del made
     assert found[0] == found[1] == found[2]
     assert len(set(found[0][1:-1])) == 1

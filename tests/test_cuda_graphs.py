@@ -1,0 +1,29 @@
+"""Modules compiled with CUDA graphs are refused on CUDA, however they were compiled; nothing is compiled to find out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotoff
+from rotoff.capture.stage import StageModule
+from rotoff.profile.cuda_graphs import refuse_cuda_graphs
+
+
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
+def test_stages_with_cuda_graphs_are_refused(options: dict[str, Any]) -> None:
+    inside = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    inside[1].compile(**options)
+    for module in (inside, torch.compile(nn.Linear(3, 3), **options)):
+        with pytest.raises(rotoff.MeasureError, match=r"^stage 'block' is compiled with CUDA graphs.* mode=\"default\" or"):
+            refuse_cuda_graphs(StageModule("block", (module,)))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"backend": "eager"}])
+def test_others_are_not(options: dict[str, Any]) -> None:
+    inside = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    inside[1].compile(**options)
+    refuse_cuda_graphs(StageModule("block", (inside, torch.compile(nn.Linear(3, 3), **options))))
