@@ -115,7 +115,7 @@ run_tests() { # name, limit, marks, options...; those that have not begun 15 s b
         -o console_output_style=classic -o junit_family=xunit1 "$@" -m "$marks" --junitxml "$out/$name.xml" tests/cuda
 }
 
-run build 60 "$python" setup.py build_ext --inplace -j 8
+run build 90 "$python" setup.py build_ext --inplace -j 8
 if [ $code -ne 0 ]; then
     say "Nothing else was run: the extension cannot be built."
     end
@@ -133,7 +133,7 @@ fi
 if [ "$mode" = tests ]; then
     run warm_up 40 "$python" scripts/gpu_warm_up.py
     # shellcheck disable=SC2046
-    run_tests tests 210 "cuda and not alone" $(has xdist && echo "-n 4 --dist worksteal")
+    run_tests tests 180 "cuda and not alone" $(has xdist && echo "-n 4 --dist worksteal")
     # a model that keeps the device busy: at the example's own size, the CPU's, kernels are shorter than their launches
     size=(--layers 12 --width 1024 --heads 16 --context 1024 --batch 16)
     run prediction 100 "$python" benchmarks/prediction.py --device cuda --seconds 2 --pairs 5 "${size[@]}" --out "$out/prediction.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,13 +14,25 @@ import torch
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA itself")
-@pytest.mark.skipif(sys.platform != "linux", reason="the stand-in is loaded as on Linux")
-def test_the_code_for_cuda_runs_on_the_stand_in(tmp_path: Path) -> None:
-    plugin = TESTS / "cuda_standin"
-    subprocess.run([sys.executable, str(plugin / "standin.py"), str(tmp_path)], check=True, timeout=300)
-    environment = os.environ | {"PYTHONPATH": str(plugin), "STANDIN": str(tmp_path / "libstandin.so")}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA itself"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the stand-in is loaded as on Linux"),
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """In which the stand-in can be loaded."""
+    plugin, folder = TESTS / "cuda_standin", tmp_path_factory.mktemp("standin")
+    subprocess.run([sys.executable, str(plugin / "standin.py"), str(folder)], check=True, timeout=300)
+    import rotoff
+
+    path = os.pathsep.join([str(plugin), str(Path(rotoff.__file__).parent.parent)])
+    return os.environ | {"PYTHONPATH": path, "STANDIN": str(folder / "libstandin.so")}
+
+
+def test_the_code_for_cuda_runs_on_the_stand_in(environment: dict[str, str]) -> None:
     command = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-c", str(TESTS.parent / "pyproject.toml")]
     done = subprocess.run(
         [sys.executable, *command, "-m", "cuda and not concurrent", str(TESTS / "cuda")],
@@ -30,3 +43,19 @@ def test_the_code_for_cuda_runs_on_the_stand_in(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
+
+
+def test_the_probe_of_gpu_check_finds_what_it_asks_for(environment: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "probe.json"
+    run = "import runpy, sys, standin; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", run, str(TESTS.parent / "scripts" / "gpu_probe.py"), str(out), "--small"]
+    told = environment | {"ROTOFF_HOST_MEMORY": "100 MiB"}
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert list(found) == ["memory before", "checked step", "blocks", "bandwidth", "pinning", "memory after"]
+    assert found["checked step"]["peak"] <= found["checked step"]["limit"]
+    assert found["pinning"]["32 GiB"]["registered"] == 1  # of MiB here
+    size = str((19 << 20) + 4096)
+    assert found["blocks"]["empty cache"][size] == 20 << 20  # what is left of a segment is not split off
+    assert found["blocks"]["after 500 MiB"][size] == int(size)
