@@ -124,7 +124,7 @@ fi
 
 if [ "$mode" = first ]; then
     run warm_up 40 "$python" scripts/gpu_warm_up.py
-    run probe 45 "$python" scripts/gpu_probe.py "$out/probe.json"
+    run probe 60 "$python" scripts/gpu_probe.py "$out/probe.json"
     run_tests alone 90 "cuda and alone"
     end
     exit

@@ -53,9 +53,10 @@ def test_the_probe_of_gpu_check_finds_what_it_asks_for(environment: dict[str, st
     done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
-    assert list(found) == ["memory before", "checked step", "blocks", "bandwidth", "pinning", "memory after"]
+    pinning = ["pinning 1 GiB", "pinning 8 GiB", "pinning 32 GiB"]
+    assert list(found) == ["memory before", "checked step", "blocks", "bandwidth", *pinning, "memory after"]
     assert found["checked step"]["peak"] <= found["checked step"]["limit"]
-    assert found["pinning"]["32 GiB"]["registered"] == 1  # of MiB here
+    assert found["pinning 32 GiB"]["registered"] == 1  # of MiB here
     size = str((19 << 20) + 4096)
     assert found["blocks"]["empty cache"][size] == 20 << 20  # what is left of a segment is not split off
     assert found["blocks"]["after 500 MiB"][size] == int(size)
