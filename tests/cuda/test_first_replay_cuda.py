@@ -1,8 +1,10 @@
-"""The first replay of a training finds what measuring left on autograd's thread: cuDNN's choices of algorithms, workspaces."""
+"""The first replay of a training finds what measuring left on autograd's thread: cuDNN's choices of algorithms, workspaces. And no
+replay makes the host wait, but where cuDNN draws dropout of its own."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +41,39 @@ def test_the_first_step_with_replays_keeps_to_its_bytes_where_cudnn_benchmarks()
         peak = step_peak(lambda: wrapped(x).backward(gradient))
         wrapped.close()
     assert peak.asked <= wrapped.get_expected_memory()
+
+
+class Recurrent(nn.Module):
+    """Two layers of cuDNN's with dropout in between; the stand-in has no recurrent kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Dropout(0.5) if STANDIN else nn.LSTM(64, 64, num_layers=2, dropout=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.layers(x)
+        return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_replay_makes_the_host_wait_for_cudnns_own_dropout_alone(recurrent: bool, record_property: Any) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh()) for _ in range(10)]
+    model = nn.Sequential(*blocks, *([Recurrent()] if recurrent else []), nn.Linear(64, 64)).cuda()
+    x = torch.randn(16, 8, 64, device="cuda")
+    wrapped = rotoff.Checkpointable(model, forms=False, cache_directory=None).measure(x)
+    wrapped.compute_sequence(int(0.7 * wrapped.keep_all_memory), mode="remat")
+    assert wrapped._latest.plan.replayed
+    gradient = torch.ones(16, 8, 64, device="cuda")
+    wrapped(x).backward(gradient)
+    torch.cuda.set_sync_debug_mode("error")
+    waited = ""
+    try:
+        wrapped(x).backward(gradient)
+    except RuntimeError as error:
+        waited = str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    record_property("the host waits", waited or "nowhere")
+    assert recurrent or not waited
+    wrapped.close()
