@@ -158,6 +158,18 @@ def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkey
     assert (len(made), made[1].closed, made[1].capacity) == (2, False, 100 << 20)
 
 
+def test_a_host_with_little_room_is_enough_for_who_only_recomputes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tight(CachedLink):
+        cached, queues, duplex = False, True, True
+
+    monkeypatch.setattr(link_pool, "_new_link", lambda *_: Tight(clock, room=20 << 20))
+    monkeypatch.setattr(link_pool, "_shares", {})
+    assert LinkPool().bandwidth(torch.device("cpu"), 3 << 30) == (pytest.approx(COLD), pytest.approx(COLD), True)
+    monkeypatch.setattr(link_pool, "_new_link", lambda *_: Tight(clock, room=1 << 19))
+    with pytest.raises(rotoff.ExecutionError, match="no room"):
+        LinkPool().bandwidth(torch.device("cpu"), 3 << 30)
+
+
 class TwoWays(CachedLink):
     """Copies queue, on a lane for each direction, at COLD B/s. hidden: of the shorter of two copies beside each other."""
 

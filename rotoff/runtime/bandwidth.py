@@ -21,6 +21,7 @@ COLD_BYTES = 64 << 20
 QUEUED_BYTES, QUEUED = 32 << 20, 32
 # More makes a copy that queues no faster, and takes as much pinned memory and as much of the device.
 MOST_QUEUED_BYTES = 256 << 20
+LEAST_BYTES = 1 << 20  # of them, where the host has no more
 BESIDE_BYTES = 32 << 20  # of the copies by which `beside` judges: asking for them takes no time beside theirs
 
 
@@ -35,7 +36,7 @@ def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int
     """
     nbytes = max(int(nbytes), 1)
     if link.queues:
-        nbytes = min(nbytes, MOST_QUEUED_BYTES)
+        nbytes = _least_reserved(link, min(nbytes, MOST_QUEUED_BYTES))
     places = _reserve(link, nbytes, -(-min(int(step_bytes), COLD_BYTES) // nbytes) if link.cached else 1)
     values = _values(link, nbytes, places)
     rounds = max(2, -(-repeats // places)) if places > 1 else repeats
@@ -88,6 +89,17 @@ def beside(link: Link, repeats: int = 3) -> float:
     rows = [[seconds(True, False), seconds(False, True), seconds(True, True)] for _ in range(1 + repeats)]
     out, back, both = (_typical(list(column)) for column in zip(*rows[1:], strict=True))
     return min(1.0, max(0.0, (out + back - both) / min(out, back)))
+
+
+def _least_reserved(link: Link, nbytes: int) -> int:
+    """Reserve `nbytes`, or less where the host has no room for that, since plans without moves need none; how many it is."""
+    while nbytes > LEAST_BYTES:
+        try:
+            link.reserve(nbytes)
+            return nbytes
+        except ExecutionError:
+            nbytes = max(nbytes // 4, LEAST_BYTES)
+    return nbytes
 
 
 def _reserve(link: Link, nbytes: int, places: int) -> int:

@@ -81,7 +81,10 @@ class LinkPool:
             if not (link.duplex and link.queues):
                 return *alone, link.duplex
             if device not in _shares:
-                _shares[device] = beside(link)
+                try:
+                    _shares[device] = beside(link)
+                except ExecutionError:  # a host without room for that has none for a plan that moves much either
+                    return *alone, link.duplex
                 logger.info(
                     "rotoff: copies to the host and from it, both at once: %.0f %% of the shorter are hidden by the longer",
                     100 * _shares[device],
