@@ -1,11 +1,14 @@
-"""The base of our dispatch modes: kept from ``torch.compile``, and free of it where nobody compiles."""
+"""The bases of our modes: kept from ``torch.compile``, and free of it where nobody compiles."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -27,3 +30,42 @@ class EagerMode(TorchDispatchMode):
                     one.__torch_dispatch__ = torch.compiler.disable(vars(one)["__torch_dispatch__"])  # type: ignore[method-assign]
                     one._kept = True  # type: ignore[attr-defined]
         return super().__enter__()
+
+
+class EagerFunctionMode(TorchFunctionMode):
+    """A function mode of which ``torch.compile`` sees nothing: a function that is compiled within it runs as without it.
+
+    `call` is what the mode does; where a compiler looks through ``__torch_function__``, it finds the function itself.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of torch."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        if "torch._dynamo" in sys.modules and not vars(type(self)).get("_kept", False):
+            from torch._dynamo.eval_frame import skip_code
+
+            skip_code(EagerFunctionMode.__torch_function__.__code__)
+            type(self).call = torch.compiler.disable(type(self).call)  # type: ignore[method-assign]
+            type(self)._kept = True  # type: ignore[attr-defined]
+        return super().__enter__()
+
+
+@contextmanager
+def without(mode: TorchFunctionMode) -> Iterator[None]:
+    """Within, `mode` is not there, where it is the innermost."""
+    stack = torch.overrides._get_current_function_mode_stack()
+    if not stack or stack[-1] is not mode:
+        yield
+        return
+    _pop_mode()
+    try:
+        yield
+    finally:
+        _push_mode(mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import checkpoint as checkpoints
 
 
 @contextmanager
@@ -40,13 +42,74 @@ def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Itera
         scripted.__call__ = script_call
 
 
-def run_within(args: tuple[Any, ...]) -> Any:
-    """What the reentrant ``torch.utils.checkpoint`` computes of the arguments of its `CheckpointFunction`, by calls that can be seen: it
-    gives no gradients where none of its inputs needs one."""
-    run, _, *given = args
-    needed = any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)
-    with nullcontext() if needed else torch.no_grad():
-        return run(*given)
+class Patches:
+    """Attributes that are replaced while anyone is within, in any thread.
+
+    Args:
+        places: of each its owner, its name, and what makes the new one of the old one.
+    """
+
+    def __init__(self, *places: tuple[Any, str, Callable[[Any], Any]]) -> None:
+        self._places = places
+        self._before: list[Any] = []
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._before = [vars(owner)[name] for owner, name, _ in self._places]
+                for (owner, name, wrap), old in zip(self._places, self._before, strict=True):
+                    setattr(owner, name, wrap(old))
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                for (owner, name, _), old in zip(self._places, self._before, strict=True):
+                    setattr(owner, name, old)
+
+
+_OPEN = threading.local()
+
+
+def _generator(own: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return iter([None]) if getattr(_OPEN, "checkpoints", False) else own(*args, **kwargs)
+
+    return wrapped
+
+
+class _Reentrant:
+    """In place of the `CheckpointFunction` of the reentrant form, which gives no gradients where none of its inputs needs one."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def apply(self, run: Callable[..., Any], preserve: bool, *given: Any) -> Any:
+        if not getattr(_OPEN, "checkpoints", False):
+            return self._own.apply(run, preserve, *given)
+        needed = any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)
+        with nullcontext() if needed else torch.no_grad():
+            return run(*given)
+
+
+_CHECKPOINTS = Patches(
+    (checkpoints, "_checkpoint_without_reentrant_generator", _generator), (checkpoints, "CheckpointFunction", _Reentrant)
+)
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Within, in this thread, ``torch.utils.checkpoint`` only runs what it is given: what is recomputed is rotoff's to decide."""
+    before = getattr(_OPEN, "checkpoints", False)
+    _OPEN.checkpoints = True
+    try:
+        with _CHECKPOINTS:
+            yield
+    finally:
+        _OPEN.checkpoints = before
 
 
 def other_generators() -> list[Any]:

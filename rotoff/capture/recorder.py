@@ -13,14 +13,12 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import MeasureError
 from ..runtime.replay import Generators
 from .data_sizes import PACK_INSIDE, DataSizes
 from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
-from .outside import run_within
 from .saved_tensors import foreign_hooks
 from .stage import refuse_packed
 from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
@@ -314,8 +312,6 @@ class Recorder(TorchFunctionMode):
         """In place of a custom Function's or a scripted function's call."""
         if self._inside or threading.get_ident() != self._thread:
             return apply(*args, **kwargs)
-        if function is CheckpointFunction:
-            return run_within(args)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Module):
                 self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__})")

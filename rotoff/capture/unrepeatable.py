@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import MeasureError
+from .eager_mode import EagerFunctionMode
 from .stage import StageModule, key_of
 from .tape import name_of
 
@@ -96,7 +96,7 @@ _IN_PLACE = frozenset(
 )
 
 
-class Refusing(TorchFunctionMode):
+class Refusing(EagerFunctionMode):
     """Within, what cannot be repeated raises UnrepeatableError before it is done; who: does it, for the message."""
 
     def __init__(self, parameters: Parameters, who: str) -> None:
@@ -104,11 +104,10 @@ class Refusing(TorchFunctionMode):
         self._parameters = parameters
         self._who = who
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (objection := self._parameters.objection(func, args, kwargs)) is not None:
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (objection := self._parameters.objection(function, args, kwargs)) is not None:
             raise UnrepeatableError(f"{self._who} {''.join(objection)}")
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
 def refusing(stage: StageModule) -> AbstractContextManager[Any]:

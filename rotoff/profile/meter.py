@@ -130,15 +130,7 @@ class Meter:
         self._refuse_subclasses(stage, outputs)
         needs = [t.requires_grad for t in outputs]
         if any(needs):
-            try:
-                backward(get_edges(outputs), ones(outputs), run.targets(leaves))
-            except RuntimeError as error:
-                if "use_reentrant" not in str(error):
-                    raise
-                raise MeasureError(
-                    f"stage {stage.name!r} has a reentrant torch.utils.checkpoint, which allows no gradients but by"
-                    " .backward(); pass it use_reentrant=False"
-                ) from None
+            backward(get_edges(outputs), ones(outputs), run.targets(leaves))
             del outputs, leaves
             if self.bench.device.type == "cuda" and not any(gathers(module) for module in stage.modules):
                 self._replay(run)

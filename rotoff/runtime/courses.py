@@ -24,6 +24,7 @@ from ..capture import strategy
 from ..capture.backward_from import read_backward_from
 from ..capture.course import Course as Expected
 from ..capture.course import expected
+from ..capture.outside import without_checkpoints
 from ..capture.stage import flatten
 from ..capture.undo import undone
 from ..errors import MeasureError
@@ -136,7 +137,8 @@ class Courses:
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
-            captured, profile = self._measure_here(value, progress, repeats, timed)
+            with undone(self._model), without_checkpoints():
+                captured, profile = self._measure_here(value, progress, repeats, timed)
             found.append(captured)
             return profile
 
@@ -162,8 +164,6 @@ class Courses:
         was_training = self._model.training
         if not was_training:
             self._model.train()
-        unchanged = undone(self._model)
-        unchanged.__enter__()
         try:
             captured = strategy.capture(self._model, value, device, self._options.stages, self.plain)
             captured = captured.starting(read_backward_from(self._options.backward_from))
@@ -204,7 +204,6 @@ class Courses:
             stuck = profile.stuck_bytes + self._links.staging_bytes
             return captured, replace(profile, stuck_bytes=stuck).described(type(self._model).__name__, meta)
         finally:
-            unchanged.__exit__(None, None, None)
             if not was_training:
                 self._model.eval()
 

@@ -21,12 +21,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as checkpoints
-from torch.utils.checkpoint import CheckpointFunction
 
 from ..capture.course import OUTSIDE, Course
-from ..capture.outside import run_within
+from ..capture.eager_mode import EagerFunctionMode, without
+from ..capture.outside import Patches, without_checkpoints
 from ..capture.stage import copied
 from ..capture.unrepeatable import compiled
 from .convolutions import Algorithms, forward_by
@@ -47,7 +45,7 @@ class Stages(Protocol):
 NOTHING_EXPECTED = Course((), (), (), (), (), (), frozenset())
 
 
-class LiveForward(TorchFunctionMode):
+class LiveForward(EagerFunctionMode):
     """Follows one forward of the model.
 
     tape: of the stage that is open. entered: the tensors that it was given. seen: whether what autograd saves now is saved again by the
@@ -171,15 +169,12 @@ class LiveForward(TorchFunctionMode):
 
     # -- calls
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if self.inside:
-            return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.__iter__:
-            return iter(self.call(torch.unbind, args, {}))
-        return self.call(func, args, kwargs or {})
-
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function`, and put it on the tape where a replay must run it, too."""
+        if self.inside:
+            return function(*args, **kwargs)
+        if function is torch.Tensor.__iter__:
+            return iter(self.call(torch.unbind, args, {}))
         kind = _KINDS.get(function)
         if kind is None:
             kind = _kind(function)
@@ -243,6 +238,9 @@ class LiveForward(TorchFunctionMode):
         return result
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(function, nn.Module):
+            with without(self):
+                return function(*args, **kwargs)
         if self.algorithms is None:
             return function(*args, **kwargs)
         with forward_by(self.algorithms):
@@ -283,11 +281,9 @@ class LiveForward(TorchFunctionMode):
     def _is_whole(self, module: nn.Module) -> bool:
         return module in self._whole or compiled(module)
 
-    def applied(self, apply: Callable[..., Any], _function: Any, *args: Any, **kwargs: Any) -> Any:
+    def applied(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a custom Function's or a scripted function's call."""
-        if self.inside:
-            return apply(*args, **kwargs)
-        return run_within(args) if _function is CheckpointFunction else self.call(apply, args, kwargs)
+        return apply(*args, **kwargs) if self.inside else self.call(apply, args, kwargs)
 
     # -- what a call reads, makes and changes
 
@@ -610,8 +606,6 @@ _IN_PLACE = frozenset(
 # -- calls that a ``TorchFunctionMode`` does not see
 
 _FOLLOWED = threading.local()
-_PATCH = threading.Lock()
-_patches: list[Any] = []
 
 
 @contextmanager
@@ -619,57 +613,39 @@ def following(live: LiveForward) -> Iterator[None]:
     """Within, in this thread, `live` sees all calls."""
     before = getattr(_FOLLOWED, "live", None)
     _FOLLOWED.live = live
-    _install()
     try:
-        with live:
+        with _SEEN, without_checkpoints(), live:
             yield
     finally:
         _FOLLOWED.live = before
-        _uninstall()
 
 
-def _install() -> None:
-    with _PATCH:
-        if not _patches:
-            call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-            scripted: Any = torch.jit.ScriptFunction
-            script_call = scripted.__call__
+def _call(call: Any) -> Any:
+    def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        live = getattr(_FOLLOWED, "live", None)
+        return call(module, *args, **kwargs) if live is None else live.called(call, module, *args, **kwargs)
 
-            def wrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                live = getattr(_FOLLOWED, "live", None)
-                return call(module, *args, **kwargs) if live is None else live.called(call, module, *args, **kwargs)
-
-            def wrapped_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-                live, bound = getattr(_FOLLOWED, "live", None), apply.__get__(None, cls)
-                return bound(*args, **kwargs) if live is None else live.applied(bound, cls, *args, **kwargs)
-
-            def wrapped_script(function: Any, *args: Any, **kwargs: Any) -> Any:
-                live = getattr(_FOLLOWED, "live", None)
-                if live is None:
-                    return script_call(function, *args, **kwargs)
-                return live.applied(partial(script_call, function), function, *args, **kwargs)
-
-            own = checkpoints._checkpoint_without_reentrant_generator
-
-            def wrapped_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
-                return own(*args, **kwargs) if getattr(_FOLLOWED, "live", None) is None else iter([None])
-
-            nn.Module.__call__ = wrapped_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = classmethod(wrapped_apply)  # type: ignore[method-assign,assignment]
-            scripted.__call__ = wrapped_script
-            checkpoints._checkpoint_without_reentrant_generator = wrapped_checkpoint
-            _patches.append((call, apply, script_call, own, 0))
-        *before, count = _patches[0]
-        _patches[0] = *before, count + 1
+    return wrapped
 
 
-def _uninstall() -> None:
-    with _PATCH:
-        call, apply, script_call, own, count = _patches.pop()
-        if count > 1:
-            _patches.append((call, apply, script_call, own, count - 1))
-            return
-        checkpoints._checkpoint_without_reentrant_generator = own
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign,assignment]
-        torch.jit.ScriptFunction.__call__ = script_call  # type: ignore[method-assign]
+def _apply(apply: Any) -> Any:
+    def wrapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        live, bound = getattr(_FOLLOWED, "live", None), apply.__get__(None, cls)
+        return bound(*args, **kwargs) if live is None else live.applied(bound, *args, **kwargs)
+
+    return classmethod(wrapped)
+
+
+def _script(call: Any) -> Any:
+    def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
+        live = getattr(_FOLLOWED, "live", None)
+        return call(function, *args, **kwargs) if live is None else live.applied(partial(call, function), *args, **kwargs)
+
+    return wrapped
+
+
+_SEEN = Patches(
+    (nn.Module, "__call__", _call),
+    (torch.autograd.Function, "apply", _apply),
+    (torch.jit.ScriptFunction, "__call__", _script),
+)

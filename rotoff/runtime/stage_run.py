@@ -95,7 +95,8 @@ class StageRun:
         self._made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
         self._open_hooks: saved_tensors_hooks | None = None
-        self._as_measured = False  # whether autograd saved as many tensors as when the stage was measured
+        self._enough = 0  # tensors saved at which a replay for the stage's own backward may end
+        self._as_measured = False  # whether autograd saved the same tensors as when the stage was measured
 
     def saved(self) -> list[weakref.ref[Slot]]:
         """The slots that make up ā beside the outputs."""
@@ -169,7 +170,10 @@ class StageRun:
     def close(self, outputs: Sequence[torch.Tensor], kept: Collection[int]) -> None:
         """The stage has ended; `outputs` are what it hands on."""
         self.cease()
-        self._as_measured = len(self._slots) == len(self._behaviour.saved)
+        own = [slot is not None for slot in self._slots]
+        self._as_measured = own == [kind is SavedKind.OWN for kind in self._behaviour.saved]
+        if self._as_measured:
+            self._enough = self._behaviour.enough
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
         self.kept = {n: outputs[n].detach() for n in kept}
 
@@ -211,7 +215,7 @@ class StageRun:
         alone: for the stage's own backward. Nobody takes its outputs then; it ends at the last tensor that autograd saved
         and returns none.
         """
-        enough = self._behaviour.enough if alone and self._as_measured else 0
+        enough = self._enough if alone else 0
         inputs, places = self._detached(given)
         slots, shapes, count = self._slots, self._shapes, 0
         if keep:
