@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from .cuts import used
 from .segment import Segment
 from .sharding import gathers
 from .stage import StageModule
-from .tape import Operation, Tape
+from .tape import Tape
 from .unrepeatable import compiled
 
+SCALARS = 64  # bytes of numbers that an operation makes tensors of
 OUTSIDE = 0  # in place of a stage: what is made for all stages or for none, and is charged to no value
 
 
@@ -28,7 +30,8 @@ class Course:
 
     functions: of each call that makes or changes tensors, in order; a module that is called as a whole counts as one. stages: the
     stage that each belongs to, from 1, or `OUTSIDE`. outputs: of each, the number of each tensor that it returns, None for a
-    parameter or a buffer. last_uses: of each, the tensors that no call needs after it. draws: of each, whether it draws random numbers.
+    parameter or a buffer. last_uses: of each, the tensors that no call needs after it. dead: of each, whether nobody
+    needs what it makes; dead_bytes: what those of each stage make and save, at most.
     crossing: of each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
     `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well.
     """
@@ -37,9 +40,20 @@ class Course:
     stages: tuple[int, ...]
     outputs: tuple[tuple[int | None, ...], ...]
     last_uses: tuple[tuple[int, ...], ...]
-    draws: tuple[bool, ...]
+    dead: tuple[bool, ...]
+    dead_bytes: tuple[int, ...]
     crossing: tuple[tuple[tuple[int, int], ...], ...]
     opaque: frozenset[nn.Module]
+
+    @cached_property
+    def beside(self) -> frozenset[int]:
+        """The stages in which something is made that belongs to none."""
+        found, stage = set(), 1
+        for one in self.stages:
+            if one == OUTSIDE:
+                found.add(stage)
+            stage = one or stage
+        return frozenset(found)
 
     @cached_property
     def opaque_stages(self) -> frozenset[int]:
@@ -53,13 +67,24 @@ class Course:
         return frozenset(function for function in self.functions if isinstance(function, nn.Module))
 
 
-def expected(tape: Tape, stages: Sequence[StageModule]) -> Course:
-    """The course that `tape` recorded, cut into `stages`."""
+def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageModule] = ()) -> Course:
+    """The course that `tape` recorded, cut into `stages`, with stages `before` them through which no gradient flows."""
     stage_of: dict[int, int] = {}  # by an operation's id
     for i, stage in enumerate(stages, start=1):
         for segment in _segments(stage):
             stage_of.update((id(op), i) for op in segment.operations)
-    calls = [op for op in tape.operations if not op.added and _makes(op)]
+    outside = {id(op) for stage in before for segment in _segments(stage) for op in segment.operations}
+    calls = [op for op in tape.operations if not op.added and op.makes]
+    needed = {id(op) for op in used(tape)}
+    open_stage = 1
+    for op in calls:  # what nobody needs is made in the stage that is open
+        if id(op) not in outside:
+            open_stage = stage_of.setdefault(id(op), open_stage)
+    dead_bytes = [0] * len(stages)
+    for op in calls:
+        if id(op) not in needed:
+            made_here = sum(tape.variables[n].nbytes for n in op.outputs if n is not None)
+            dead_bytes[stage_of[id(op)] - 1] += made_here + sum(nbytes for _, nbytes in op.saves) + SCALARS
     place = {id(op): k for k, op in enumerate(calls)}
     made = {n: stage_of.get(id(op), OUTSIDE) for op in reversed(calls) for n in op.outputs if n is not None}
     last: dict[int, int] = {}
@@ -71,7 +96,7 @@ def expected(tape: Tape, stages: Sequence[StageModule]) -> Course:
     lasting = set(tape.result_variables())
     last_uses: list[list[int]] = [[] for _ in range(len(calls) + 1)]
     for n, k in last.items():
-        if n not in lasting and made.get(n, OUTSIDE) != OUTSIDE:
+        if n not in lasting and n in made:
             last_uses[k].append(n)
     crossing = []
     for stage in stages:
@@ -82,7 +107,8 @@ def expected(tape: Tape, stages: Sequence[StageModule]) -> Course:
         stages=tuple(stage_of.get(id(op), OUTSIDE) for op in calls),
         outputs=tuple(op.outputs for op in calls),
         last_uses=tuple(map(tuple, last_uses[:-1])),
-        draws=tuple(op.draws for op in calls),
+        dead_bytes=tuple(dead_bytes),
+        dead=tuple(id(op) not in needed for op in calls),
         crossing=tuple(crossing),
         opaque=frozenset(op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)),
     )
@@ -90,10 +116,6 @@ def expected(tape: Tape, stages: Sequence[StageModule]) -> Course:
 
 def _opaque(module: nn.Module, tape: Tape) -> bool:
     return module in tape.opaque or compiled(module) or gathers(module)
-
-
-def _makes(op: Operation) -> bool:
-    return bool(op.outputs or op.writes or op.writes_owned or isinstance(op.function, nn.Module))
 
 
 def _segments(stage: StageModule) -> list[Segment]:

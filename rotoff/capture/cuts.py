@@ -21,7 +21,7 @@ from torch import nn
 from .lifetimes import Lifetimes, lifetimes
 from .segment import Segment
 from .stage import StageModule
-from .tape import Operation, Owned, Tape
+from .tape import NOTHING, Operation, Owned, Tape
 
 STAGES = 40  # of a model, unless asked otherwise; the solver answers for 100 while a person waits
 CROSSING = 0.25  # of the bytes that a stage makes: the share that it may hand on
@@ -30,7 +30,7 @@ COARSE = 12  # stages that a model is cut into however much they hand on
 
 def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[StageModule]:
     """About `count` stages, or those that end where calls of the modules named `names` end."""
-    operations = used = _used(tape)
+    operations = used(tape)
     early = _early(tape, operations)
     after = _cuts_at(operations, names) if names else None
     positions = _cuts(_costs(tape, operations, early), count, after)
@@ -45,11 +45,19 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[S
         if piece:
             pieces.append(piece)
         start = cut + 1
-    return _modules(tape, pieces, bool(first), lifetimes(tape, used, first, place, len(pieces)))
+    needed: dict[int, int] = {}  # variable -> last piece in which something is computed of it for nothing
+    current = 0
+    for op in tape.operations:
+        current = max(current, place.get(id(op), 0))
+        if id(op) not in place and id(op) not in rest:
+            needed.update((n, current) for n in op.reads)
+    return _modules(tape, pieces, bool(first), needed, lifetimes(tape, operations, first, place, len(pieces)))
 
 
-def _modules(tape: Tape, pieces: list[list[Operation]], prepared: bool, lives: list[Lifetimes]) -> list[StageModule]:
-    last_use: dict[int, int] = {n: len(pieces) for n in tape.result_variables()}
+def _modules(
+    tape: Tape, pieces: list[list[Operation]], prepared: bool, needed: dict[int, int], lives: list[Lifetimes]
+) -> list[StageModule]:
+    last_use = needed | {n: len(pieces) for n in tape.result_variables()}
     for number, piece in enumerate(pieces):
         for op in piece:
             for n in (*op.reads, *_made(op)):
@@ -70,12 +78,13 @@ def _modules(tape: Tape, pieces: list[list[Operation]], prepared: bool, lives: l
     return found
 
 
-def _used(tape: Tape) -> list[Operation]:
+def used(tape: Tape) -> list[Operation]:
     """The operations without those whose outcome nobody sees."""
     wanted = set(tape.result_variables())
     kept = []
     for op in reversed(tape.operations):
-        if op.writes or op.writes_owned or op.draws or op.effect or any(n in wanted for n in _made(op)):
+        asks = op.expected is not NOTHING
+        if op.writes or op.writes_owned or op.draws or op.effect or asks or any(n in wanted for n in _made(op)):
             kept.append(op)
             wanted.update(op.reads)
     return kept[::-1]

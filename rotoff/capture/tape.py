@@ -81,6 +81,11 @@ class Operation:
     added: bool = False
 
     @property
+    def makes(self) -> bool:
+        """Whether it makes or changes tensors, rather than asking about them."""
+        return bool(self.outputs or self.writes or self.writes_owned or isinstance(self.function, nn.Module))
+
+    @property
     def name(self) -> str:
         """Of the function, for messages and tables."""
         return name_of(self.function)

@@ -138,6 +138,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "passing": alike_or((), each(parts(Passing))),
         "lingering": longest,
         "spare_bytes": each(each(min)),
+        "outside_bytes": each(min),
         "staying_bytes": each(max),
         "compact": alike_or(None, parts(Compact)),
         "copy_bandwidth": alike_or(None, min),

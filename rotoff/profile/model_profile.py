@@ -51,7 +51,8 @@ class Profile:
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
     which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, and autocast of
     weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
-    prefix holds, its output (the chain's input) included. made_input_bytes: those of a_0 that the prefix makes. skips: bytes that
+    prefix holds, its output (the chain's input) included. made_input_bytes: those of a_0 that the prefix makes. outside_bytes: of each stage, what the
+    chain charges in its forward for a prefix of which the model's own code runs a part there. skips: bytes that
     several values carry. passing: bytes of values that the plain model lets go; lingering: others that it holds longer. spare_bytes: of each
     stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
     tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.tails`); 0 by
@@ -72,6 +73,7 @@ class Profile:
     replay_bytes: int
     prefix_peak_bytes: int = 0
     made_input_bytes: int = 0
+    outside_bytes: tuple[int, ...] = ()
     no_forms: tuple[str, ...] = ()
     rng_bytes: int = 0
     gone_bytes: tuple[int, ...] = ()

@@ -27,6 +27,7 @@ from ..capture.course import expected
 from ..capture.outside import without_checkpoints
 from ..capture.stage import flatten
 from ..capture.undo import undone
+from ..chain import Stage
 from ..errors import MeasureError
 from ..profile.bench import Bench
 from ..profile.forms import read_forms
@@ -89,7 +90,7 @@ class Course:
     def expected(self) -> Expected | None:
         """The calls that the model's forward is expected to make; None where the modules of an ``nn.Sequential`` run."""
         if self._expected is None and self.captured.tape is not None:
-            self._expected = expected(self.captured.tape, self.profile.stages)
+            self._expected = expected(self.captured.tape, self.profile.stages, self.profile.prefix)
         return self._expected
 
 
@@ -201,6 +202,8 @@ class Courses:
             meta = provenance(self._model, value, device)
             if near is not None:
                 meta["times"] = f"interpolated between those measured at {near.between}"
+            if captured.tape is not None:
+                profile = _with_outside(profile, expected(captured.tape, profile.stages, profile.prefix))
             stuck = profile.stuck_bytes + self._links.staging_bytes
             return captured, replace(profile, stuck_bytes=stuck).described(type(self._model).__name__, meta)
         finally:
@@ -236,6 +239,29 @@ class Courses:
             course.plan = make_plan(course.profile, self.request, self._group)
         self.latest = course
         return course
+
+
+def _with_outside(profile: Profile, course: Expected) -> Profile:
+    """`profile`, where the forwards are also charged for what the model's own code runs there and no stage does: parts of the prefix, and
+    what is computed for nothing."""
+    beside = max(0, profile.prefix_peak_bytes - profile.made_input_bytes) if profile.prefix else 0
+    outside = tuple(nbytes + (beside if i in course.beside else 0) for i, nbytes in enumerate(course.dead_bytes, start=1))
+
+    def more(one: Any, nbytes: int) -> Any:
+        return replace(one, forward_transient_bytes=one.forward_transient_bytes + nbytes)
+
+    def charged(stage: Stage, nbytes: int) -> Stage:
+        assert stage.checkpoint_transient_bytes is not None
+        forms = tuple(more(form, nbytes) for form in stage.forms)
+        checkpoint = stage.checkpoint_transient_bytes + nbytes
+        return replace(more(stage, nbytes), checkpoint_transient_bytes=checkpoint, forms=forms)
+
+    def all_of(costs: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        return tuple(map(charged, costs, outside))
+
+    compact = profile.compact and profile.compact._replace(stages=all_of(profile.compact.stages))
+    chain = replace(profile.chain, stages=all_of(profile.chain.stages))
+    return replace(profile, chain=chain, compact=compact, outside_bytes=outside)
 
 
 def signature(value: Any, model: nn.Module) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.variable import Variable
 
-from ..capture.course import Course
+from ..capture.course import OUTSIDE, Course
 from ..capture.dataclass_trees import look_into
 from ..capture.stage import Behaviour, StageModule, flatten
 from ..errors import ExecutionError
@@ -227,6 +227,9 @@ class Step:
 
     def restore(self, var: Var) -> torch.Tensor:
         """The bytes of a hollow tensor, by replays of the stage that made it and, where its input is gone, of those before."""
+        if var.stage == OUTSIDE:
+            assert self._live is not None
+            return self._live.outside.run([], [var])[0]
         run = self._runs[var.stage]
         given = []
         for one in run.tape.inputs:

@@ -42,25 +42,26 @@ class Stages(Protocol):
         """The bytes of a hollow tensor."""
 
 
-NOTHING_EXPECTED = Course((), (), (), (), (), (), frozenset())
+NOTHING_EXPECTED = Course((), (), (), (), (), (), (), frozenset())
 
 
 class LiveForward(EagerFunctionMode):
     """Follows one forward of the model.
 
-    tape: of the stage that is open. entered: the tensors that it was given. seen: whether what autograd saves now is saved again by the
-    tape. saved, saved_shapes: what it saved in the open stage. on_course: whether all calls so far were the expected ones. inside: whether calls are let by. astray: tells the course that was taken in place of
+    tape: of the stage that is open; outside: of what belongs to none. entered: the tensors that it was given. seen: whether what autograd saves now is saved again by the
+    tape; dead: whether nobody is expected to need it. saved, saved_shapes: what it saved in the open stage. on_course: whether all calls so far were the expected ones. inside: whether calls are let by. astray: tells the course that was taken in place of
     the expected one. resident: storages that were there before the stages.
     """
 
     def __init__(self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]) -> None:
         super().__init__()
         self.tape = StageTape("")
+        self.outside = StageTape("masks and tables")
         self.entered: set[Var] = set()
         self.resident: set[int] = set()
         self.places: dict[int, int] = {}  # of the open stage: storage -> number of the input that lies there
         self.surrounding_autocast: Autocast = ()
-        self.seen = False
+        self.seen = self.dead = False
         self.saved: list[Any] = []
         self.saved_shapes: list[Any] = []
         self.on_course = True
@@ -209,14 +210,14 @@ class LiveForward(EagerFunctionMode):
             self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), True, None, None))
         grad = torch.is_grad_enabled()
         self.inside, self.seen = True, stage != OUTSIDE
-        saved = len(self.saved)
+        saved, self.dead = len(self.saved), expected and self._course.dead[k]
         try:
             result = self._run(function, args, kwargs)
         except BaseException:
             del self.saved[saved:], self.saved_shapes[saved:]  # the model may catch it and go another way
             raise
         finally:
-            self.inside = self.seen = False
+            self.inside = self.seen = self.dead = False
         outputs = tensors_of(result)
         if draws:
             self._drawn = self._generators.mark()
@@ -229,12 +230,11 @@ class LiveForward(EagerFunctionMode):
             if not within:
                 self._leave_course(function)
             made = self._noted(outputs, stage, given, ())
-        if stage != OUTSIDE:
-            if self._read and not written:
-                self._note_read()
-            autocast = self._autocast()
-            attention = attention_flags() if function in _ATTENTION else None
-            self.tape.calls.append(Call(function, named, named_kwargs, made, grad, autocast, attention))
+        if self._read and not written:
+            self._note_read()
+        attention = attention_flags() if function in _ATTENTION else None
+        tape = self.outside if stage == OUTSIDE else self.tape
+        tape.calls.append(Call(function, named, named_kwargs, made, grad, self._autocast(), attention))
         return result
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -301,7 +301,9 @@ class LiveForward(EagerFunctionMode):
             return self._constant(leaf) if stage != OUTSIDE else leaf
         if var.hollow:
             self._refill(var, leaf)
-        if stage == OUTSIDE or var.stage == stage or var in self.entered:
+        if stage == OUTSIDE:
+            return leaf if var.stays else var
+        if var.stage == stage or var in self.entered:
             return var
         if (alias := self._aliases.get(var)) is None:
             # made by an earlier stage, and not expected here: the tape itself keeps it
@@ -354,7 +356,6 @@ class LiveForward(EagerFunctionMode):
 
     def _tag(self, tensor: torch.Tensor, stage: int) -> Var:
         var = Var(self._token, stage, tensor)
-        var.stays = stage == OUTSIDE
         setattr(tensor, TAG, var)
         self._vars.append(var)
         return var

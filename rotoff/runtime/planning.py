@@ -434,6 +434,7 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
             whole.discard(op.stage)
         if plan.keeps_all:
             less += _passed(profile, op)
+            less += profile.outside_bytes[op.stage - 1] if profile.outside_bytes and op.kind in FORWARDS else 0
         made = made or (op.kind in FORWARDS and op.stage == L)
         levels.append(event.memory - less)
     return _told(profile, plan, levels)

@@ -6,6 +6,7 @@ and the autocast state; a replay runs on those and puts everything back after.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import string_at
@@ -25,6 +26,16 @@ States = tuple[bytes, ...]  # of generators
 
 def _state(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+_PROBE = threading.local()
+
+
+def _next_numbers(generator: torch.Generator) -> list[float]:
+    """What `generator` would give next; takes no bytes of the step's."""
+    if not hasattr(_PROBE, "numbers"):
+        _PROBE.numbers = torch.empty(2, dtype=torch.float64)
+    return _PROBE.numbers.uniform_(generator=generator.clone_state()).tolist()
 
 
 class Generators:
@@ -52,9 +63,10 @@ class Generators:
 
     def mark(self, copies: Sequence[torch.Generator] | None = None) -> tuple[object, ...]:
         """What tells the present states, or those of `copies`, from others; of the CPU's the next numbers, since its state is large."""
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return ()  # nothing is drawn
         own = self.copies() if copies is None else copies
-        found: list[object] = torch.rand(2, dtype=torch.float64, generator=own[0].clone_state()).tolist()
-        return *found, *(bytes(copy.get_state().tolist()) for copy in own[1:])
+        return *_next_numbers(own[0]), *(bytes(copy.get_state().tolist()) for copy in own[1:])
 
     def put_copies(self, copies: Sequence[torch.Generator]) -> None:
         for generator, copy in zip(self._own, copies, strict=True):

@@ -141,7 +141,7 @@ class StageRun:
             if place is None and not stays and key not in resident and kind is not SavedKind.RESIDENT:
                 shapes.append((tensor.shape, tensor.dtype))
                 tensor = tensor.detach()
-                slot = Slot(tensor if whole_kept else None)
+                slot = Slot(tensor if whole_kept and not live.dead else None)
                 if recipe is not None:
                     self._store(recipe, n, tensor, slot)
                 slots.append(reference(slot))
@@ -196,6 +196,8 @@ class StageRun:
                 raise ExecutionError(f"what stage {self.tape.name!r} saved can only be read by its backward under rotoff")
             step.advance_to(self.i)  # no hook fired: the gradient entered within the stage
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
+        if slot.tensor is None and isinstance(packed, Slot):  # it was thought to be for nothing
+            self.again([one.tensor for one in step.input_slots(self.i) if one.tensor is not None], True, None, alone=False)
         tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
         if tensor._version != slot.version:
