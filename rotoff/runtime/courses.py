@@ -272,7 +272,9 @@ def signature(value: Any, model: nn.Module) -> Any:
     autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
     parameters = tuple([(p.shape, p.dtype, p.requires_grad) for p in model.parameters()])
     modes = tuple([module.training for module in model.modules()])
-    return shapes, autocast, parameters, modes, torch.get_default_dtype()
+    # the modules of an nn.Sequential are its stages, and run themselves
+    stages = tuple(map(id, model.modules())) if strategy.is_sequential(model) else ()
+    return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
 
 
 def _constants(value: Any) -> str:

@@ -112,6 +112,8 @@ class Step:
             live.inside = True
             live.finish()
             self.astray = live.astray
+            if live.astray is not None:
+                self._checker = None
             look_into(result)
             assert self._open is not None
             self._outputs = live.results(result, self._open.stage)
@@ -368,6 +370,8 @@ class Step:
         self._next += 1
         if self._times is not None:
             self._times.end()
+        if self._live is not None and self._live.astray is not None:
+            self._checker = None  # what the machine says is of another course
         if self._checker is not None:
             self._checker.after(op, self._held, [t for run in self._runs.values() for t in run.kept.values()])
 

@@ -143,6 +143,12 @@ class LiveForward(EagerFunctionMode):
         self._dying = ()
         if self.on_course and self._position < self._count:
             self._leave_course(None)
+        for var in self._vars:
+            tensor = var.tensor()
+            if tensor is not None and not var.gone and tensor._base is not None:  # its bytes are those of its base, too
+                _whole_base(tensor)
+                if (known := vars(tensor._base).get(TAG)) is not None:
+                    known.hollow = False
         for var in self._hollowed:
             tensor = var.tensor()
             if var.hollow and tensor is not None:
@@ -181,6 +187,13 @@ class LiveForward(EagerFunctionMode):
             kind = _kind(function)
         if kind is _FACT:
             return function(*args, **kwargs)
+        self.inside = True  # the mode sees what is done here where a wrapper has called
+        try:
+            return self._followed(function, kind, args, kwargs)
+        finally:
+            self.inside = False
+
+    def _followed(self, function: Callable[..., Any], kind: Written, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         k, within = self._position, self._within
         stage = self._stage
         expected = False
@@ -209,7 +222,7 @@ class LiveForward(EagerFunctionMode):
         if draws and self._generators.mark() != (self._drawn or self._begun()):  # the model's own code has set them
             self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), True, None, None))
         grad = torch.is_grad_enabled()
-        self.inside, self.seen = True, stage != OUTSIDE
+        self.seen = stage != OUTSIDE
         saved, self.dead = len(self.saved), expected and self._course.dead[k]
         try:
             result = self._run(function, args, kwargs)
@@ -217,7 +230,7 @@ class LiveForward(EagerFunctionMode):
             del self.saved[saved:], self.saved_shapes[saved:]  # the model may catch it and go another way
             raise
         finally:
-            self.inside = self.seen = self.dead = False
+            self.seen = self.dead = False
         outputs = tensors_of(result)
         if draws:
             self._drawn = self._generators.mark()
@@ -256,10 +269,12 @@ class LiveForward(EagerFunctionMode):
         k = self._position
         expected = self.on_course and not self._within and k < self._count and self._course.functions[k] is module
         if expected:
+            self.inside = True
             if self._dying:
                 self._let_go()
             if (stage := self._course.stages[k]) not in (OUTSIDE, self._stage):
                 self._stages.enter(stage)
+            self.inside = False
         self._within += 1
         try:
             result = original(module, *args, **kwargs)
