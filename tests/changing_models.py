@@ -1332,7 +1332,7 @@ def with_ctx_argument() -> type[Trunk]:
 row("a function of autograd given another number", lambda net, n: setattr(net, "scale", 1.0 + n / 10))(with_ctx_argument())
 
 
-@row("a forward that differentiates")
+@row("a forward that differentiates", may_refuse="differentiates")
 class Differentiates(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         if n != 1:

@@ -281,30 +281,40 @@ class Branches(nn.Module):
         return self.other(x) if x.sum() > 0 else -self.other(x).tanh()
 
 
-def test_a_branch_on_what_the_model_computed_is_refused_when_it_turns() -> None:
+def test_a_branch_that_turns_is_right_and_measured_when_it_comes_again(caplog: pytest.LogCaptureFixture) -> None:
     model = Branches()
     nn.init.ones_(model.linear.weight)
-    wrapped = rotoff.Checkpointable(model, check=True).measure(torch.ones(2, 3)).compute_sequence("1 MiB")
-    wrapped(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(
-        rotoff.ExecutionError, match="branches on data: __bool__ of a tensor .* was True .* and is False now"
-    ):
-        wrapped(-9 * torch.ones(2, 3))
+    twin = copy.deepcopy(model)
+    wrapped = (
+        rotoff.Checkpointable(model, check=True, cache_directory=None).measure(torch.ones(2, 3)).compute_sequence("1 MiB")
+    )
+    first = wrapped.profile
+    for n, factor in enumerate((1, -9, 1, -9, -9)):
+        outputs = [one(factor * torch.ones(2, 3)) for one in (wrapped, twin)]
+        for output in outputs:
+            output.sum().backward()
+        assert torch.equal(*outputs)
+        assert (wrapped.profile is first) == (n < 4)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(wrapped.parameters(), twin.parameters(), strict=True))
+    assert [r.levelname for r in caplog.records if "took another course" in r.getMessage()] == ["WARNING"]
+    wrapped.close()
 
 
-class Refused(nn.Module):
+class Does(nn.Module):
     """Does `what` with a tensor in the midst of its forward."""
 
-    def __init__(self, what: Callable[[nn.Module, torch.Tensor], object]) -> None:
+    def __init__(self, what: Callable[[Any, torch.Tensor], object]) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4))
         self.calls = 0
         self._what = [what]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        found = self._what[0](self, x)
-        return torch.tanh(x * found if isinstance(found, (float, torch.Tensor)) else x)
+        for layer in self.layers:
+            x = layer(x)
+            found = self._what[0](self, x)
+            x = torch.tanh(x * found if isinstance(found, float) else x)
+        return x
 
 
 def counted(module: Any, x: torch.Tensor) -> float:
@@ -313,47 +323,33 @@ def counted(module: Any, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("what", "sentence"),
+    "what",
     [
-        (lambda module, x: random.random(), "draws from Python's or NumPy's random numbers"),
-        (lambda module, x: float(np.random.rand()), "draws from Python's or NumPy's random numbers"),
-        (
-            lambda module, x: float(x.detach().numpy().sum()),
-            "hands a tensor's contents to Python .numpy. in module ''|to Python",
-        ),
-        (lambda module, x: float(torch.rand(())), "skips or takes some of its modules by chance"),
-        (lambda module, x: float(torch.rand(()) < 0.01), "by chance .LayerDrop., .* set that probability .* to 0"),
-        (counted, "counts: each changes the number in attribute 'calls'"),
-        (lambda module, x: torch.manual_seed(3), "sets the state of torch's random numbers"),
-        (lambda module, x: torch.autograd.grad(x.square().sum(), x)[0], "differentiates within its forward"),
+        lambda module, x: random.random(),
+        lambda module, x: float(np.random.rand()),
+        lambda module, x: float(x.detach().numpy().sum()),
+        lambda module, x: sum(x.detach().abs().mean(0).tolist()),
+        lambda module, x: float(torch.rand(())),
+        lambda module, x: float(torch.rand(()) < 0.5),
+        counted,
+        lambda module, x: torch.manual_seed(3) and None,
     ],
+    ids=["random", "numpy.random", "numpy", "tolist", "rand", "coin", "counter", "manual_seed"],
 )
-def test_what_cannot_be_replayed_is_refused_in_a_sentence(what: Any, sentence: str) -> None:
-    with pytest.raises(rotoff.MeasureError, match=sentence) as caught:
-        rotoff.Checkpointable(Refused(what)).measure(torch.randn(2, 3))
-    cures = (
-        "have the training loop do that",
-        "draw with torch",
-        "probability",
-        "in a submodule",
-        "into a submodule",
-        "name its stages by hand",
-    )
-    assert sum(cure in str(caught.value) for cure in cures) == 1
-    assert ("name its stages" in str(caught.value)) == ("manual_seed" in str(caught.value))
-    assert "\n" not in str(caught.value)
-
-
-class WarmUp(nn.Module):
-    """A factor that grows for four steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.step += 1
-        return x * min(1.0, self.step / 4)
+@pytest.mark.parametrize("mode", ["remat", "offload"])
+def test_what_the_models_own_code_decides_holds_in_replays(what: Any, mode: str) -> None:
+    torch.manual_seed(0)
+    plain, batches = Does(what), [(torch.randn(32, 8),) for _ in range(3)]
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True, cache_directory=None).measure(*batches[0], repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, mode), mode=mode, refine=False)
+    assert not wrapped._plan.keeps_all
+    seen = []
+    for model in (plain, wrapped):
+        random.seed(3)
+        np.random.seed(3)
+        seen.append([*steps(model, *batches), torch.get_rng_state(), torch.tensor([random.random(), np.random.rand()])])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    wrapped.close()
 
 
 class AtTheEnd(nn.Module):
@@ -374,8 +370,12 @@ class AtTheEnd(nn.Module):
 @pytest.mark.parametrize(
     ("end", "said", "cured", "same"),
     [
-        (lambda _, y: (y, y.detach().numpy().mean()), "in a submodule", lambda _, y: y, lambda y: y),
-        (WarmUp.forward, "move the count, and what goes by it, into a submodule", WarmUp(), lambda y: y),
+        (
+            lambda _, y: (y, y.detach().numpy().mean()),
+            "returns a float32, which rotoff cannot look into; have it return tensors",
+            lambda _, y: (y, float(y.detach().numpy().mean())),
+            lambda y: y[0] * y[1],
+        ),
         (
             lambda _, y: torch.distributions.Normal(y, 1.0),
             "have it return tensors, .*the parameters of a distribution.$",
@@ -383,9 +383,9 @@ class AtTheEnd(nn.Module):
             lambda y: torch.distributions.Normal(*y).mean,
         ),
     ],
-    ids=["metric", "counter", "distribution"],
+    ids=["metric", "distribution"],
 )
-def test_the_cure_for_what_the_model_does_itself(end: Any, said: str, cured: Any, same: Any) -> None:
+def test_the_cure_for_results_that_cannot_be_looked_into(end: Any, said: str, cured: Any, same: Any) -> None:
     """Naming stages would give the same error again."""
     torch.manual_seed(0)
     for options in ({}, {"stages": ["blocks.0", "blocks.1"]}):
@@ -546,12 +546,16 @@ def test_recording_holds_no_activations() -> None:
     assert peak_bytes(lambda: strategy.capture(model, ((x,), {}), CPU, 8).stages) < 8 * one
 
 
-def test_an_argument_that_hides_tensors_is_named() -> None:
+def test_an_argument_may_hide_tensors() -> None:
     class Box:
-        inside = torch.ones(2)
+        def __init__(self, inside: torch.Tensor) -> None:
+            self.inside = inside
 
-    with pytest.raises(rotoff.MeasureError, match="an argument is a Box"):
-        rotoff.Checkpointable(Masked()).measure(torch.randn(4, 8), Box())
+    class Boxed(Masked):
+        def forward(self, x: torch.Tensor, box: Box) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x, box.inside)
+
+    same_as_plain(Boxed(), *((torch.randn(16, 8), Box(torch.arange(16) % (2 + n) == 0)) for n in range(3)))
 
 
 ROWS = {"times": 1}
@@ -568,18 +572,18 @@ class Grows(nn.Module):
         return torch.cat([self.linear(x)] * ROWS["times"])
 
 
-def test_a_named_stage_that_returns_other_shapes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Masked(2)
-    model.layers[0] = nn.Module()
-    model.layers[0].forward = lambda x, mask: model.layers[0].inner(x)
-    model.layers[0].inner = Grows()
-    wrapped = rotoff.Checkpointable(model, stages=["layers.0.inner", "layers.1"], check=True)
-    x = torch.randn(4, 8)
-    wrapped.measure(x).compute_sequence("1 MiB")
-    wrapped(x).sum().backward()
-    monkeypatch.setitem(ROWS, "times", 2)
-    with pytest.raises(rotoff.ExecutionError, match=r"module 'layers.0.inner' returns \(8, 8\) and returned \(4, 8\)"):
-        wrapped(x)
+def test_a_named_stage_may_return_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x = Masked(8), torch.randn(64, 8)
+    plain.layers[0] = Grows()
+    plain.layers[0].forward = lambda x, mask, inner=plain.layers[0].forward: inner(x)
+    wrapped = rotoff.Checkpointable(plain, stages=[f"layers.{n}" for n in range(8)], cache_directory=None).measure(x)
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat", refine=False)
+    assert not wrapped._plan.keeps_all
+    for times in (1, 2, 3):
+        monkeypatch.setitem(ROWS, "times", times)
+        got, expected = steps(wrapped, (x,)), steps(plain, (x,))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    wrapped.close()
 
 
 def test_a_view_of_a_parameter_never_crosses_a_cut() -> None:
@@ -619,16 +623,16 @@ def test_a_cache_that_the_configuration_asks_for_is_switched_off_while_recording
     wrapped.close()
 
 
-def test_what_chance_never_takes_is_no_branch() -> None:
-    class Never(nn.Module):
-        def __init__(self, rate: float) -> None:
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_what_chance_skips_is_skipped(rate: float) -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.linear, self.rate = nn.Linear(3, 3), rate
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x if torch.rand([]) < self.rate else self.linear(x).tanh()
+            for layer in self.layers:
+                x = x if torch.rand([]) < rate else layer(x)
+            return x.tanh() * layer.norm.weight
 
-    x = torch.ones(2, 3)
-    assert len(rotoff.Checkpointable(Never(0.0)).measure(x).chain) > 0
-    with pytest.raises(rotoff.MeasureError, match=r"by chance .*LayerDrop.* to 0"):
-        rotoff.Checkpointable(Never(0.05)).measure(x)
+    same_as_plain(Sometimes(), *((torch.randn(16, 8),) for _ in range(6)))

@@ -199,31 +199,6 @@ def test_what_goes_by_a_count_is_taken_whole_before_that_shows(make: type[nn.Mod
         assert same(trained(lambda: Net(make), mode), plain), mode
 
 
-class Counted(Net):
-    """Counts itself; or is told, as the refusal says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def forward(self, x: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-        if count is None:
-            self.count += 1
-        return super().forward(x) * (3.0 if (self.count if count is None else count) > 2 else 1.0)
-
-
-def test_a_count_of_the_model_itself_is_refused_with_cures_that_cure() -> None:
-    model, x = Counted(), torch.randn(32, WIDTH)
-    with pytest.raises(rotoff.MeasureError, match=r"'count' of a Counted, and.* into a submodule, or count .*as a tensor$"):
-        measured(model, x)
-    assert model.count == 0
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0), repeats=1)
-    run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
-    for n in range(5):
-        assert torch.equal(run(x, torch.tensor(n)), model(x, torch.tensor(n)))
-    run.close()
-
-
 class Stores(Net):
     """Numbers that are the same in each call, and one that the first call sets for good."""
 
@@ -417,17 +392,21 @@ class Draws(Block):
         return super().forward(x) * torch.bernoulli(torch.full_like(x, 0.5), generator=self.generator)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["its own", "torch's"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_generator_of_the_models_own_is_refused_and_torchs_is_not(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = torch.Generator()
-    state = own.get_state()
-    monkeypatch.setattr(Draws, "generator", own, raising=False)
-    with pytest.raises(rotoff.MeasureError, match="draws from a torch.Generator of its own"):
-        measured(kind(Draws), torch.randn(32, WIDTH))
-    assert torch.equal(own.get_state(), state)
-    monkeypatch.setattr(Draws, "generator", torch.default_generator)
-    plain = trained(lambda: kind(Draws), None)
-    assert same(trained(lambda: kind(Draws), "remat"), plain)
+def test_a_generator_that_the_model_names(kind: Any, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for mode in (None, *MODES):
+        chance = torch.Generator() if own else torch.default_generator
+        monkeypatch.setattr(Draws, "generator", chance, raising=False)
+
+        def between(model: nn.Module, step: int, chance: torch.Generator = chance) -> None:
+            if step == 0:  # measuring has drawn from it
+                chance.manual_seed(5)
+
+        found.append([*trained(lambda: kind(Draws), mode, between), chance.get_state()])
+    for got, mode in zip(found[1:], MODES, strict=True):
+        assert same(got, found[0]), mode
 
 
 class Table(Block):
@@ -441,10 +420,12 @@ class Table(Block):
         return y
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_changed_in_place_that_is_no_buffer_is_refused(kind: Any) -> None:
+def test_a_tensor_changed_in_place_that_is_no_buffer() -> None:
+    plain = trained(lambda: Net(Table), None)
+    for mode in MODES:
+        assert same(trained(lambda: Net(Table), mode), plain), mode
     with pytest.raises(rotoff.MeasureError, match="no buffer.*register_buffer"):
-        measured(kind(Table), torch.randn(32, WIDTH))
+        measured(sequential(Table), torch.randn(32, WIDTH))
 
 
 class Packs(Block):
@@ -517,26 +498,6 @@ def test_models_may_be_measured_on_several_threads() -> None:
         run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
         run(torch.randn(32, WIDTH)).sum().backward()
         run.close()
-
-
-def test_a_model_that_changes_before_each_step_is_said_to(caplog: pytest.LogCaptureFixture) -> None:
-    class Tracked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-            self.tracker = SimpleNamespace(seen=0)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(x)
-
-    model = Tracked()
-    wrapped = rotoff.Checkpointable(model).compute_sequence("1 GiB")
-    for _ in range(6):
-        wrapped(torch.randn(32, WIDTH)).sum().backward()
-        model.tracker.seen += 1
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert "3 steps in a row were measured anew, since attribute 'tracker' of a Tracked changed" in said[0]
 
 
 def test_containers_that_hold_themselves() -> None:

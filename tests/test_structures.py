@@ -125,9 +125,20 @@ class Reentrant(Net):
         return x
 
 
-def test_reentrant_checkpoints_are_named_with_their_cure() -> None:
-    with pytest.raises(rotoff.MeasureError, match="CheckpointFunction.*use_reentrant=False"):
-        rotoff.Checkpointable(Reentrant()).measure(Batch(torch.randn(4, 32, requires_grad=True)))
+@pytest.mark.parametrize("mode", ["remat", "offload"])
+def test_reentrant_checkpoints(mode: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Reentrant(), torch.randn(64, 32, requires_grad=True)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).measure(Batch(x))
+    wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
+    assert not wrapped._plan.keeps_all
+    seen = []
+    for model in (plain, wrapped):
+        output = model(Batch(x))
+        output.square().mean().backward()
+        seen.append([output, x.grad, *(p.grad for p in model.parameters())])
+        x.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
 class Experts(Net):
