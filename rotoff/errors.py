@@ -58,7 +58,3 @@ class MeasureError(RotoffError):
 
 class ExecutionError(RotoffError, RuntimeError):
     """A training step that cannot be run as planned; the original exception is its cause."""
-
-
-class BranchError(ExecutionError):
-    """A forward that took another course on this batch than when it was recorded."""

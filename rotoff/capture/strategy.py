@@ -159,7 +159,9 @@ def check_measurable(model: nn.Module, value: Any) -> None:
     if not tensors or not is_sequential(model):  # a Sequential may hand on anything beside tensors
         check_arguments(value)
     if not tensors:
-        raise MeasureError("the model's input holds no tensor")
+        raise MeasureError(
+            "the model's input holds no tensor that rotoff can see; pass tensors, or tuples, lists, dicts and dataclasses of them"
+        )
     for tensor in tensors:
         if type(tensor) is torch.Tensor:
             storage_key(tensor)  # so that a sparse one is refused here

@@ -470,6 +470,11 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [t for t in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(t, torch.Tensor)]
 
 
+def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Of an attribute that is set: nothing where a tensor becomes what it is, as ``nn.Module.to`` does."""
+    return [] if args[0] is args[-1] else _first(args, kwargs)
+
+
 def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     found = kwargs.get("out")
     return [t for t in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(t, torch.Tensor)]
@@ -548,6 +553,7 @@ _FACT_ATTRIBUTES = frozenset(
         "_version",
         "name",
         "_post_accumulate_grad_hooks",
+        "grad",
     ]
 )
 _KINDS: dict[Any, Written] = {
@@ -589,7 +595,9 @@ def _find_kind(function: Any) -> Written:
         return _FACT if getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES else _PURE
     if name in _FACTS:
         return _FACT
-    if name == "__set__" or name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
+    if name == "__set__":
+        return _set
+    if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
         return _first
     if name.startswith("__i") and name[3:-2] in _IN_PLACE:
         return _first
