@@ -77,7 +77,6 @@ def measure(count: int, repeats: int, device: str = "cpu") -> dict[str, float]:
     for name, text in sequences(STAGES).items():
         plan = compile_sequence(wrapped.chain, rotoff.Sequence.from_text(text))
         if name == "kept":  # as if each stage had to be hooked
-            object.__setattr__(plan, "untouched", frozenset())
             object.__setattr__(plan, "keeps_all", False)
         wrapped._latest.plan = plan
         found[name] = least_step(wrapped, x, repeats)

@@ -3,8 +3,7 @@
     python -m benchmarks.step_parts [--workloads gpt resnet] [--share 0.6] [--rounds 40] [--out FILE]
 
 * ``plain``: PyTorch without rotoff.
-* ``stage by stage``: every stage runs by itself under the interpreter, nothing is hooked.
-* ``hooked``: what autograd saves goes through rotoff's hooks too.
+* ``hooked``: the calls are followed and taped, and what autograd saves goes through rotoff's hooks.
 * ``moved``: the plan of pure offload at that share of the bytes.
 * ``moved in line``: the same, but each copy is done by the thread that computes, and its time is taken off. Were the stages slowed by
   the copies that run beside them, this would be faster than ``moved``.
@@ -84,8 +83,7 @@ def measure(workload: workloads.Workload, share: float, rounds: int) -> tuple[li
         "expected without upkeep": expected_step(ours.chain, moved.sequence, ours.profile.tail_times).makespan / whole,
     }
     plans = {
-        "stage by stage": replace(kept, keeps_all=False),
-        "hooked": replace(kept, keeps_all=False, untouched=frozenset()),
+        "hooked": replace(kept, keeps_all=False),
         "moved": moved,
         "moved in line": moved,
     }

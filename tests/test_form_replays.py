@@ -85,7 +85,7 @@ def test_plans_are_expected_to_be_faster_with_it_and_give_the_plain_models_bits(
         plan = make_plan(profile, Request(limit, "remat", 50, {}))
         blind = make_plan(replace(profile, tail_times=(0.0,) * len(stages)), Request(limit, "remat", 50, {}))
         known = expected_trace(profile.chain, blind.sequence.ops, tails).makespan
-        assert plan.trace.makespan <= known + sum(profile.upkeep.of(plan.sequence.ops, plan.untouched))
+        assert plan.trace.makespan <= known + sum(profile.upkeep.of(plan.sequence.ops))
         if len(plan.closing) > len(blind.closing):
             exchanged += 1
             again, batch = fresh("residual")

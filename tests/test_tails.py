@@ -211,7 +211,7 @@ def test_a_planned_step_is_expected_without_the_tails_of_its_closing_replays() -
     spared = sum(tails[wrapped.sequence.ops[n].stage - 1] for n in wrapped._latest.plan.closing)
     assert spared > 0
     plan = wrapped._latest.plan
-    upkeep = wrapped.profile.upkeep.of(wrapped.sequence.ops, plan.untouched)
+    upkeep = wrapped.profile.upkeep.of(wrapped.sequence.ops)
     again = sum(more for more, event in zip(upkeep, plan.trace.events, strict=True) if event.recompute)
     assert wrapped.get_expected_makespan() == pytest.approx(machine.makespan - spared + sum(upkeep))
     assert plan.trace.recompute_time == pytest.approx(machine.recompute_time - spared + again)

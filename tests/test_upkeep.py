@@ -34,17 +34,16 @@ def test_each_tensor_is_charged_where_it_is_packed_read_and_moved() -> None:
     ops = sequence(
         "F_all 1; offload abar 1; F_sel 2 1; free abar 1; F_ck 3; F_all 3; B 3; prefetch abar 1; wait abar 1; B 2; B 1"
     ).ops
-    assert UPKEEP.of(ops, ()) == pytest.approx([0.2, 0.002, 0.3, 0, 0.4, 0.4, 0.04, 0.002, 0, 0.33, 0.02])
-    assert UPKEEP.of(ops, {1, 3}) == pytest.approx([0, 0.002, 0.3, 0, 0, 0, 0, 0.002, 0, 0.33, 0])
-    assert replace(UPKEEP, times=NO_UPKEEP).of(ops, ()) == [0.0] * len(ops)
+    assert UPKEEP.of(ops) == pytest.approx([0.2, 0.002, 0.3, 0, 0.4, 0.4, 0.04, 0.002, 0, 0.33, 0.02])
+    assert replace(UPKEEP, times=NO_UPKEEP).of(ops) == [0.0] * len(ops)
 
 
-def test_each_stage_is_charged_whether_hooked_or_not_but_for_a_step_that_is_the_plain_one() -> None:
+def test_each_stage_is_charged_but_for_a_step_that_is_the_plain_one() -> None:
     ops = sequence("F_ck 1; F_all 2; F_all 3; B 3; B 2; F_all 1; B 1").ops
     upkeep = replace(UPKEEP, times=UpkeepTimes(forward=2.0, backward=3.0))
-    assert upkeep.of(ops, {2, 3}) == [2, 2, 2, 3, 3, 2, 3]
+    assert upkeep.of(ops) == [2, 2, 2, 3, 3, 2, 3]
     kept = sequence("F_all 1; F_all 2; F_all 3; B 3; B 2; B 1").ops
-    assert upkeep.of(kept, {1, 2, 3}) == [0.0] * len(kept)
+    assert upkeep.of(kept) == [0.0] * len(kept)
 
 
 def test_a_move_takes_the_lane_before_its_copy_starts() -> None:
@@ -58,11 +57,10 @@ def test_a_move_takes_the_lane_before_its_copy_starts() -> None:
     assert expected_step(CHAIN, moved, (), replace(UPKEEP, times=NO_UPKEEP)) == machine
 
 
-def test_a_plan_expects_it_of_the_stages_that_run_under_hooks() -> None:
+def test_a_plan_expects_it_of_every_stage_unless_it_keeps_everything() -> None:
     again = sequence("F_ck 1; F_all 2; F_all 3; B 3; B 2; F_all 1; B 1")
     plan = compile_sequence(CHAIN, again, upkeep=UPKEEP)
-    assert plan.untouched == {2, 3}
-    assert plan.trace.makespan == pytest.approx(100 + 0.2 + 0.2 + 0.02)
+    assert plan.trace.makespan == pytest.approx(100 + 2 * 0.2 + 0.3 + 0.4 + 0.02 + 0.03 + 0.04)
     kept = compile_sequence(CHAIN, sequence("F_all 1; F_all 2; F_all 3; B 3; B 2; B 1"), upkeep=UPKEEP)
     assert kept.trace.makespan == 90
 
@@ -134,10 +132,10 @@ def test_a_stage_that_the_host_runs_ahead_of_is_charged_nothing() -> None:
     ops = sequence(
         "F_all 1; offload abar 1; F_sel 2 1; free abar 1; F_ck 3; F_all 3; B 3; prefetch abar 1; wait abar 1; B 2; B 1"
     ).ops
-    assert replace(UPKEEP, bound=(False,) * 3).of(ops, ()) == [0.0] * len(ops)
-    second = replace(UPKEEP, bound=(False, True, False)).of(ops, ())
+    assert replace(UPKEEP, bound=(False,) * 3).of(ops) == [0.0] * len(ops)
+    second = replace(UPKEEP, bound=(False, True, False)).of(ops)
     assert second == pytest.approx([0, 0, 0.3, 0, 0, 0, 0, 0, 0, 0.33, 0])
-    assert replace(UPKEEP, bound=(True,) * 3).of(ops, ()) == UPKEEP.of(ops, ())
+    assert replace(UPKEEP, bound=(True,) * 3).of(ops) == UPKEEP.of(ops)
 
 
 class Ahead:
@@ -201,7 +199,7 @@ def test_a_measured_model_knows_it_and_a_plan_that_keeps_all_does_not_pay_it() -
     request = Request(wrapped.keep_all_memory, "remat", 50, {})
     assert make_plan(known, request).trace.makespan == pytest.approx(wrapped.chain.compute_time)
     plan = make_plan(known, replace(request, mem_limit=int(0.7 * wrapped.keep_all_memory)))
-    more = known.upkeep.of(plan.sequence.ops, plan.untouched)
+    more = known.upkeep.of(plan.sequence.ops)
     assert sum(more) >= 1.5
     assert plan.trace.makespan == expected_step(wrapped.chain, plan.sequence, known.tail_times, known.upkeep).makespan
     wrapped.close()

@@ -59,11 +59,11 @@ class Patches:
         with self._lock:
             if self._count == 0:
                 self._before = [vars(owner)[name] for owner, name, _ in self._places]
-                for (owner, name, wrap), old in zip(self._places, self._before, strict=True):
-                    setattr(owner, name, wrap(old))
+                for (owner, name, wrapped), old in zip(self._places, self._before, strict=True):
+                    setattr(owner, name, wrapped(old))
             self._count += 1
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_error: object) -> None:
         with self._lock:
             self._count -= 1
             if self._count == 0:

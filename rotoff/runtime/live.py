@@ -162,6 +162,8 @@ class LiveForward(EagerFunctionMode):
     def forget(self) -> None:
         """Tensors that are left know nothing of this forward any more."""
         self.instead = {}
+        self._aliases, self._constants, self._read = {}, {}, []  # hooks in the graph hold this forward
+        self.tape = self.outside = StageTape("")
         for var in self._vars:
             if (tensor := var.tensor()) is not None:
                 _whole_base(tensor)

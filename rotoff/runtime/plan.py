@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..chain import Chain
 from ..sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
-from ..simulator import Machine, Trace
+from ..simulator import Trace
 from .tails import closing_replays, expected_trace
 from .upkeep import Upkeep
 
@@ -25,8 +25,7 @@ class ExecutionPlan:
     """What the interpreter follows.
 
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
-    replayed: stages whose forward runs more than once, in part only after ``F_sel``. untouched: stages that run as in the
-    plain model, since neither what they save nor their input goes before their backward. closing: op index of each ``F_all``
+    replayed: stages whose forward runs more than once, in part only after ``F_sel``. closing: op index of each ``F_all``
     again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes: size of the
     slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain model that runs.
     kept: numbers of the profile's skip connections that stay in place; the sequence is one of the chain without their bytes.
@@ -36,7 +35,6 @@ class ExecutionPlan:
     sequence: Sequence
     forward_end: int
     replayed: frozenset[int]
-    untouched: frozenset[int]
     closing: frozenset[int]
     host: dict[int, HostRange]
     host_bytes: int
@@ -75,7 +73,6 @@ def compile_sequence(
         sequence=sequence,
         forward_end=_forward_end(sequence, len(chain)),
         replayed=replayed,
-        untouched=_untouched(chain, sequence),
         closing=closing_replays(sequence, len(chain)),
         host=host,
         host_bytes=_slab_bytes(host),
@@ -109,7 +106,7 @@ def expected_step(
     tails = tuple(tail_times)
     if upkeep is None:
         return expected_trace(chain, sequence.ops, tails, mem_limit)
-    return expected_trace(chain, sequence.ops, tails, mem_limit, upkeep.of(sequence.ops, _untouched(chain, sequence)))
+    return expected_trace(chain, sequence.ops, tails, mem_limit, upkeep.of(sequence.ops))
 
 
 def _forward_end(sequence: Sequence, L: int) -> int:
@@ -118,30 +115,6 @@ def _forward_end(sequence: Sequence, L: int) -> int:
     while index < len(sequence) and sequence[index].kind not in COMPUTES:
         index += 1
     return index
-
-
-def _untouched(chain: Chain, sequence: Sequence) -> frozenset[int]:
-    """Stages that run ``F_all`` once, and whose ā and input stay on the device, unmoved, until their ``B``."""
-    machine = Machine(chain)
-    source: dict[int, Value] = {}  # the input that a stage's F_all found
-    found: set[int] = set()
-    for op in sequence:
-        i = op.stage
-        if op.kind is OpKind.F_ALL and i not in source:
-            source[i] = machine.input_of(i) or Value(False, i - 1)
-            found.add(i)
-        elif op.kind in FORWARDS:
-            source.setdefault(i, Value(False, i - 1))
-            found.discard(i)
-            if op.kind is OpKind.F_NONE:
-                found = {k for k in found if source[k] != Value(False, i - 1) or i == 1}
-        elif op.kind in (OpKind.FREE, OpKind.DROP, OpKind.OFFLOAD):
-            if op.saved:
-                found.discard(i)
-            if op.kind is not OpKind.OFFLOAD:
-                found = {k for k in found if source[k] != op.value or k > machine.next_backward}
-        machine.step(op)
-    return frozenset(found)
 
 
 def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:

@@ -224,7 +224,7 @@ def tensors_of(result: Any) -> Sequence[torch.Tensor]:
     if result is None or type(result) in (bool, int, float, torch.Size, torch.dtype, torch.device):
         return ()
     if type(result) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in result):
-        return result  # type: ignore[no-any-return]
+        return result
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 

@@ -9,7 +9,7 @@ kernels take less than launching them: there the device waits for the host, and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,11 +41,10 @@ class Upkeep:
     outputs: Sequence[int]
     bound: Sequence[bool] = ()
 
-    def of(self, operations: Sequence[Op], untouched: Collection[int]) -> list[float]:
-        """Seconds that each operation takes longer; stages that are `untouched` run without hooks, and a step of nothing else as
-        the plain model."""
+    def of(self, operations: Sequence[Op]) -> list[float]:
+        """Seconds that each operation takes longer; a step that keeps everything is that of the plain model."""
         times, form = self.times, dict[int, int]()
-        if len(untouched) == len(self.saved) or not any(times):
+        if all(op.kind in (OpKind.F_ALL, OpKind.B) for op in operations[: 2 * len(self.saved)]) or not any(times):
             return [0.0] * len(operations)
         found = []
         for op in operations:
@@ -56,10 +55,10 @@ class Upkeep:
             elif op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH):
                 seconds = times.move * ((self.own[i - 1] if op.saved else 0) + (self.outputs[i - 1] if i else 1))
             elif op.kind in FORWARDS:
-                seconds = times.forward + (0.0 if i in untouched else times.pack * self.saved[i - 1])
+                seconds = times.forward + times.pack * self.saved[i - 1]
                 form[i] = op.form
             elif op.kind is OpKind.B:
                 again = times.pack if form.get(i) else 0.0  # what a smaller form redoes is packed once more
-                seconds = times.backward + (0.0 if i in untouched else (times.unpack + again) * self.saved[i - 1])
+                seconds = times.backward + (times.unpack + again) * self.saved[i - 1]
             found.append(seconds)
         return found
