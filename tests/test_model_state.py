@@ -374,7 +374,7 @@ def test_a_parameter_that_is_only_asked_for_a_gradient_is_not_changed() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_module_put_in_the_type_that_it_has_is_not_changed(kind: Any) -> None:
+def test_a_module_put_in_the_type_that_it_has_is_not_changed(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     """``to`` sets the data of each parameter, to what they are already."""
 
     class Router(Block):
@@ -383,6 +383,13 @@ def test_a_module_put_in_the_type_that_it_has_is_not_changed(kind: Any) -> None:
             return super().forward(x)
 
     assert same(trained(lambda: kind(Router), "remat"), trained(lambda: kind(Router), None))
+    model, x = kind(Router), torch.randn(32, WIDTH)
+    run = measured(model, x)
+    run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
+    for _ in range(2):  # the second finds gradients, which `to` looks at
+        run(x).sum().backward()
+    assert "another course" not in caplog.text
+    run.close()
 
 
 class Draws(Block):
