@@ -191,6 +191,7 @@ class Step:
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
         live.surrounding_autocast = autocast_now()
+        live.changing = {id(module._buffers[name]) for module, name in behaviour.changed_buffers}
         live.begin_stage(i, tape, replay.mark)
         kept = self._behaviours[i - 2].kept if i > 1 else ()
         staying = [n for n, (_, at) in enumerate(crossing) if at in kept]

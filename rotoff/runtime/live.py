@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -57,6 +58,7 @@ class LiveForward(EagerFunctionMode):
         super().__init__()
         self.tape = StageTape("")
         self.outside = StageTape("masks and tables")
+        self.changing: set[int] = set()  # of the open stage: buffers that some call changes, by id
         self.entered: set[Var] = set()
         self.resident: set[int] = set()
         self.places: dict[int, int] = {}  # of the open stage: storage -> number of the input that lies there
@@ -215,13 +217,17 @@ class LiveForward(EagerFunctionMode):
         if self.instead:
             args, kwargs = self._with_aliases(args, kwargs)
         written = kind(args, kwargs) if kind is not _PURE else ()
+        versions = [t._version for t in given] if kind is _out else []
+        if kind is _out and stage != OUTSIDE and (self.changing or _WRITERS):
+            writes = _called(function) in _WRITERS
+            written = [*written, *(t for t in given if id(t) in self.changing or (writes and not isinstance(t, nn.Parameter)))]
         if written and stage != OUTSIDE:
             self._note_read()
         for tensor in written if function not in _NO_CONTENT else ():
             _whole_base(tensor)
             self._keep_before(tensor)
         draws = stage != OUTSIDE and _draws(function)
-        if draws and self._generators.mark() != (self._drawn or self._begun()):  # the model's own code has set them
+        if draws and self._mark() != self._drawn:  # the model's own code has set them
             self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), True, None, None))
         grad = torch.is_grad_enabled()
         self.seen = stage != OUTSIDE
@@ -233,9 +239,12 @@ class LiveForward(EagerFunctionMode):
             raise
         finally:
             self.seen = self.dead = False
+        if changed := [t for t, version in zip(given, versions, strict=False) if t._version != version]:
+            self._note_changed(function, changed, written)
+            written = [*written, *changed]
         outputs = tensors_of(result)
         if draws:
-            self._drawn = self._generators.mark()
+            self._drawn = self._mark()
         if not written and all(any(t is one for one in given) for t in outputs):
             return result  # a question, or nothing to do: x.to(x.dtype)
         if expected and len(outputs) == len(self._course.outputs[k]):
@@ -251,6 +260,11 @@ class LiveForward(EagerFunctionMode):
         tape = self.outside if stage == OUTSIDE else self.tape
         tape.calls.append(Call(function, named, named_kwargs, made, grad, self._autocast(), attention))
         return result
+
+    def _mark(self) -> tuple[object, ...]:
+        if self._drawn is None:
+            self._drawn = self._begun()
+        return self._generators.mark()
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(function, nn.Module):
@@ -359,6 +373,16 @@ class LiveForward(EagerFunctionMode):
                 one = var.tensor()
                 if one is not None and _key(one) == key and var not in self.tape.before:
                     self.tape.before[var] = var, copied(one).requires_grad_(one.requires_grad)
+
+    def _note_changed(self, function: Callable[..., Any], changed: list[torch.Tensor], known: Any) -> None:
+        """`function` has changed tensors; of those that nobody knew it would, replays may miss what was in them."""
+        if all(any(t is one for one in known) for t in changed):
+            return
+        writes_to_arguments(function)
+        for key in {_key(t) for t in changed if not any(t is one for one in known)}:
+            for tape in (self.tape, *(tape for tape, _ in self._constants.get(key, ()))):
+                if tape is not self.tape or key in self.places or any(_key(t) == key for t, _ in self._read):
+                    tape.lost = getattr(_called(function), "__name__", type(function).__name__)
 
     def _noted(self, outputs: Any, stage: int, given: Any, numbers: tuple[int | None, ...]) -> tuple[Var | None, ...]:
         found: list[Var | None] = []
@@ -585,10 +609,31 @@ def _draws(function: Any) -> bool:
 
 
 def _kind(function: Any) -> Written:
+    if isinstance(function, nn.Module) or _called(function) is not function:
+        return _out  # and nothing is kept that belongs to a model
     kind = _find_kind(function)
     with suppress(TypeError):  # not hashable
         _KINDS[function] = kind
     return kind
+
+
+_WRITERS: weakref.WeakSet[Any] = weakref.WeakSet()  # custom Functions and their like that were seen to change an argument
+
+
+def writes_to_arguments(function: Callable[..., Any]) -> None:
+    """From now on a call of `function` counts as one that changes what it is given."""
+    if (called := _called(function)) is not function:
+        _WRITERS.add(called)
+
+
+def _called(function: Any) -> Any:
+    """Whom a call that the mode does not see is of; `function` itself where it is one of torch's."""
+    if type(function) is partial:  # a scripted function
+        return function.args[0]
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return owner
+    return function
 
 
 def _find_kind(function: Any) -> Written:

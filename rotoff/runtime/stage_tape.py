@@ -92,6 +92,7 @@ class StageTape:
         self.before: dict[int | Var, tuple[Any, torch.Tensor]] = {}
         self.modes: dict[int, tuple[torch.Tensor, bool]] = {}
         self.name = name
+        self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
         self._last: list[list[Var]] | None = None  # of each call, what no later one needs
         self._counted = 0  # calls for which that was found
 
@@ -129,6 +130,11 @@ class StageTape:
         return [values[var] for var in returned]
 
     def _refuse_changed(self) -> None:
+        if self.lost:
+            raise ExecutionError(
+                f"{self.lost} changed in place a tensor that stage {self.name!r} recomputes from, which it did not when the model was"
+                " measured; run the forward again, now that this is known"
+            )
         for tensor, version in self.constants.values():
             if tensor._version != version and id(tensor) not in self.before:
                 what = f"{type(tensor).__name__.lower()} of shape {tuple(tensor.shape)}"
