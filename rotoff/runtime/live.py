@@ -124,6 +124,8 @@ class LiveForward(EagerFunctionMode):
         tensor = var.tensor()
         if tensor is None or var.stays or var.hollow or tensor.is_conj() or tensor.is_neg():
             return
+        if var.stage == OUTSIDE and (key := _key(tensor)) not in self._constants:
+            self.resident.discard(key)  # another storage may get that address
         base = tensor._base
         if base is not None:  # what the graph of a view holds
             known = vars(base).get(TAG)
