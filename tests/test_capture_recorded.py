@@ -460,6 +460,23 @@ def test_all_kinds_of_calls_are_recorded() -> None:
     same_as_plain(Odds(), batch, batch)
 
 
+def test_a_custom_function_between_is_one_call_while_measuring_too() -> None:
+    """Its stage has forms, which are tried by runs of the stage that was written out."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(32, 128), nn.Linear(128, 32)]) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for up, down in self.layers:
+                x = x + Doubled.apply(down(torch.tanh(up(x)))) * scripted(torch.ones(32))
+            return x
+
+    wrapped = same_as_plain(Doubles(), (torch.randn(64, 32),), cache_directory=None)
+    wrapped.close()
+
+
 def test_hooks_run_in_every_step() -> None:
     model = Masked()
     seen = []

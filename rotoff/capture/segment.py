@@ -8,6 +8,7 @@ import types
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ class _Writer:
             f"**{{{k!r}: {self._expression(v)}}}" if not k.isidentifier() else f"{k}={self._expression(v)}"
             for k, v in operation.kwargs.items()
         ]
-        call = f"{self._named(operation.function)}({', '.join(arguments)})"
+        call = f"{self._called(operation.function)}({', '.join(arguments)})"
         indent = "    "
         if operation.autocast:
             yield f"{indent}with _around({self._named(operation.autocast)}):"
@@ -153,6 +154,15 @@ class _Writer:
             yield f"{indent}[{', '.join(names)}] = _flat({call})"
         if "_" in names:
             yield f"{indent}del _"
+
+    def _called(self, function: Any) -> str:
+        """Custom and scripted functions are called as the model's own code does, so that whoever follows calls sees them as one."""
+        of = getattr(function, "__self__", None)
+        if isinstance(of, type) and issubclass(of, torch.autograd.Function):
+            return f"{self._named(of)}.apply"
+        if type(function) is partial and isinstance(function.args[0], torch.jit.ScriptFunction):
+            return self._named(function.args[0])
+        return self._named(function)
 
     def _expression(self, value: Any) -> str:
         kind = type(value)
