@@ -222,7 +222,10 @@ class LiveForward(EagerFunctionMode):
         versions = [t._version for t in given] if kind is _out else []
         if kind is _out and stage != OUTSIDE and (self.changing or _WRITERS):
             writes = _called(function) in _WRITERS
-            written = [*written, *(t for t in given if id(t) in self.changing or (writes and not isinstance(t, nn.Parameter)))]
+            written = [
+                *written,
+                *(t for t in given if id(t) in self.changing or (writes and not isinstance(t, nn.Parameter))),
+            ]
         if written and stage != OUTSIDE:
             self._note_read()
         for tensor in written if function not in _NO_CONTENT else ():
@@ -259,8 +262,9 @@ class LiveForward(EagerFunctionMode):
         if self._read and not written:
             self._note_read()
         attention = attention_flags() if function in _ATTENTION else None
+        dead = expected and self._course.dead[k]
         tape = self.outside if stage == OUTSIDE else self.tape
-        tape.calls.append(Call(function, named, named_kwargs, made, grad, self._autocast(), attention))
+        tape.calls.append(Call(function, named, named_kwargs, made, grad, self._autocast(), attention, dead))
         return result
 
     def _mark(self) -> tuple[object, ...]:

@@ -24,8 +24,6 @@ RNG_BYTES = 5056  # of the CPU generator's state; a CUDA generator's is 16 bytes
 States = tuple[bytes, ...]  # of generators
 
 
-
-
 def _state(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 

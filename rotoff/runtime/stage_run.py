@@ -42,7 +42,13 @@ class Resident(NamedTuple):
     version: int
 
 
-Packed = Slot | InputRef | Resident
+class Dead(NamedTuple):
+    """A tensor saved by a call that nobody was expected to need, and dropped."""
+
+    number: int  # among those of the stage
+
+
+Packed = Slot | InputRef | Resident | Dead
 
 
 class Backward(Protocol):
@@ -96,6 +102,7 @@ class StageRun:
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
         self._open_hooks: saved_tensors_hooks | None = None
         self._enough = 0  # tensors saved at which a replay for the stage's own backward may end
+        self._dead = 0  # tensors saved by calls that are made for nothing
         self._as_measured = False  # whether autograd saved the same tensors as when the stage was measured
 
     def saved(self) -> list[weakref.ref[Slot]]:
@@ -134,6 +141,9 @@ class StageRun:
         def pack(tensor: torch.Tensor) -> Packed:
             if not live.seen:  # by code that no replay runs
                 return Resident(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            if live.dead:
+                self._dead += 1
+                return Dead(self._dead - 1)
             n, key = len(slots), tensor.untyped_storage()._cdata
             place = places.get(key)
             kind = kinds[n] if n < len(kinds) and live.on_course else SavedKind.OWN
@@ -141,7 +151,7 @@ class StageRun:
             if place is None and not stays and key not in resident and kind is not SavedKind.RESIDENT:
                 shapes.append((tensor.shape, tensor.dtype))
                 tensor = tensor.detach()
-                slot = Slot(tensor if whole_kept and not live.dead else None)
+                slot = Slot(tensor if whole_kept else None)
                 if recipe is not None:
                     self._store(recipe, n, tensor, slot)
                 slots.append(reference(slot))
@@ -195,9 +205,9 @@ class StageRun:
             if torch._C._current_graph_task_id() == -1:
                 raise ExecutionError(f"what stage {self.tape.name!r} saved can only be read by its backward under rotoff")
             step.advance_to(self.i)  # no hook fired: the gradient entered within the stage
+        if isinstance(packed, Dead):
+            return self._made_for_nothing(packed, step)
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
-        if slot.tensor is None and isinstance(packed, Slot):  # it was thought to be for nothing
-            self.again([one.tensor for one in step.input_slots(self.i) if one.tensor is not None], True, None, alone=False)
         tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
         if tensor._version != slot.version:
@@ -208,6 +218,19 @@ class StageRun:
         if isinstance(packed, InputRef) and packed.view is not None:
             return packed.view.into(tensor)
         return tensor
+
+    def _made_for_nothing(self, packed: Dead, step: Backward) -> torch.Tensor:
+        """What was dropped, after all: by a replay of the whole stage."""
+        inputs, _ = self._detached([one.tensor for one in step.input_slots(self.i) if one.tensor is not None])
+        found: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> None:
+            if self.tape.running_dead:
+                found.append(tensor.detach())
+
+        with self._replay, saved_tensors_hooks(pack, _never):
+            self.tape.run(inputs, everything=True)
+        return found[packed.number]
 
     # -- later runs, on detached inputs
 

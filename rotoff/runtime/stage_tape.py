@@ -52,10 +52,10 @@ class Seeded:
 
 
 class Call:
-    """One call. outputs: what each tensor that it returns is, in order. grad, autocast, attention: what was set around it, None where that
+    """One call. outputs: what each tensor that it returns is, in order. dead: whether nobody is expected to need them. grad, autocast, attention: what was set around it, None where that
     is as when the stage began."""
 
-    __slots__ = ("args", "attention", "autocast", "function", "grad", "kwargs", "outputs")
+    __slots__ = ("args", "attention", "autocast", "dead", "function", "grad", "kwargs", "outputs")
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class Call:
         grad: bool,
         autocast: Autocast | None,
         attention: tuple[bool, ...] | None,
+        dead: bool = False,
     ) -> None:
         self.function = function
         self.args = args
@@ -74,12 +75,13 @@ class Call:
         self.grad = grad
         self.autocast = autocast
         self.attention = attention
+        self.dead = dead
 
 
 class StageTape:
     """What one stage did, in order.
 
-    name: of the stage. inputs, outputs: the tensors that the stage was given and hands on. constants: by id, tensors that were there before the stage, with
+    name: of the stage. running_dead: whether a run is in a call that is made for nothing. inputs, outputs: the tensors that the stage was given and hands on. constants: by id, tensors that were there before the stage, with
     the version that it read. before: what was in those that it changes, by id, or by `Var`. modes: of parameters, whether they needed a
     gradient.
     """
@@ -92,11 +94,14 @@ class StageTape:
         self.before: dict[int | Var, tuple[Any, torch.Tensor]] = {}
         self.modes: dict[int, tuple[torch.Tensor, bool]] = {}
         self.name = name
+        self.running_dead = False
         self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
         self._last: list[list[Var]] | None = None  # of each call, what no later one needs
         self._counted = 0  # calls for which that was found
 
-    def run(self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None) -> list[torch.Tensor]:
+    def run(
+        self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None, everything: bool = False
+    ) -> list[torch.Tensor]:
         """Make the calls again on the input's tensors `given`; returns the stage's outputs, or the tensors `wanted`.
 
         Raises:
@@ -118,6 +123,9 @@ class StageTape:
             tensor.requires_grad_(needs)
         try:
             for call, dying in zip(self.calls, self._last_uses(returned, wanted is not None), strict=True):
+                if call.dead and wanted is None and not everything:
+                    continue
+                self.running_dead = call.dead
                 result = _made(call, values, changed)
                 values.update(zip(call.outputs, tensors_of(result), strict=False))  # type: ignore[arg-type]
                 values.pop(None, None)  # type: ignore[call-overload]
