@@ -156,7 +156,8 @@ def test_what_is_switched_between_a_forward_and_its_backward(recorded: bool, swi
 
 
 def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved() -> None:
-    """The last product of a block saves its argument before it runs, and nobody takes its result: it runs once a step."""
+    """The last product of a block saves its argument before it runs, and nobody takes its result: it runs once a step. Modules run
+    once in any case."""
     model, batch = fresh("residual")
     wrapped = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch(), repeats=1), run_twice(6))
     begun, ended = [0] * 4, [0] * 4
@@ -260,7 +261,7 @@ def test_a_state_is_kept_once_until_something_is_drawn() -> None:
     second = generators.states()
     assert second is not first
     generators.put(first)
-    assert torch.equal(torch.get_rng_state(), first[0])
+    assert bytes(torch.get_rng_state().tolist()) == first[0]
     # exactly one whole round of the generator: only the words change, no position does
     generators.put(second)
     position = generators.states()
