@@ -32,7 +32,9 @@ def test_keeping_everything_is_checked_too() -> None:
     wrapped = rotoff.Checkpointable(model, check=True).measure(batch()).compute_sequence(1 << 40)
     assert same(train(wrapped, batch, steps=1), plain("residual", steps=1))
     model[2].dropout.forward = lambda x: x.tanh().tanh()  # a module put in its place would be noticed, and planned anew
-    with pytest.raises(rotoff.ExecutionError, match=r"the device holds .* of abar 3 and the machine charges .*; call measure\(\) again"):
+    with pytest.raises(
+        rotoff.ExecutionError, match=r"the device holds .* of abar 3 and the machine charges .*; call measure\(\) again"
+    ):
         wrapped(batch())
 
 

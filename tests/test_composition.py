@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -152,8 +151,12 @@ def test_a_loss_that_stages_leave_beside_their_output() -> None:
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     text = ["F_ck 1", "F_ck 2", "drop a 2", "F_ck 2", "F_all 3", "F_all 4", "F_all 5", "F_all 6", "B 6", "B 5", "B 4", "B 3"]
     with_sequence(wrapped, rotoff.Sequence.from_text([*text, "F_all 2", "B 2", "F_all 1", "B 1"]))
-    with pytest.raises(rotoff.ExecutionError, match="leaves beside its output .* return it from the stage"):
-        run(wrapped, batch)  # stage 2 ran again in the forward, and what it left then has no graph to speak of
+    model, _ = make()
+    wrapped.load_state_dict(model.state_dict())
+    torch.manual_seed(3)
+    expected = run(model, batch)
+    torch.manual_seed(3)
+    assert same(run(wrapped, batch), expected)  # stage 2 runs again in the forward, and leaves nothing new
 
 
 def test_a_cache_that_grows_is_refused_in_a_sentence() -> None:
@@ -199,7 +202,7 @@ def test_a_cache_that_grows_is_refused_in_a_sentence() -> None:
         rotoff.Checkpointable(nn.Sequential(Start(), Appending(), First(), nn.Linear(8, 8))).measure(torch.randn(4, 8))
 
 
-def test_a_layer_that_is_skipped_at_random_is_right_or_named() -> None:
+def test_a_layer_that_is_skipped_at_random_is_right() -> None:
     class Skipped(Residual):
         rate = 0.0
 
@@ -210,7 +213,7 @@ def test_a_layer_that_is_skipped_at_random_is_right_or_named() -> None:
         torch.manual_seed(0)
         return sequential(nn.Linear(16, 32), Skipped(32), nn.Tanh(), Skipped(32), nn.Linear(32, 8))
 
-    (plain, batch), outcomes = made(), set()
+    plain, batch = made()
     wrapped = rotoff.Checkpointable(made()[0]).measure(batch(), repeats=1)
     wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
     Skipped.rate = 0.5
@@ -219,26 +222,16 @@ def test_a_layer_that_is_skipped_at_random_is_right_or_named() -> None:
         for model in (plain, wrapped):
             model.zero_grad()
             torch.manual_seed(seed)
-            try:
-                model(x).square().mean().backward()
-            except rotoff.ExecutionError as error:
-                assert re.search(r"stage '(1\.\.2|3)' saved other tensors", str(error)), error
-                outcomes.add("named")
-                break
-        else:
-            assert same(gradients(wrapped), gradients(plain))
-            outcomes.add("right")
-    assert outcomes == {"named", "right"}
+            model(x).square().mean().backward()
+        assert same(gradients(wrapped), gradients(plain))
 
 
 def test_checkpoint_within_a_stage() -> None:
     compare(lambda: sequential(nn.Linear(16, 16), Inner(False), nn.Tanh(), Inner(False), nn.Linear(16, 4)), train)
 
 
-def test_a_reentrant_checkpoint_within_a_stage_is_refused_with_the_cure() -> None:
-    model = rotoff.Checkpointable(nn.Sequential(nn.Linear(16, 16), Inner(True), nn.Linear(16, 4)))
-    with pytest.raises(rotoff.MeasureError, match=r"stage '0\.\.1'.*use_reentrant=False"):
-        model.measure(torch.randn(64, 16))
+def test_a_reentrant_checkpoint_within_a_stage() -> None:
+    compare(lambda: sequential(nn.Linear(16, 16), Inner(True), nn.Tanh(), Inner(True), nn.Linear(16, 4)), train)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -364,7 +357,7 @@ def test_hooks_that_are_there_when_measured() -> None:
     compare(make, train)
 
 
-def test_forward_hooks_fire_again_on_a_replay_and_the_values_are_those_of_the_first_run() -> None:
+def test_forward_hooks_fire_once_a_step() -> None:
     model, batch = fresh("residual")
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     text = ["F_ck 1", "F_ck 2", "F_none 3", "F_none 4", "F_none 5", "F_all 6", "B 6"]
@@ -374,8 +367,7 @@ def test_forward_hooks_fire_again_on_a_replay_and_the_values_are_those_of_the_fi
     hook = model[2].register_forward_hook(lambda m, i, o: seen.append(o.detach().clone()))
     wrapped(batch()).sum().backward()
     hook.remove()
-    assert len(seen) == 2
-    assert torch.equal(*seen)
+    assert len(seen) == 1
 
 
 # -- around the model
@@ -528,13 +520,19 @@ def test_a_loss_of_an_intermediate_result_beside_the_last() -> None:
     compare(make, run)
 
 
-def test_a_hook_that_came_after_measuring_and_saves_is_named() -> None:
+def test_a_hook_that_came_after_measuring_and_saves() -> None:
     model, batch = sequential(nn.Linear(16, 32), *blocks(), nn.Linear(32, 8))
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     wrapped.compute_sequence(smallest(wrapped, "joint"))
     model[2].register_forward_hook(lambda m, i, o: o * o.tanh())
-    with pytest.raises(rotoff.ExecutionError, match="stage '2' saved other tensors.*call measure.. again"):
-        wrapped(batch())
+    x = batch()
+    seen = []
+    for one in (model, wrapped):
+        one.zero_grad()
+        torch.manual_seed(3)
+        one(x).square().mean().backward()
+        seen.append(gradients(one))
+    assert same(*seen)
 
 
 COMPILED_INSIDE = """
