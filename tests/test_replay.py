@@ -279,3 +279,57 @@ def test_a_state_is_kept_once_until_something_is_drawn() -> None:
     position = generators.states()
     torch.empty(624, dtype=torch.int32).random_()
     assert generators.states() is not position
+
+
+class Doubled(torch.autograd.Function):
+    """Changes what it is given, which no schema says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        seen.add_(x.detach().mean())
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * 2, None
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x, self.seen).tanh()
+
+
+class Whole(nn.Module):
+    """Not a sequence, so that its forward is followed."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * 1
+
+
+@pytest.mark.parametrize("around", [nn.Identity, Whole])
+def test_a_custom_function_that_changes_its_arguments(around: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Doubling(), nn.Linear(8, 8), Doubling(), nn.Linear(8, 8)
+    )
+    x = torch.randn(4, 8)
+    model = Whole(layers) if around is Whole else layers
+    plain_model = copy.deepcopy(model)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    with_sequence(wrapped, run_twice(len(wrapped.chain)))
+    for _ in range(2):
+        for one in (wrapped, plain_model):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        assert same([p.grad for p in model.parameters()], [p.grad for p in plain_model.parameters()])
+        assert same(list(model.buffers()), list(plain_model.buffers()))
+    assert "another course" not in caplog.text

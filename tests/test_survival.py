@@ -287,6 +287,57 @@ def test_a_backward_after_an_error_says_so(faults: Faults) -> None:
         loss.backward()
 
 
+class Retrying(nn.Module):
+    """Tries a layer again that ran out of memory, or whose call failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            try:
+                y = layer(x)
+            except MemoryError:
+                y = layer(x)
+            x = x + y
+        return x
+
+
+def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(faults: Faults) -> None:
+    """At every call: a call of its own it may repeat; without a copy to the host there is no step."""
+    torch.manual_seed(0)
+    model, x = Retrying(), torch.randn(16, 8)
+    model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
+    faults.arm(0, MemoryError)
+    output = wrapped(x)
+    calls, said = faults.count, set()
+    del output
+
+    def step() -> None:
+        wrapped.zero_grad(set_to_none=False)
+        said.add(outcome(lambda: wrapped(x).square().sum().backward()).partition(";")[0])
+
+    with nothing_left(wrapped):
+        for n in range(1, calls + 1):
+            faults.arm(n, MemoryError)
+            said.clear()
+            assert left_bytes(step) <= 0
+            assert nothing_is_watched()
+            if said == {""}:
+                assert same([p.grad for p in model.parameters()], expected)
+            else:
+                (text,) = said
+                assert text.startswith(("MemoryError", "ExecutionError: this step was given up after an error"))
+            faults.arm(0, MemoryError)
+            wrapped.zero_grad(set_to_none=False)
+            wrapped(x).square().sum().backward()
+            assert same([p.grad for p in model.parameters()], expected)
+
+
 class Moody(nn.Module):
     """Each mood does other operations, which no buffer shows."""
 

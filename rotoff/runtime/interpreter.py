@@ -109,6 +109,7 @@ class Step:
         def run(live: LiveForward) -> Any:
             self.enter(1)
             result = forward()
+            self._refuse_given_up()
             live.inside = True
             live.finish()
             self.astray = live.astray
@@ -132,6 +133,7 @@ class Step:
             try:
                 with following(live):
                     result = run(live)
+                    self._refuse_given_up()
                 self._leave()
             finally:
                 if self._open is not None:
@@ -150,15 +152,28 @@ class Step:
         """The first call of `stage` is about to be made."""
         live = self._live
         assert live is not None
+        self._refuse_given_up()
         before, live.inside = live.inside, True
-        while self._open is None or self._open.stage < stage:
-            if self._open is not None:
-                self._outputs = self._outputs or live.crossing(self._open.stage)
-                self._leave()
-            while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
-                self._execute(op)
-            self._enter(op, live)
-        live.inside = before
+        try:
+            while self._open is None or self._open.stage < stage:
+                if self._open is not None:
+                    self._outputs = self._outputs or live.crossing(self._open.stage)
+                    self._leave()
+                while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
+                    self._execute(op)
+                self._enter(op, live)
+        except BaseException:  # the model may catch it, and go on without a stage
+            for run in self._runs.values():
+                run.cease()
+            self._open = None
+            self._give_up()
+            raise
+        finally:
+            live.inside = before
+
+    def _refuse_given_up(self) -> None:
+        if self._closed:
+            raise ExecutionError(GIVEN_UP)
 
     def _enter(self, op: Op, live: LiveForward) -> None:
         if self._times is not None:
