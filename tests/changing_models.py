@@ -285,6 +285,17 @@ class CallsBlock(Block):
         return torch.sin(super().forward(x) * self.calls)
 
 
+@row("what was computed for nothing is needed", lambda net, n: setattr(net, "needed", n >= 2))
+class ForNothing(Trunk):
+    """As a head whose output enters the loss from some step on."""
+
+    needed = False
+
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        aside = torch.tanh(x * 2).sigmoid()
+        return x + aside if self.needed and n == 1 else x
+
+
 @row("a counter attribute of each block")
 class CallsBlocks(Trunk):
     made_of = CallsBlock

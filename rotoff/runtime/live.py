@@ -263,6 +263,9 @@ class LiveForward(EagerFunctionMode):
             self._note_read()
         attention = attention_flags() if function in _ATTENTION else None
         dead = expected and self._course.dead[k]
+        for var in made if dead else ():
+            if var is not None:
+                var.dead = True
         tape = self.outside if stage == OUTSIDE else self.tape
         tape.calls.append(Call(function, named, named_kwargs, made, grad, self._autocast(), attention, dead))
         return result
@@ -341,6 +344,7 @@ class LiveForward(EagerFunctionMode):
         if stage == OUTSIDE:
             return leaf if var.stays else var
         if var.stage == stage or var in self.entered:
+            self.tape.needs_dead |= var.dead
             return var
         if (alias := self._aliases.get(var)) is None:
             # made by an earlier stage, and not expected here: the tape itself keeps it

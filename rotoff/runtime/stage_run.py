@@ -249,6 +249,8 @@ class StageRun:
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal count
+            if self.tape.running_dead:
+                return
             n, count = count, count + 1
             if n >= len(slots):
                 raise self._changed()
@@ -288,6 +290,8 @@ class StageRun:
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal count
+            if self.tape.running_dead:
+                return
             n, count = count, count + 1
             if (ref := self._slots[n]) is None:
                 return

@@ -25,16 +25,16 @@ class Var:
     """A tensor that a step has met. Whoever looks at the tensor itself sees an attribute that copies and pickles as None.
 
     step: the forward that it belongs to. stage: which made it, 0 where no value holds it. tensor: what the model's own code has.
-    hollow: whether its bytes have been taken from there; gone: or ever were. stays: whether they must not be taken.
+    dead: whether the call that made it was expected to be for nothing. hollow: whether its bytes have been taken from there; gone: or ever were. stays: whether they must not be taken.
     """
 
-    __slots__ = ("__weakref__", "gone", "hollow", "stage", "stays", "step", "tensor")
+    __slots__ = ("__weakref__", "dead", "gone", "hollow", "stage", "stays", "step", "tensor")
 
     def __init__(self, step: object, stage: int, tensor: torch.Tensor) -> None:
         self.step = step
         self.stage = stage
         self.tensor = weakref.ref(tensor)
-        self.hollow = self.gone = False
+        self.hollow = self.gone = self.dead = False
         self.stays = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,7 +81,8 @@ class Call:
 class StageTape:
     """What one stage did, in order.
 
-    name: of the stage. running_dead: whether a run is in a call that is made for nothing. inputs, outputs: the tensors that the stage was given and hands on. constants: by id, tensors that were there before the stage, with
+    name: of the stage. running_dead: whether a run is in a call that is made for nothing; needs_dead: whether
+    others have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants: by id, tensors that were there before the stage, with
     the version that it read. before: what was in those that it changes, by id, or by `Var`. modes: of parameters, whether they needed a
     gradient.
     """
@@ -94,7 +95,7 @@ class StageTape:
         self.before: dict[int | Var, tuple[Any, torch.Tensor]] = {}
         self.modes: dict[int, tuple[torch.Tensor, bool]] = {}
         self.name = name
-        self.running_dead = False
+        self.running_dead = self.needs_dead = False
         self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
         self._last: list[list[Var]] | None = None  # of each call, what no later one needs
         self._counted = 0  # calls for which that was found
@@ -123,7 +124,7 @@ class StageTape:
             tensor.requires_grad_(needs)
         try:
             for call, dying in zip(self.calls, self._last_uses(returned, wanted is not None), strict=True):
-                if call.dead and wanted is None and not everything:
+                if call.dead and wanted is None and not everything and not self.needs_dead:
                     continue
                 self.running_dead = call.dead
                 result = _made(call, values, changed)
