@@ -31,7 +31,7 @@ class Course:
     functions: of each call that makes or changes tensors, in order; a module that is called as a whole counts as one. stages: the
     stage that each belongs to, from 1, or `OUTSIDE`. outputs: of each, the number of each tensor that it returns, None for a
     parameter or a buffer. last_uses: of each, the tensors that no call needs after it. dead: of each, whether nobody
-    needs what it makes; dead_bytes: what those of each stage make and save, at most.
+    needs what it makes; dead_bytes: what those of each stage read, make and save, at most.
     crossing: of each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
     `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well.
     """
@@ -83,7 +83,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
     dead_bytes = [0] * len(stages)
     for op in calls:
         if id(op) not in needed:
-            made_here = sum(tape.variables[n].nbytes for n in op.outputs if n is not None)
+            made_here = sum(tape.variables[n].nbytes for n in {*op.reads, *op.outputs} if n is not None)
             dead_bytes[stage_of[id(op)] - 1] += made_here + sum(nbytes for _, nbytes in op.saves) + SCALARS
     place = {id(op): k for k, op in enumerate(calls)}
     made = {n: stage_of.get(id(op), OUTSIDE) for op in reversed(calls) for n in op.outputs if n is not None}

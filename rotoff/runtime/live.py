@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.course import OUTSIDE, Course
 from ..capture.eager_mode import EagerFunctionMode, without
@@ -60,7 +61,7 @@ class LiveForward(EagerFunctionMode):
         self.outside = StageTape("masks and tables")
         self.changing: set[int] = set()  # of the open stage: buffers that some call changes, by id
         self.entered: set[Var] = set()
-        self.resident: set[int] = set()
+        self.resident: dict[int, Any] = {}  # to weak references, which keep an address from being given to another storage
         self.places: dict[int, int] = {}  # of the open stage: storage -> number of the input that lies there
         self.surrounding_autocast: Autocast = ()
         self.seen = self.dead = False
@@ -92,8 +93,12 @@ class LiveForward(EagerFunctionMode):
         self._constants: dict[int, list[tuple[StageTape, torch.Tensor]]] = {}  # by storage, those that are no parameters
         self._aliases: dict[Var, torch.Tensor] = {}  # of the open stage: tensors that others made
         for tensor in given:
-            self.resident.add(_key(tensor))
+            self._note_resident(tensor)
             self._tag(tensor, OUTSIDE).stays = True
+
+    def _note_resident(self, tensor: torch.Tensor) -> None:
+        if (key := _key(tensor)) not in self.resident:
+            self.resident[key] = StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
     # -- stages
 
@@ -124,8 +129,6 @@ class LiveForward(EagerFunctionMode):
         tensor = var.tensor()
         if tensor is None or var.stays or var.hollow or tensor.is_conj() or tensor.is_neg():
             return
-        if var.stage == OUTSIDE and (key := _key(tensor)) not in self._constants:
-            self.resident.discard(key)  # another storage may get that address
         base = tensor._base
         if base is not None:  # what the graph of a view holds
             known = vars(base).get(TAG)
@@ -166,7 +169,7 @@ class LiveForward(EagerFunctionMode):
     def forget(self) -> None:
         """Tensors that are left know nothing of this forward any more."""
         self.instead = {}
-        self._aliases, self._constants, self._read = {}, {}, []  # hooks in the graph hold this forward
+        self._aliases, self._constants, self._read, self.resident = {}, {}, [], {}  # hooks in the graph hold this forward
         self.tape = self.outside = StageTape("")
         for var in self._vars:
             if (tensor := var.tensor()) is not None:
@@ -289,7 +292,8 @@ class LiveForward(EagerFunctionMode):
         if self.inside or not self._is_whole(module):
             return original(module, *args, **kwargs)
         if module in self._course.opaque or compiled(module):
-            self.resident.update(_key(t) for t in (*module.parameters(), *module.buffers()))
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._note_resident(tensor)
             return self.call(module, args, kwargs)
         k = self._position
         expected = self.on_course and not self._within and k < self._count and self._course.functions[k] is module
@@ -358,7 +362,7 @@ class LiveForward(EagerFunctionMode):
             tensor = tensor.detach().requires_grad_(tensor.requires_grad)
         if id(tensor) not in self.tape.constants:
             self._read.append((tensor, tensor._version))
-            self.resident.add(_key(tensor))
+            self._note_resident(tensor)
         return tensor
 
     def _note_read(self) -> None:

@@ -97,8 +97,8 @@ class StageTape:
         self.name = name
         self.running_dead = self.needs_dead = False
         self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
-        self._last: list[list[Var]] | None = None  # of each call, what no later one needs
-        self._counted = 0  # calls for which that was found
+        self._last: list[tuple[Call, list[Var]]] | None = None  # of `_to_make`
+        self._counted = 0  # calls of which that was made
 
     def run(
         self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None, everything: bool = False
@@ -123,9 +123,7 @@ class StageTape:
         for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
             tensor.requires_grad_(needs)
         try:
-            for call, dying in zip(self.calls, self._last_uses(returned, wanted is not None), strict=True):
-                if call.dead and wanted is None and not everything and not self.needs_dead:
-                    continue
+            for call, dying in self._to_make(returned, everything or wanted is not None):
                 self.running_dead = call.dead
                 result = _made(call, values, changed)
                 values.update(zip(call.outputs, tensors_of(result), strict=False))  # type: ignore[arg-type]
@@ -152,20 +150,23 @@ class StageTape:
                     " change it after the backward, or plan with mode='offload', which recomputes nothing"
                 )
 
-    def _last_uses(self, returned: Sequence[Var], partial: bool) -> list[list[Var]]:
-        if not partial and self._last is not None and self._counted == len(self.calls):
+    def _to_make(self, returned: Sequence[Var], everything: bool) -> list[tuple[Call, list[Var]]]:
+        """The calls, those for nothing among them where `everything` or some other call needs that, and what no later one needs."""
+        if not everything and self._last is not None and self._counted == len(self.calls):
             return self._last
         kept = set(returned)
-        found: list[list[Var]] = []
+        found: list[tuple[Call, list[Var]]] = []
         for call in reversed(self.calls):
+            if call.dead and not everything and not self.needs_dead:
+                continue
             dying = []
             for var in (*vars_in(call.args), *vars_in(call.kwargs), *(v for v in call.outputs if v is not None)):
                 if var not in kept:
                     kept.add(var)
                     dying.append(var)
-            found.append(dying)
+            found.append((call, dying))
         found.reverse()
-        if not partial:
+        if not everything:
             self._last, self._counted = found, len(self.calls)
         return found
 
