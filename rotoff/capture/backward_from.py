@@ -43,7 +43,7 @@ class BackwardStarts(nn.Module):
 
     Args:
         names: of `read_backward_from`, one at least. with_attributes: whether the value is (what the model returns, what it leaves
-            in attributes), as `strategy.Captured.returned` has it; all of the latter keep theirs.
+            in attributes), as the last stage of a recorded model has it while it is measured; all of the latter keep theirs.
     """
 
     def __init__(self, names: tuple[str | int, ...], with_attributes: bool = False) -> None:

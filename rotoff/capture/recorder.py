@@ -21,7 +21,7 @@ from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
 from .saved_tensors import foreign_hooks
 from .stage import refuse_packed
-from .tape import NOTHING, Operation, Ref, Tape, described, leaves, substitute
+from .tape import NOTHING, Operation, Ref, Tape, leaves, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 from .weight_casts import WeightCasts
 
@@ -277,7 +277,6 @@ class Recorder(TorchFunctionMode):
                 grad=grad,
                 autocast=() if autocast == self._ambient else autocast,
                 expected=expected,
-                returned=described(result) if isinstance(function, nn.Module) else (),
                 effect=effect,
                 place=tuple(self._place),
                 casts=tuple(casts),

@@ -54,8 +54,7 @@ class Operation:
     arguments. writes: storages that it changes in place. writes_owned: parameters and buffers that it changes. draws:
     whether it draws random numbers. grad: whether gradients were on. autocast: (device type, enabled, dtype) where that
     differs from what was set around the model. expected: for a call that turns tensors into a Python value
-    (``bool(x.any())``), that value. returned: of a module taken whole, its result's leaves, with (shape, dtype) for a
-    tensor. effect: to be run though nobody uses what it returns. casts: of weights, which autocast within the model keeps
+    (``bool(x.any())``), that value. effect: to be run though nobody uses what it returns. casts: of weights, which autocast within the model keeps
     (`weight_casts`). place: the modules around it, outermost first, each call of
     a module as (name, number of the call). saves: (number, bytes) of the storages of which autograd saves something for it. ends: those that are gone
     by the next one, since Python lets go of them; what autograd saves is not seen to stay. added: it is none of the model's own calls.
@@ -72,7 +71,6 @@ class Operation:
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     expected: Any
-    returned: tuple[Any, ...]
     effect: bool
     place: tuple[tuple[str, int], ...]
     casts: tuple[Any, ...] = ()
@@ -155,32 +153,3 @@ def leaves(value: Any) -> list[Any]:
 
     substitute(value, note)
     return found
-
-
-def described(result: Any) -> tuple[Any, ...]:
-    """The leaves of `result`, with (shape, dtype) in place of a tensor."""
-    found = pytree.tree_leaves(result)
-    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in found)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two arguments mean the same: tensors and functions by identity, plain values by equality, others by type."""
-    if type(a) is not type(b):
-        return False
-    if a is b:
-        return True
-    if type(a) in (tuple, list):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if type(a) is dict:
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, slice):
-        return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-    if isinstance(a, torch.Tensor):
-        return False
-    if isinstance(a, float):
-        return a == b or (a != a and b != b)
-    if type(a).__module__ == "numpy":
-        return bool((a == b).all()) if a.shape == b.shape else False
-    if isinstance(a, (bool, int, complex, str, bytes, Ref, Owned, torch.Size, torch.dtype, torch.device)):
-        return bool(a == b)
-    return True

@@ -119,7 +119,6 @@ def _cast(cast: WeightCast, number: int, before: Operation) -> Operation:
         draws=False,
         autocast=(),
         expected=NOTHING,
-        returned=(),
         effect=False,
         casts=(),
         saves=(),
