@@ -222,16 +222,15 @@ class LiveForward(EagerFunctionMode):
         if self.instead:
             args, kwargs = self._with_aliases(args, kwargs)
         written = kind(args, kwargs) if kind is not _PURE else ()
+        watched: list[torch.Tensor] = []
         versions = [t._version for t in given] if kind is _out else []
         if kind is _out and stage != OUTSIDE and (self.changing or _WRITERS):
-            writes = _called(function) in _WRITERS
-            written = [
-                *written,
-                *(t for t in given if id(t) in self.changing or (writes and not isinstance(t, nn.Parameter))),
-            ]
-        if written and stage != OUTSIDE:
+            if _called(function) in _WRITERS:
+                written = [*written, *(t for t in given if not isinstance(t, nn.Parameter))]
+            watched = [t for t in given if id(t) in self.changing]  # which the call may change, or only read
+        if (written or watched) and stage != OUTSIDE:
             self._note_read()
-        for tensor in written if function not in _NO_CONTENT else ():
+        for tensor in (*written, *watched) if function not in _NO_CONTENT else ():
             _whole_base(tensor)
             self._keep_before(tensor)
         draws = stage != OUTSIDE and _draws(function)
