@@ -54,7 +54,7 @@ _SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
 @dataclass
 class Course:
     """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its input.
-    measure_again: whether steps have become others than this one."""
+    measure_again: whether steps have become others than this one; left: whether the last step that was to take it did not."""
 
     profile: Profile
     captured: strategy.Captured
@@ -62,6 +62,7 @@ class Course:
     _planned: tuple[tuple[tuple[int, ...], bool], Profile] | None = None
     hint: str = ""
     measure_again: bool = False
+    left: bool = False
     _expected: Expected | None = None
     _astray: dict[int, int] = field(default_factory=dict)
 
@@ -83,8 +84,11 @@ class Course:
                 "rotoff: the model's forward took another course than the planned one. Its result is that of the plain model; its bytes may"
                 " exceed the limit until that course is planned, which is done when it comes again"
             )
+        self.left = True
         self._astray[astray] = times = self._astray.get(astray, 0) + 1
-        self.measure_again = times == _TWICE
+        self.measure_again |= times == _TWICE
+        if len(self._astray) > _OTHERS:  # by chance a model may take another one in each step
+            del self._astray[next(iter(self._astray))]
 
     @property
     def expected(self) -> Expected | None:
@@ -94,6 +98,7 @@ class Course:
         return self._expected
 
 
+_OTHERS = 64  # other courses that are remembered
 _TWICE = 2  # times that a step takes the same other course before that is measured, too
 
 
@@ -223,9 +228,14 @@ class Courses:
         """The planned course for the chain's input `value`, measured where it is new; None where nothing needs a gradient."""
         assert self.request is not None
         key, hint = signature(value, self._model), _constants(value)
-        known = self._known.get(key, ())
+        known = self._known.get(key, deque[Course]())
+        if len(known) > 1 and known[0].left:  # what was left last is not expected next
+            known[0].left = False
+            known.rotate(-1)
         course = next((one for one in known if one.hint == hint), known[0] if known else None)
-        if course is None or course.measure_again:
+        # processes of a group must all measure or none, and what one of them does is not known to the others
+        again = course is not None and course.measure_again and len(known) < _OF_ONE_SIGNATURE and self._group is None
+        if course is None or again:
             if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
                 return None
             if course is None:
