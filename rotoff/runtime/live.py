@@ -50,9 +50,17 @@ NOTHING_EXPECTED = Course((), (), (), (), (), (), (), frozenset())
 class LiveForward(EagerFunctionMode):
     """Follows one forward of the model.
 
-    tape: of the stage that is open; outside: of what belongs to none. entered: the tensors that it was given. seen: whether what autograd saves now is saved again by the
-    tape; dead: whether nobody is expected to need it. saved, saved_shapes: what it saved in the open stage. on_course: whether all calls so far were the expected ones. inside: whether calls are let by. astray: tells the course that was taken in place of
-    the expected one. resident: storages that were there before the stages.
+    Attributes:
+        tape: of the stage that is open.
+        outside: of what belongs to no stage.
+        entered: the tensors that the open stage was given.
+        seen: whether a replay saves again what autograd saves now.
+        dead: whether nobody is expected to need what the present call makes.
+        saved, saved_shapes: what autograd saved in the open stage.
+        on_course: whether all calls so far were the expected ones.
+        astray: tells the course that was taken in place of the expected one; None while on course.
+        inside: whether calls pass without being followed.
+        resident: storages that were there before the stages.
     """
 
     def __init__(self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]) -> None:
