@@ -344,7 +344,7 @@ class Checkpointable(RotorNames, LikeItsModel):
         if course.expected is None:
             return course.captured.started(step.forward(value))
         result = step.follow(course.expected, given, lambda: course.captured.own(plain, value))
-        course.followed(step.astray)
+        course.followed(step.astray, step.unknown)
         return course.captured.started(result)
 
     @contextmanager

@@ -6,18 +6,20 @@ is ever taken from it: a forward that takes another course runs all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from .cuts import used
+from .places import Entry
 from .segment import Segment
 from .sharding import gathers
 from .stage import StageModule
-from .tape import Tape
+from .tape import Operation, Owned, Ref, Tape, leaves
 from .unrepeatable import compiled
 
 SCALARS = 64  # bytes of numbers that an operation makes tensors of
@@ -34,6 +36,9 @@ class Course:
     needs what it makes; dead_bytes: what those of each stage read, make and save, at most.
     crossing: of each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
     `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well.
+    reads: of each, the number of each tensor among its arguments, None for others. places: the calls by what they are known by (`places`).
+    entries: of each call of a module, the call that comes next. modules: those of the model. nbytes: of each tensor. random: whether a
+    forward makes some of the calls by chance, and others not.
     """
 
     functions: tuple[Callable[..., Any], ...]
@@ -44,6 +49,23 @@ class Course:
     dead_bytes: tuple[int, ...]
     crossing: tuple[tuple[tuple[int, int], ...], ...]
     opaque: frozenset[nn.Module]
+    reads: tuple[tuple[int | None, ...], ...] = ()
+    places: Mapping[Hashable, int] = field(default_factory=dict)
+    entries: Mapping[Entry, int] = field(default_factory=dict)
+    nbytes: tuple[int, ...] = ()
+    modules: frozenset[nn.Module] = frozenset()
+    random: bool = False
+
+    @cached_property
+    def starts(self) -> dict[int, int]:
+        """The first call of each stage."""
+        return {stage: k for k, stage in reversed(list(enumerate(self.stages)))}
+
+    def alive(self, k: int) -> list[tuple[int, int]]:
+        """The tensors that were made before call `k` and are used by it or later, and their bytes."""
+        gone = {n for numbers in self.last_uses[:k] for n in numbers}
+        made = dict.fromkeys(n for numbers in self.outputs[:k] for n in numbers if n is not None)
+        return [(n, self.nbytes[n]) for n in made if n not in gone]
 
     @cached_property
     def beside(self) -> frozenset[int]:
@@ -111,7 +133,22 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         dead=tuple(id(op) not in needed for op in calls),
         crossing=tuple(crossing),
         opaque=frozenset(op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)),
+        reads=tuple(tuple(_numbers(op)) for op in calls),
+        places={key: k for k, op in reversed(list(enumerate(calls))) for key in op.keys},
+        entries=tape.entries,
+        modules=tape.modules,
+        nbytes=tuple(variable.nbytes for variable in tape.variables),
+        random=tape.random,
     )
+
+
+def _numbers(op: Operation) -> Iterator[int | None]:
+    """The variable of each tensor among the arguments of a call."""
+    for leaf in leaves((op.args, op.kwargs)):
+        if isinstance(leaf, Ref):
+            yield leaf.variable
+        elif isinstance(leaf, (Owned, torch.Tensor)):
+            yield None
 
 
 def _opaque(module: nn.Module, tape: Tape) -> bool:

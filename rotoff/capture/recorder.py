@@ -19,6 +19,7 @@ from ..runtime.replay import Generators
 from .data_sizes import PACK_INSIDE, DataSizes
 from .dataclass_trees import look_into
 from .known_tensors import KnownTensors
+from .places import Places
 from .saved_tensors import foreign_hooks
 from .stage import refuse_packed
 from .tape import NOTHING, Operation, Ref, Tape, leaves, substitute
@@ -120,10 +121,13 @@ class Recorder(TorchFunctionMode):
         self._tensors = KnownTensors(model)
         self._parameters = Parameters([model])
         self.tape = Tape(variables=self._tensors.variables, varying=self._varying, tables=self._tensors.tables)
+        self.tape.modules = frozenset(self._names)
         self._inside = False
         self._thread = threading.get_ident()
         self._place: list[tuple[str, int]] = []
         self._calls = 0
+        self._places = Places()
+        self._made = 0  # operations that make or change tensors
         self._generators = Generators(device)
         self._drawn = self._generators.states()
         self._ambient = _autocast()
@@ -264,25 +268,28 @@ class Recorder(TorchFunctionMode):
         self._sizes.note(function, name, references, tensors, reads, outputs, random)
         if function in self._varying:
             self._check_handed_on(result)
-        self.tape.operations.append(
-            Operation(
-                function=function,
-                args=references[0],
-                kwargs=references[1],
-                outputs=outputs,
-                reads=reads,
-                writes=frozenset(n for t in changed if (n := self._tensors.storage(t)) is not None),
-                writes_owned=tuple(dict.fromkeys(owned for t in changed for owned in self._tensors.owners(t))),
-                draws=random,
-                grad=grad,
-                autocast=() if autocast == self._ambient else autocast,
-                expected=expected,
-                effect=effect,
-                place=tuple(self._place),
-                casts=tuple(casts),
-                saves=tuple(self._saves),
-            )
+        one = Operation(
+            function=function,
+            args=references[0],
+            kwargs=references[1],
+            outputs=outputs,
+            reads=reads,
+            writes=frozenset(n for t in changed if (n := self._tensors.storage(t)) is not None),
+            writes_owned=tuple(dict.fromkeys(owned for t in changed for owned in self._tensors.owners(t))),
+            draws=random,
+            grad=grad,
+            autocast=() if autocast == self._ambient else autocast,
+            expected=expected,
+            effect=effect,
+            place=tuple(self._place),
+            casts=tuple(casts),
+            saves=tuple(self._saves),
         )
+        if one.makes:
+            one = replace(one, keys=self._places.keys(function))
+            self._places.note(function)
+            self._made += 1
+        self.tape.operations.append(one)
         return result
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -293,6 +300,7 @@ class Recorder(TorchFunctionMode):
         self._calls += 1
         self.tape.called.add(module)
         self._place.append((name, self._calls))
+        self.tape.entries[self._places.enter(module)] = self._made
         try:
             if module not in self._whole and not _opaque(module):
                 return original(module, *args, **kwargs)
@@ -306,6 +314,7 @@ class Recorder(TorchFunctionMode):
             return self.call(module, args, kwargs)
         finally:
             self._place.pop()
+            self._places.leave()
 
     def applied(self, apply: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of a custom Function's or a scripted function's call."""

@@ -22,25 +22,30 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import MeasureError
-from ..runtime.replay import preserved
+from ..runtime.replay import Generators, buffers_preserved, preserved
 from .outside import other_generators, put_other_generators, seen_calls
 from .recorder import Recorder, check_arguments
 from .stage import copied, flatten
 from .tape import Tape
+from .union import union
 from .unrepeatable import UnrepeatableError
 from .weight_casts import share
 
 TRIES = 2  # recordings after the first, until one is as that before it
+DRAWS = 32  # recordings of a forward that goes by chance, at most
+CALM = 6  # of those in a row that show nothing new, after which there are no more
 
 
 class Call(NamedTuple):
-    """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`."""
+    """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`. known: what other such calls did, which by
+    chance this one may do, too."""
 
     model: nn.Module
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     device: torch.device
+    known: Tape | None = None
 
 
 def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn.Module] = ()) -> Tape:
@@ -53,23 +58,55 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
         MeasureError: where its forward fails, or does what cannot be measured. An `UnrecordableError` where that might be well if some
             modules were taken whole.
     """
-    tape = _once(call, whole, varying)
-    for _ in range(TRIES):  # the first runs may fill caches
-        before, tape = tape, _once(call, whole, varying)
-        if [op.function for op in before.operations] == [op.function for op in tape.operations]:
-            break
+    drawn = other_generators()
+    with preserved((), call.device):
+        try:
+            tape = _every_call(call, whole, varying)
+        finally:
+            put_other_generators(drawn)
     share(tape)
     return tape
 
 
+def _every_call(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Module]) -> Tape:
+    """What the forward does, with all that it may do by chance."""
+    generators = Generators(call.device)
+    order = {name: n for n, (name, _) in enumerate(call.model.named_modules())}
+    tape = _once(call, whole, varying)
+    for _ in range(TRIES):  # the first runs may fill caches
+        drawn = generators.copies(), other_generators()
+        before, tape = tape, _once(call, whole, varying)
+        if same_calls(before, tape):
+            return tape if call.known is None else union(call.known, tape, order) or tape
+    generators.put_copies(drawn[0])
+    put_other_generators(drawn[1])
+    again = _once(call, whole, varying)
+    if not same_calls(tape, again):
+        return again  # it goes by what the runs before have left, and not by chance
+    calm = 0
+    tape = tape if call.known is None else union(call.known, tape, order) or tape
+    for _ in range(DRAWS):
+        both = union(tape, _once(call, whole, varying), order)
+        if both is None:
+            return tape
+        calm = calm + 1 if same_calls(tape, both) else 0
+        tape = both
+        if calm == CALM:
+            break
+    return tape
+
+
+def same_calls(one: Tape, other: Tape) -> bool:
+    return [op.function for op in one.operations] == [op.function for op in other.operations]
+
+
 def _once(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Module]) -> Tape:
-    model, forward, args, kwargs, device = call
+    model, forward, args, kwargs, device, _ = call
     given, rebuild = flatten((args, kwargs))
     check_arguments((args, kwargs))
     given = [copied(t).requires_grad_(t.requires_grad) for t in given]  # the forward may change them
     buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    drawn = other_generators()
-    with preserved(buffers, device), torch.enable_grad():
+    with buffers_preserved(buffers), torch.enable_grad():
         recorder = Recorder(model, device, whole, varying)
         recorder.begin(given)
         copied_args, copied_kwargs = rebuild(given)
@@ -87,8 +124,6 @@ def _once(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Modul
             if recorder.trouble is not None:
                 raise recorder.trouble from error
             raise
-        finally:
-            put_other_generators(drawn)
         recorder.end(result)
         recorder.put_back()
     return recorder.tape

@@ -51,6 +51,11 @@ class Captured:
     starts: BackwardStarts | None = None
     tape: Tape | None = None
 
+    @property
+    def random(self) -> bool:
+        """Whether a forward does some of this by chance."""
+        return self.tape is not None and self.tape.random
+
     def starting(self, names: tuple[str | int, ...]) -> Captured:
         """The same, where a backward starts from the outputs of these `names` alone; from any, where there are none."""
         if not names:
@@ -173,12 +178,14 @@ def capture(
     device: torch.device,
     wanted: Wanted = None,
     forward: Callable[..., Any] | None = None,
+    known: Tape | None = None,
 ) -> Captured:
     """The stages of `model` for inputs like `value`, a result of `chain_input`; the model is left as it was.
 
     Args:
         wanted: about how many stages, or modules of the model (or their dotted names) that are each to be one. None: an
             ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it is.
+        known: what forwards did that went another way by chance; the stages are for those, too.
 
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.
@@ -191,7 +198,7 @@ def capture(
     cached = () if kwargs.get("use_cache") else tuple(caches(model))
     try:
         with switched_off(cached):
-            call = Call(model, forward or model, args, kwargs, device)
+            call = Call(model, forward or model, args, kwargs, device, known)
             tape = _recorded(call, [model.get_submodule(name) for name in names])
     except UncuttableError:
         raise

@@ -6,7 +6,7 @@ values that the forward passed, with `Ref` and `Owned` in place of variables and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class Operation:
     (`weight_casts`). place: the modules around it, outermost first, each call of
     a module as (name, number of the call). saves: (number, bytes) of the storages of which autograd saves something for it. ends: those that are gone
     by the next one, since Python lets go of them; what autograd saves is not seen to stay. added: it is none of the model's own calls.
+    keys: what it is known by in other forwards (`places`).
     """
 
     function: Callable[..., Any]
@@ -77,6 +78,7 @@ class Operation:
     saves: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, ...] = ()
     added: bool = False
+    keys: tuple[Hashable, ...] = ()
 
     @property
     def makes(self) -> bool:
@@ -108,7 +110,9 @@ class Tape:
     of what they hold. varying: modules taken whole of which the work depends on data. generators: those that
     calls were given. tables: tensors among the arguments that were there before and are neither parameters nor buffers. called: the modules that
     were called, those within modules taken whole left out.  opaque: those
-    of the modules taken whole whose calls cannot be told apart."""
+    of the modules taken whole whose calls cannot be told apart. entries: of each call of a module (and how many of it came before), the
+    number of operations before it that make or change tensors. modules: those of the model. random: whether a forward makes some
+    of the operations by chance, and others not."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -121,6 +125,9 @@ class Tape:
     tables: list[torch.Tensor] = field(default_factory=list)
     called: set[nn.Module] = field(default_factory=set)
     opaque: set[nn.Module] = field(default_factory=set)
+    entries: dict[tuple[nn.Module | None, int], int] = field(default_factory=dict)
+    random: bool = False
+    modules: frozenset[nn.Module] = frozenset()
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

@@ -31,6 +31,7 @@ from ..runtime.interpreter import Step
 from ..runtime.link import Link
 from ..runtime.live import LiveForward
 from ..runtime.plan import compile_sequence
+from ..runtime.stage_tape import Var
 from ..runtime.upkeep import UpkeepTimes
 from ..runtime.values import Held, Slot
 from ..sequence import Op
@@ -136,9 +137,9 @@ class _TimedStep(Step):
         super()._enter(op, live)
         self.spans.so_far = time.perf_counter() - start
 
-    def _leave(self) -> None:
+    def _leave(self, made: dict[Var, int] | None = None) -> None:
         start, op = time.perf_counter(), self._open
-        super()._leave()
+        super()._leave(made)
         if op is not None and op.stage == 2:
             self.spans.forward.append(self.spans.so_far + time.perf_counter() - start)
 

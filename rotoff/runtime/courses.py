@@ -51,7 +51,7 @@ _OF_ONE_SIGNATURE = 8  # courses that are kept
 _SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
 
 
-@dataclass
+@dataclass(eq=False)
 class Course:
     """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its input.
     measure_again: whether steps have become others than this one; left: whether the last step that was to take it did not."""
@@ -65,6 +65,7 @@ class Course:
     left: bool = False
     _expected: Expected | None = None
     _astray: dict[int, int] = field(default_factory=dict)
+    warned: bool = False
 
     @property
     def planned(self) -> Profile:
@@ -75,20 +76,29 @@ class Course:
             self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]
 
-    def followed(self, astray: int | None) -> None:
-        """A step was expected to take this course; `astray` tells the other one that it took, None where it did not."""
-        if astray is None:
+    def followed(self, astray: int | None, unknown: bool) -> None:
+        """A step was expected to take this course; `astray` tells the other one that it took, None where it did not.
+
+        unknown: whether it made calls that the course does not have. Where it left out some, the plan held, as it does by chance.
+        """
+        if astray is None or (self.captured.random and not unknown):
             return
-        if not self._astray:
+        if unknown and not self.warned:
+            self.warned = True
             logger.warning(
                 "rotoff: the model's forward took another course than the planned one. Its result is that of the plain model; its bytes may"
                 " exceed the limit until that course is planned, which is done when it comes again"
             )
         self.left = True
         self._astray[astray] = times = self._astray.get(astray, 0) + 1
-        self.measure_again |= times == _TWICE
+        self.measure_again |= times == _TWICE or (unknown and len(self._astray) == _MANY)
         if len(self._astray) > _OTHERS:  # by chance a model may take another one in each step
             del self._astray[next(iter(self._astray))]
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether the forward seems to go another way in each step."""
+        return self.captured.random or len(self._astray) >= _MANY
 
     @property
     def expected(self) -> Expected | None:
@@ -99,6 +109,7 @@ class Course:
 
 
 _OTHERS = 64  # other courses that are remembered
+_MANY = 4  # other courses after which the model is taken to go by chance, or by its data
 _TWICE = 2  # times that a step takes the same other course before that is measured, too
 
 
@@ -138,13 +149,16 @@ class Courses:
         """Every course that is kept."""
         return (course for courses in self._known.values() for course in courses)
 
-    def measure(self, value: Any, progress: Progress | None, repeats: int | None, timed: bool = True) -> Course:
-        """Measure on the chain's input `value`; times may be interpolated where not `timed`."""
+    def measure(
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool = True, also: Course | None = None
+    ) -> Course:
+        """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the place of the course
+        `also`, and is of what that one does, too."""
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
             with undone(self._model), without_checkpoints():
-                captured, profile = self._measure_here(value, progress, repeats, timed)
+                captured, profile = self._measure_here(value, progress, repeats, timed, also)
             found.append(captured)
             return profile
 
@@ -154,13 +168,16 @@ class Courses:
         logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
         course = self.latest = Course(profile, found[0])
         course.hint = _constants(value)
-        self._known.setdefault(signature(value, self._model), deque(maxlen=_OF_ONE_SIGNATURE)).appendleft(course)
+        known = self._known.setdefault(signature(value, self._model), deque(maxlen=_OF_ONE_SIGNATURE))
+        if also is not None and also in known:
+            known.remove(also)
+        known.appendleft(course)
         while len(self._known) > _SIGNATURES:
             self._known.popitem(last=False)
         return course
 
     def _measure_here(
-        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Course | None
     ) -> tuple[strategy.Captured, Profile]:
         device = device_of(self._model, value)
 
@@ -171,36 +188,37 @@ class Courses:
         if not was_training:
             self._model.train()
         try:
-            captured = strategy.capture(self._model, value, device, self._options.stages, self.plain)
+            known = None if also is None else also.captured.tape
+            captured = strategy.capture(self._model, value, device, self._options.stages, self.plain, known)
             captured = captured.starting(read_backward_from(self._options.backward_from))
             root = self._root()
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same
             chosen = self._links.staging_bytes, self._options.forms, self._options.conv_algorithms
             key = times_key(captured.stages, value, device, repeats, *chosen) if self._group is None else None
-            known = find_times(self._cache, key)
-            if known is not None:
-                logger.info("rotoff: times of %d stages from the cache in %s", len(known.stages), self._cache.directory)
+            kept = find_times(self._cache, key)
+            if kept is not None:
+                logger.info("rotoff: times of %d stages from the cache in %s", len(kept.stages), self._cache.directory)
             shapes, autocast, *_ = signature(value, self._model)
             names = tuple(stage.name for stage in captured.stages)
             around = surroundings(self._model, autocast)
-            near = self._times.find(shapes, around, names) if self._times and known is None and not timed else None
+            near = self._times.find(shapes, around, names) if self._times and kept is None and not timed else None
             if near is not None:
                 logger.info("rotoff: times interpolated between %s", near.between)
             others = other_algorithms(device) if read_conv_algorithms(self._options.conv_algorithms) else ()
             named = bool(strategy.named(self._model, self._options.stages))
 
-            def measured(known: KnownTimes | None) -> Profile:
+            def measured(times: KnownTimes | None) -> Profile:
                 meter = Meter(Bench.on(device, repeats), read_forms(self._options.forms), others)
-                return measure(captured.stages, value, meter, bandwidth, progress, known, named)
+                return measure(captured.stages, value, meter, bandwidth, progress, times, named)
 
             try:
-                profile = measured(near.times if near else known)
+                profile = measured(near.times if near else kept)
             except TimesChanged as changed:
                 logger.info("rotoff: times from the cache are not used, since %s", changed)
-                known = None
+                kept = None
                 profile = measured(None)
-            if known is None and near is None:
+            if kept is None and near is None:
                 keep_times(self._cache, key, profile)
             if near is None and self._times is not None:
                 self._times.add(shapes, around, names, profile)
@@ -243,7 +261,9 @@ class Courses:
             else:
                 logger.info("rotoff: measuring anew, since the model's forward has become another")
                 course.measure_again = False
-            course = self.measure(value, None, None, timed=False)
+            course = self.measure(
+                value, None, None, timed=False, also=course if course is not None and course.by_chance else None
+            )
         self._known.move_to_end(key)
         if course.plan is None:
             course.plan = make_plan(course.profile, self.request, self._group)

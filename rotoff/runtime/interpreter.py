@@ -81,6 +81,7 @@ class Step:
         ] = {}  # what each stage handed on, and whether it needs a gradient
         self._too_large: set[Value] = set()  # for their places on the host: the forward took another course, and they stay
         self.astray: int | None = None  # tells the course that the forward took in place of the expected one
+        self.unknown = False  # whether it made calls that were not expected
         self._outputs: list[tuple[Var, int]] = []  # what the stage that has just ended hands on
         self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
@@ -112,7 +113,7 @@ class Step:
             self._refuse_given_up()
             live.inside = True
             live.finish()
-            self.astray = live.astray
+            self.astray, self.unknown = live.astray, live.unknown
             if live.astray is not None:
                 self._checker = None
             look_into(result)
@@ -155,10 +156,11 @@ class Step:
         self._refuse_given_up()
         before, live.inside = live.inside, True
         try:
-            while self._open is None or self._open.stage < stage:
+            arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
+            while self._open is None or self._open.stage < stage:  # stages that the forward leaves out are entered, too
                 if self._open is not None:
-                    self._outputs = self._outputs or live.crossing(self._open.stage)
-                    self._leave()
+                    self._outputs = self._outputs or arriving
+                    self._leave(None if self._open.stage == stage - 1 else live.made_by(self._open.stage))
                 while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
                     self._execute(op)
                 self._enter(op, live)
@@ -213,8 +215,8 @@ class Step:
         self._open = op
         run.open(live, given, staying, op.kind in (OpKind.F_ALL, OpKind.F_SEL), recipe, self)
 
-    def _leave(self) -> None:
-        """The stage that is open has ended."""
+    def _leave(self, made: dict[Var, int] | None = None) -> None:
+        """The stage that is open has ended; `made` tells the places of what it hands on where those are of a later stage."""
         op, live, crossing = self._open, self._live, self._outputs
         self._outputs = []
         assert op is not None
@@ -230,9 +232,10 @@ class Step:
             if var.stage == i and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self.gradient_arrived, i))
         run.tape.outputs = [var for var, _ in crossing]
-        run.close(tensors, [n for n, (_, at) in enumerate(crossing) if at in behaviour.kept])
+        places = [at if made is None else made.get(var, -1) for var, at in crossing]
+        run.close(tensors, [n for n, at in enumerate(places) if at in behaviour.kept])
         self._crossing[i] = crossing, [tensor.requires_grad for tensor in tensors]
-        run.own = own = [_own(behaviour, at) for _, at in crossing]
+        run.own = own = [_own(behaviour, at) for at in places]
         v = abar(i) if op.kind in (OpKind.F_ALL, OpKind.F_SEL) else a(i)
         outputs = [tensor.detach() for tensor in tensors]
         self._held[v] = Held((v, self._stage_name(i)), outputs, own, run.saved() if v.saved else [])

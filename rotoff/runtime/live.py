@@ -15,7 +15,7 @@ import inspect
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -27,7 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..capture.course import OUTSIDE, Course
 from ..capture.eager_mode import EagerFunctionMode, without
 from ..capture.outside import Patches, without_checkpoints
+from ..capture.places import Places, is_exact
 from ..capture.stage import copied
+from ..capture.tape import name_of
 from ..capture.unrepeatable import compiled
 from .convolutions import Algorithms, forward_by
 from .replay import Generators
@@ -57,8 +59,10 @@ class LiveForward(EagerFunctionMode):
         seen: whether a replay saves again what autograd saves now.
         dead: whether nobody is expected to need what the present call makes.
         saved, saved_shapes: what autograd saved in the open stage.
-        on_course: whether all calls so far were the expected ones.
-        astray: tells the course that was taken in place of the expected one; None while on course.
+        on_course: whether the last call was an expected one.
+        as_measured: whether the open stage has made the expected calls so far, and no others.
+        astray: tells the course that was taken in place of the expected one; None where it was that one.
+        unknown: whether calls were made that the course does not have; else some of it were left out.
         inside: whether calls pass without being followed.
         resident: storages that were there before the stages.
     """
@@ -75,8 +79,11 @@ class LiveForward(EagerFunctionMode):
         self.seen = self.dead = False
         self.saved: list[Any] = []
         self.saved_shapes: list[Any] = []
-        self.on_course = True
+        self.on_course = self.as_measured = True
         self.astray: int | None = None
+        self.unknown = False
+        self._places = Places()
+        self._skipped: list[int] = []  # tensors that calls would have used last that were left out
         course = course or NOTHING_EXPECTED
         self.algorithms: Algorithms | None = None  # by which convolutions run
         self.opaque_stages = course.opaque_stages
@@ -117,11 +124,27 @@ class LiveForward(EagerFunctionMode):
         self.tape = tape
         self.entered = set(tape.inputs)
         self._aliases = {}
+        self.as_measured = self._position == self._course.starts.get(stage, self._position)
+        if self._skipped:
+            dying, self._skipped = self._skipped, []
+            self._hollow_all(number for number in dying if self._numbered.get(number) not in self.entered)
 
     def crossing(self, stage: int) -> list[tuple[Var, int]]:
-        """The tensors that `stage` hands to the next, and their places among the outputs that were measured."""
+        """The tensors that enter the stage after `stage`, and their places among the outputs of `stage` that were measured."""
+        found: dict[Var, int] = {}
+        for n, at in self._course.crossing[stage - 1]:
+            var = self._numbered.get(n)
+            if var is not None and (var.stage == self._stage or var in self.entered):
+                found.setdefault(var, at)
+        for var in found:
+            if var.hollow and (tensor := var.tensor()) is not None:
+                self._refill(var, tensor)
+        return [(var, at) for var, at in found.items() if var.tensor() is not None]
+
+    def made_by(self, stage: int) -> dict[Var, int]:
+        """The tensors that `stage` was expected to hand on, and their places among its outputs."""
         found = [(self._numbered.get(n), at) for n, at in self._course.crossing[stage - 1]]
-        return [(var, at) for var, at in found if var is not None and var.tensor() is not None]
+        return {var: at for var, at in found if var is not None}
 
     def handed(self, outputs: list[torch.Tensor]) -> list[tuple[Var, int]]:
         """The tensors that stages made of those that a stage returned, and their places among these."""
@@ -156,8 +179,8 @@ class LiveForward(EagerFunctionMode):
     def finish(self) -> None:
         """The forward has returned: whoever still holds a hollow tensor keeps it for later."""
         self._dying = ()
-        if self.on_course and self._position < self._count:
-            self._leave_course(None)
+        if self._position < self._count:
+            self._skip_to(self._count)
         for var in self._vars:
             tensor = var.tensor()
             if tensor is not None and not var.gone and tensor._base is not None:  # its bytes are those of its base, too
@@ -186,7 +209,7 @@ class LiveForward(EagerFunctionMode):
                 vars(tensor).pop(_GEOMETRY, None)
 
     def _refill(self, var: Var, tensor: torch.Tensor) -> None:
-        self.on_course = False
+        self.on_course = self.as_measured = False
         content = self._stages.restore(var)
         tensor.data = content
         var.hollow, var.stays = False, True
@@ -211,18 +234,15 @@ class LiveForward(EagerFunctionMode):
             self.inside = False
 
     def _followed(self, function: Callable[..., Any], kind: Written, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        k, within = self._position, self._within
-        stage = self._stage
-        expected = False
-        if self.on_course and not within and k < self._count:
-            one = self._course.functions[k]
-            if one is function or _same(one, function):
-                expected = True
-                if self._dying:
-                    self._let_go()
-                stage = self._course.stages[k]
-                if stage != OUTSIDE and stage != self._stage:
-                    self._stages.enter(stage)
+        within, stage = self._within, self._stage
+        k = -1 if within else self._expected_at(function, args, kwargs)
+        expected = k >= 0
+        if expected:
+            if self._dying:
+                self._let_go()
+            stage = self._course.stages[k]
+            if stage != OUTSIDE and stage != self._stage:
+                self._stages.enter(stage)
         given: list[torch.Tensor] = []
         self._read = []
         named = tuple([a if type(a) in _VALUES else self._reference(given, stage, a) for a in args])
@@ -276,6 +296,8 @@ class LiveForward(EagerFunctionMode):
         for var in made if dead else ():
             if var is not None:
                 var.dead = True
+        if not within:
+            self._places.note(function)
         tape = self.outside if stage == OUTSIDE else self.tape
         tape.calls.append(Call(function, named, named_kwargs, made, grad, self._autocast(), attention, dead))
         return result
@@ -296,7 +318,19 @@ class LiveForward(EagerFunctionMode):
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """In place of ``nn.Module.__call__``."""
-        if self.inside or not self._is_whole(module):
+        if self.inside or self._within or module not in self._course.modules:
+            return original(module, *args, **kwargs) if self.inside else self._enter(original, module, args, kwargs)
+        entry = self._places.enter(module)
+        try:
+            k = self._course.entries.get(entry, -1)
+            if k > self._position or (k == self._position and not self.on_course):
+                self._skip_to(k)
+            return self._enter(original, module, args, kwargs)
+        finally:
+            self._places.leave()
+
+    def _enter(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_whole(module):
             return original(module, *args, **kwargs)
         if module in self._course.opaque or compiled(module):
             for tensor in (*module.parameters(), *module.buffers()):
@@ -316,6 +350,7 @@ class LiveForward(EagerFunctionMode):
             result = original(module, *args, **kwargs)
         finally:
             self._within -= 1
+        self._places.note(module)
         if expected:
             outputs = tensors_of(result)
             if len(outputs) == len(self._course.outputs[k]):
@@ -325,9 +360,48 @@ class LiveForward(EagerFunctionMode):
                 self._leave_course(module)
         return result
 
+    # -- other courses
+
+    def _expected_at(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The place in the course of the next call, which is of `function`; -1 where the course does not have it."""
+        k, course = self._position, self._course
+        if self.on_course and k < self._count and (course.functions[k] is function or _same(course.functions[k], function)):
+            return k
+        for key in self._places.keys(function):
+            at = course.places.get(key, -1)
+            if at < k or not _same(course.functions[at], function):
+                continue
+            if is_exact(key) or self._reads_the_same(course.reads[at], args, kwargs):
+                self._skip_to(at)
+                return at
+        return -1
+
+    def _skip_to(self, k: int) -> None:
+        """The calls up to `k` are left out; what would have been used last there stands for what they would have made."""
+        for numbers in (self._dying, *self._course.last_uses[self._position : k]):
+            self._skipped.extend(numbers)
+        self._dying = ()
+        if k > self._position:
+            self.astray = hash((self.astray, self._position, k))
+            self.as_measured = False
+            left = [var for n in sorted(self._skipped) if (var := self._numbered.get(n)) is not None and not var.hollow]
+            for number, nbytes in self._course.alive(k):
+                if number not in self._numbered and (found := _of_size(left, nbytes)) is not None:
+                    left.remove(found)
+                    self._numbered[number] = found
+        self._position, self.on_course = k, True
+
+    def _reads_the_same(self, numbers: tuple[int | None, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = [vars(tensor).get(TAG) for tensor in tensors_of((args, kwargs))]
+        made = [None if var is None or var.stage == OUTSIDE else var for var in given]
+        known = [None if number is None else self._numbered.get(number) for number in numbers]
+        return made == [None if var is None or var.stage == OUTSIDE else var for var in known]
+
     def _leave_course(self, function: Any) -> None:
-        self.on_course = False
-        self.astray = hash((self.astray or self._position, getattr(function, "__name__", type(function).__name__)))
+        if self.on_course:
+            self.astray = hash((self.astray, self._position, name_of(function)))
+        self.on_course = self.as_measured = False
+        self.unknown = True
 
     def _is_whole(self, module: nn.Module) -> bool:
         return module in self._whole or compiled(module)
@@ -423,10 +497,15 @@ class LiveForward(EagerFunctionMode):
         return var
 
     def _let_go(self) -> None:
-        for number in self._dying:
-            if (var := self._numbered.pop(number, None)) is not None:
-                self.hollow(var)
+        self._hollow_all(self._dying)
         self._dying = ()
+
+    def _hollow_all(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if (var := self._numbered.pop(number, None)) is not None:
+                if self.astray is not None and var in self._numbered.values():
+                    continue  # it stands for another, too
+                self.hollow(var)
 
     def _autocast(self) -> Autocast | None:
         if not torch._C._is_any_autocast_enabled() and not self.surrounding_autocast:
@@ -441,6 +520,10 @@ class LiveForward(EagerFunctionMode):
             return leaf
 
         return replaced(args, alias), replaced(kwargs, alias)
+
+
+def _of_size(every: list[Var], nbytes: int) -> Var | None:
+    return next((var for var in every if (t := var.tensor()) is not None and t.untyped_storage().nbytes() == nbytes), None)
 
 
 def put(generators: Generators, copies: list[torch.Generator]) -> None:

@@ -257,11 +257,20 @@ def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: to
     """Generators and `buffers` are after the block what they were before it, in place, whatever ran within."""
     generators = Generators(device)
     rng = generators.states()
+    try:
+        with buffers_preserved(buffers):
+            yield
+    finally:
+        generators.put(rng)
+
+
+@contextmanager
+def buffers_preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
+    """`preserved`, of buffers alone."""
     saved = [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in buffers]
     try:
         yield
     finally:
-        generators.put(rng)
         with torch.no_grad():
             for module, name, buffer, content in saved:
                 if not same_content(buffer, content):

@@ -146,7 +146,7 @@ class StageRun:
                 return Dead(self._dead - 1)
             n, key = len(slots), tensor.untyped_storage()._cdata
             place = places.get(key)
-            kind = kinds[n] if n < len(kinds) and live.on_course else SavedKind.OWN
+            kind = kinds[n] if n < len(kinds) and live.as_measured else SavedKind.OWN
             stays = kind is SavedKind.KEPT or key in kept_keys
             if place is None and not stays and key not in resident and kind is not SavedKind.RESIDENT:
                 shapes.append((tensor.shape, tensor.dtype))

@@ -1,0 +1,197 @@
+"""One tape for forwards that differ by chance: all calls that any of them makes, each once.
+
+A model that skips layers by chance (LayerDrop) never does the same twice. A plan for all of its layers holds for each of those
+forwards: a stage of which no call is made hands on what it was given, and takes no more bytes than the plan has for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .places import is_exact
+from .tape import Operation, Ref, Tape, Variable, leaves, substitute
+
+
+def union(one: Tape, other: Tape, order: Mapping[str, int]) -> Tape | None:
+    """A tape with the calls of both; None where those that they share come in another order, or return something else.
+
+    Args:
+        order: of the model's modules, by name. Where each tape has calls of its own between two shared ones, those of the
+            module that comes first in the model come first.
+    """
+    if len(one.inputs) != len(other.inputs) or one.attributes != other.attributes:
+        return None
+    pairs = _aligned(one, other)
+    if pairs is None:
+        return None
+    return _Union(one, other).made(_merged(one, other, pairs, order))
+
+
+Step = tuple[int | None, int | None]  # the numbers of an operation in each tape
+
+
+def _aligned(one: Tape, other: Tape) -> list[tuple[int, int]] | None:
+    """The operations that both have, by number, in order."""
+    known = {key: i for i, op in reversed(list(enumerate(one.operations))) for key in op.keys}
+    same = dict(zip(other.inputs, one.inputs, strict=True))
+    pairs, last = [], -1
+    for j, op in enumerate(other.operations):
+        for key in op.keys:
+            i = known.get(key, -1)
+            mine = one.operations[i]
+            if i <= last or len(mine.outputs) != len(op.outputs):
+                continue
+            if is_exact(key) or [same.get(n) for n in op.reads] == list(mine.reads):
+                pairs.append((i, j))
+                same.update((n, m) for n, m in zip(op.outputs, mine.outputs, strict=True) if n is not None and m is not None)
+                last = i
+                break
+    return pairs or None
+
+
+def _merged(one: Tape, other: Tape, pairs: list[tuple[int, int]], order: Mapping[str, int]) -> Iterator[Step]:
+    def rank(op: Operation) -> list[tuple[int, int]]:
+        return [(order.get(name, 0), call) for name, call in op.place]
+
+    i = j = 0
+    for shared_i, shared_j in [*pairs, (len(one.operations), len(other.operations))]:
+        while i < shared_i or j < shared_j:
+            mine = j >= shared_j
+            if i < shared_i and j < shared_j:
+                a, b = ([at for at, _ in rank(side.operations[n])] for side, n in ((one, i), (other, j)))
+                mine = a <= b
+            if mine:
+                yield i, None
+                i += 1
+            else:
+                if other.operations[j].makes:
+                    yield None, j
+                j += 1
+        if shared_i < len(one.operations):
+            yield shared_i, shared_j
+        i, j = shared_i + 1, shared_j + 1
+
+
+class _Side:
+    """One of the two tapes. variables, storages: by its own numbers, those of the union. last: where each variable is used last.
+    calls: how many of the operations so far make or change tensors. entered: the calls of modules to come, the next one last."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.variables: dict[int, int] = {}
+        self.storages: dict[int, int] = {}
+        self.position = 0  # of the next operation
+        self.last = {n: k for k, op in enumerate(tape.operations) for n in (*op.reads, *op.outputs) if n is not None}
+        self.last.update((n, len(tape.operations)) for n in tape.result_variables())
+        self.calls = 0
+        self.entered = [(k, entry) for entry, k in reversed(tape.entries.items())]
+
+    def alive(self) -> list[int]:
+        """Variables that are there and will be used."""
+        return [n for n in self.variables if self.last.get(n, -1) >= self.position]
+
+
+class _Union:
+    def __init__(self, one: Tape, other: Tape) -> None:
+        self._sides = _Side(one), _Side(other)
+        self._tape = replace(one, inputs=[], variables=[], operations=[], result=[], entries={}, random=True)
+        self._tape.generators = [*one.generators, *other.generators]
+        self._tape.tables = list({id(t): t for t in (*one.tables, *other.tables)}.values())
+        self._tape.called = one.called | other.called
+        self._storages = 0
+        self._calls = 0  # of `Operation.makes`
+
+    def made(self, steps: Iterator[Step]) -> Tape:
+        one, other = self._sides
+        for n, m in zip(one.tape.inputs, other.tape.inputs, strict=True):
+            self._tape.inputs.append(self._new([(one, n), (other, m)]))
+        alone: _Side | None = None  # whose calls have come since the last shared one
+        for step in steps:
+            using = [(side, n) for side, n in zip(self._sides, step, strict=True) if n is not None]
+            now = using[0][0] if len(using) == 1 else None
+            if alone is not None and now is not alone:
+                self._hand_on(alone)
+            alone = now
+            self._add(using)
+        if alone is not None:
+            self._hand_on(alone)
+        self._tape.result = substitute(one.tape.result, lambda leaf: self._renamed(one, leaf))
+        return self._tape
+
+    def _add(self, using: list[tuple[_Side, int]]) -> None:
+        for side, n in using:
+            while side.entered and side.entered[-1][0] <= side.calls:
+                self._tape.entries.setdefault(side.entered.pop()[1], self._calls)
+            side.position = n + 1
+            side.calls += side.tape.operations[n].makes
+        side, n = using[0]
+        op = side.tape.operations[n]
+        args, kwargs = substitute((op.args, op.kwargs), lambda leaf: self._renamed(side, leaf))
+        outputs = []
+        for place in range(len(op.outputs)):
+            mine = [(each, number) for each, k in using if (number := each.tape.operations[k].outputs[place]) is not None]
+            outputs.append(self._new(mine) if mine else None)
+        reads = dict.fromkeys(leaf.variable for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref))
+        every = [(each, each.tape.operations[k]) for each, k in using]
+        self._calls += op.makes
+        self._tape.operations.append(
+            replace(
+                op,
+                args=args,
+                kwargs=kwargs,
+                outputs=tuple(outputs),
+                reads=tuple(reads),
+                writes=frozenset(self._storage(side, s) for s in op.writes),
+                saves=tuple((self._storage(side, s), nbytes) for s, nbytes in op.saves),
+                ends=tuple(
+                    dict.fromkeys(self._storage(each, s) for each, one in every for s in one.ends if s in each.storages)
+                ),
+                keys=tuple(dict.fromkeys(key for _, one in every for key in one.keys)),
+            )
+        )
+
+    def _new(self, numbers: list[tuple[_Side, int]]) -> int:
+        """The variable of the union that stands for these, which are one."""
+        side, n = numbers[0]
+        if (found := side.variables.get(n)) is None:
+            found = len(self._tape.variables)
+            variable = side.tape.variables[n]
+            storage = None if variable.storage is None else self._storage(side, variable.storage)
+            needs = any(each.tape.variables[m].needs_grad for each, m in numbers)
+            self._tape.variables.append(Variable(storage, variable.nbytes, needs, variable.owners))
+        for each, m in numbers:
+            self._stands_for(each, m, found)
+        return found
+
+    def _stands_for(self, side: _Side, n: int, number: int) -> None:
+        side.variables[n] = number
+        mine, storage = side.tape.variables[n].storage, self._tape.variables[number].storage
+        if mine is not None and storage is not None:
+            side.storages[mine] = storage
+
+    def _storage(self, side: _Side, storage: int) -> int:
+        if storage not in side.storages:
+            side.storages[storage] = self._storages
+            self._storages += 1
+        return side.storages[storage]
+
+    def _hand_on(self, side: _Side) -> None:
+        """What the calls of one tape alone have made stands, for the other, in place of what it has there."""
+        other = self._sides[side is self._sides[0]]
+        mine = {side.variables[n]: n for n in side.alive()}
+        theirs = {other.variables[n]: n for n in other.alive()}
+        fresh = [number for number in mine if number not in theirs]
+        for number, n in theirs.items():
+            if number in mine:
+                continue
+            nbytes = other.tape.variables[n].nbytes
+            found = next((one for one in fresh if self._tape.variables[one].nbytes == nbytes), None)
+            if found is not None:
+                fresh.remove(found)
+                self._stands_for(other, n, found)
+
+    @staticmethod
+    def _renamed(side: _Side, leaf: Any) -> Any:
+        return Ref(side.variables[leaf.variable]) if isinstance(leaf, Ref) else leaf
