@@ -14,7 +14,7 @@ weak references, so recording takes about what a forward without gradients does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from ..runtime.replay import Generators, buffers_preserved, preserved
 from .outside import other_generators, put_other_generators, seen_calls
 from .recorder import Recorder, check_arguments
 from .stage import copied, flatten
-from .tape import Tape
+from .tape import NOTHING, Tape
 from .union import union
 from .unrepeatable import UnrepeatableError
 from .weight_casts import share
@@ -37,15 +37,15 @@ CALM = 6  # of those in a row that show nothing new, after which there are no mo
 
 
 class Call(NamedTuple):
-    """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`. known: what other such calls did, which by
-    chance this one may do, too."""
+    """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`. known: what other such calls did, which
+    this one may do, too."""
 
     model: nn.Module
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     device: torch.device
-    known: Tape | None = None
+    known: Sequence[Tape] = ()
 
 
 def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn.Module] = ()) -> Tape:
@@ -71,29 +71,46 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
 def _every_call(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Module]) -> Tape:
     """What the forward does, with all that it may do by chance."""
     generators = Generators(call.device)
-    order = {name: n for n, (name, _) in enumerate(call.model.named_modules())}
+    python = other_generators()
     tape = _once(call, whole, varying)
     for _ in range(TRIES):  # the first runs may fill caches
         drawn = generators.copies(), other_generators()
         before, tape = tape, _once(call, whole, varying)
-        if same_calls(before, tape):
-            return tape if call.known is None else union(call.known, tape, order) or tape
-    generators.put_copies(drawn[0])
-    put_other_generators(drawn[1])
-    again = _once(call, whole, varying)
-    if not same_calls(tape, again):
-        return again  # it goes by what the runs before have left, and not by chance
-    calm = 0
-    tape = tape if call.known is None else union(call.known, tape, order) or tape
-    for _ in range(DRAWS):
+        if alike := same_calls(before, tape):
+            break
+    if not alike:
+        generators.put_copies(drawn[0])
+        put_other_generators(drawn[1])
+        again = _once(call, whole, varying)
+        if not same_calls(tape, again):
+            return again  # it goes by what the runs before have left, and not by chance
+    order = {name: n for n, (name, _) in enumerate(call.model.named_modules())}
+    for other in call.known:
+        tape = union(other, tape, order) or tape
+    tape.random |= not alike or _goes_by_chance(tape) or python != other_generators()
+    calm = 0 if tape.random else CALM
+    draws = 0
+    while calm < CALM and draws < DRAWS:
+        draws += 1
         both = union(tape, _once(call, whole, varying), order)
         if both is None:
-            return tape
-        calm = calm + 1 if same_calls(tape, both) else 0
-        tape = both
-        if calm == CALM:
             break
+        if same_calls(tape, both):
+            calm += 1
+        else:
+            calm, tape = 0, both
     return tape
+
+
+def _goes_by_chance(tape: Tape) -> bool:
+    """Whether the forward asks for numbers that follow from what it has drawn."""
+    random: set[int] = set()
+    for op in tape.operations:
+        if op.draws or not random.isdisjoint(op.reads):
+            if op.expected is not NOTHING:
+                return True
+            random.update(n for n in op.outputs if n is not None)
+    return False
 
 
 def same_calls(one: Tape, other: Tape) -> bool:

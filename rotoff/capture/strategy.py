@@ -178,14 +178,14 @@ def capture(
     device: torch.device,
     wanted: Wanted = None,
     forward: Callable[..., Any] | None = None,
-    known: Tape | None = None,
+    known: Sequence[Tape] = (),
 ) -> Captured:
     """The stages of `model` for inputs like `value`, a result of `chain_input`; the model is left as it was.
 
     Args:
         wanted: about how many stages, or modules of the model (or their dotted names) that are each to be one. None: an
             ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it is.
-        known: what forwards did that went another way by chance; the stages are for those, too.
+        known: what other forwards of it did; the stages are for those, too.
 
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.

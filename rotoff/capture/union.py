@@ -122,10 +122,11 @@ class _Union:
 
     def _add(self, using: list[tuple[_Side, int]]) -> None:
         for side, n in using:
-            while side.entered and side.entered[-1][0] <= side.calls:
+            makes = side.tape.operations[n].makes
+            while makes and side.entered and side.entered[-1][0] <= side.calls:
                 self._tape.entries.setdefault(side.entered.pop()[1], self._calls)
             side.position = n + 1
-            side.calls += side.tape.operations[n].makes
+            side.calls += makes
         side, n = using[0]
         op = side.tape.operations[n]
         args, kwargs = substitute((op.args, op.kwargs), lambda leaf: self._renamed(side, leaf))

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..capture.outside import without_checkpoints
 from ..capture.stage import flatten
 from ..capture.undo import undone
 from ..chain import Stage
-from ..errors import MeasureError
+from ..errors import InfeasibleError, MeasureError
 from ..profile.bench import Bench
 from ..profile.forms import read_forms
 from ..profile.interpolation import MeasuredTimes, surroundings
@@ -54,7 +54,8 @@ _SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
 @dataclass(eq=False)
 class Course:
     """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its input.
-    measure_again: whether steps have become others than this one; left: whether the last step that was to take it did not."""
+    measure_again: whether steps have become others than this one; left: whether the last step that was to take it did not; missed: how
+    many did not, and patience: after how many all courses known are made one."""
 
     profile: Profile
     captured: strategy.Captured
@@ -66,6 +67,8 @@ class Course:
     _expected: Expected | None = None
     _astray: dict[int, int] = field(default_factory=dict)
     warned: bool = False
+    missed: int = 0
+    patience: int = 4
 
     @property
     def planned(self) -> Profile:
@@ -90,15 +93,11 @@ class Course:
                 " exceed the limit until that course is planned, which is done when it comes again"
             )
         self.left = True
+        self.missed += 1
         self._astray[astray] = times = self._astray.get(astray, 0) + 1
-        self.measure_again |= times == _TWICE or (unknown and len(self._astray) == _MANY)
+        self.measure_again |= times == _TWICE
         if len(self._astray) > _OTHERS:  # by chance a model may take another one in each step
             del self._astray[next(iter(self._astray))]
-
-    @property
-    def by_chance(self) -> bool:
-        """Whether the forward seems to go another way in each step."""
-        return self.captured.random or len(self._astray) >= _MANY
 
     @property
     def expected(self) -> Expected | None:
@@ -109,7 +108,6 @@ class Course:
 
 
 _OTHERS = 64  # other courses that are remembered
-_MANY = 4  # other courses after which the model is taken to go by chance, or by its data
 _TWICE = 2  # times that a step takes the same other course before that is measured, too
 
 
@@ -150,10 +148,10 @@ class Courses:
         return (course for courses in self._known.values() for course in courses)
 
     def measure(
-        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool = True, also: Course | None = None
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool = True, also: Sequence[Course] = ()
     ) -> Course:
-        """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the place of the course
-        `also`, and is of what that one does, too."""
+        """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the place of the courses
+        `also`, and is of what those do, too."""
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
@@ -169,15 +167,15 @@ class Courses:
         course = self.latest = Course(profile, found[0])
         course.hint = _constants(value)
         known = self._known.setdefault(signature(value, self._model), deque(maxlen=_OF_ONE_SIGNATURE))
-        if also is not None and also in known:
-            known.remove(also)
+        for one in also:
+            known.remove(one)
         known.appendleft(course)
         while len(self._known) > _SIGNATURES:
             self._known.popitem(last=False)
         return course
 
     def _measure_here(
-        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Course | None
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Sequence[Course]
     ) -> tuple[strategy.Captured, Profile]:
         device = device_of(self._model, value)
 
@@ -188,7 +186,7 @@ class Courses:
         if not was_training:
             self._model.train()
         try:
-            known = None if also is None else also.captured.tape
+            known = [one.captured.tape for one in also if one.captured.tape is not None]
             captured = strategy.capture(self._model, value, device, self._options.stages, self.plain, known)
             captured = captured.starting(read_backward_from(self._options.backward_from))
             root = self._root()
@@ -252,22 +250,47 @@ class Courses:
             known.rotate(-1)
         course = next((one for one in known if one.hint == hint), known[0] if known else None)
         # processes of a group must all measure or none, and what one of them does is not known to the others
-        again = course is not None and course.measure_again and len(known) < _OF_ONE_SIGNATURE and self._group is None
-        if course is None or again:
-            if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
-                return None
-            if course is None:
-                logger.info("rotoff: measuring a new input signature %s", key[0])
-            else:
+        can_measure = self._group is not None or not torch.autograd._profiler_enabled()  # of which there can be one
+        if course is not None and self._group is None and can_measure:
+            if sum(one.missed for one in known) >= course.patience:
+                course = self._made_one(value, known)
+            elif course.measure_again and len(known) < _OF_ONE_SIGNATURE:
                 logger.info("rotoff: measuring anew, since the model's forward has become another")
                 course.measure_again = False
-            course = self.measure(
-                value, None, None, timed=False, also=course if course is not None and course.by_chance else None
-            )
+                course = self.measure(value, None, None, timed=False)
+        if course is None:
+            if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
+                return None
+            if not can_measure:
+                logger.warning(
+                    "rotoff: a step with a new input shape runs as the plain model, without a limit, since it cannot be measured while a"
+                    " profiler is active; measure before, by model.measure(*sample)"
+                )
+                return None
+            logger.info("rotoff: measuring a new input signature %s", key[0])
+            course = self.measure(value, None, None, timed=False)
         self._known.move_to_end(key)
         if course.plan is None:
             course.plan = make_plan(course.profile, self.request, self._group)
         self.latest = course
+        return course
+
+    def _made_one(self, value: Any, known: deque[Course]) -> Course:
+        """A course of all that those `known` do, and the forward for `value`, since steps go between them as they like; the first of them, where
+        the limit is too small for that."""
+        assert self.request is not None
+        logger.info("rotoff: measuring for all that the model's forward does, since it goes another way in each step")
+        before = list(known)
+        course = self.measure(value, None, None, timed=False, also=before)
+        course.patience = 2 * before[0].patience
+        try:
+            course.plan = make_plan(course.profile, self.request, self._group)
+        except InfeasibleError:
+            known.clear()
+            known.extend(before)
+            for one in before:
+                one.missed, one.patience = 0, course.patience
+            return before[0]
         return course
 
 

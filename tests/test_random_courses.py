@@ -1,0 +1,152 @@
+"""Models whose forward skips layers by chance: one plan holds for all that they may do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocated import peak_bytes
+from torch import nn
+
+import rotoff
+from rotoff.capture import strategy
+from rotoff.capture.tape import Tape
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class LayerDrop(nn.Module):
+    """Skips each layer with probability `chance`, as wav2vec 2.0 does; `scaled`: with a call of its own after each layer that runs."""
+
+    def __init__(self, layers: int, chance: float, width: int = 64, scaled: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, 10)
+        self.chance, self.scaled = chance, scaled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < self.chance:
+                continue
+            x = layer(x)
+            if self.scaled:
+                x = x * 1.1
+        return self.head(x).mean(1)
+
+
+class Branches(nn.Module):
+    """Goes one of two ways by chance, in the middle of its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right, self.last = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).relu()
+        h = self.left(h).relu() if torch.rand([]) < 0.5 else self.right(h).tanh() + h
+        return self.last(h).sin().mean(1)
+
+
+def tape_of(model: nn.Module, x: torch.Tensor) -> Tape:
+    tape = strategy.capture(model, strategy.chain_input(model, (x,), {}), torch.device("cpu")).tape
+    assert tape is not None
+    return tape
+
+
+def told(tape: Tape) -> list[Any]:
+    """Its operations, with storages by the operation that made them."""
+    made = {}
+    for k, op in enumerate(tape.operations):
+        for n in op.outputs:
+            if n is not None:
+                made.setdefault(tape.variables[n].storage, k)
+    storage = lambda n: made.get(tape.variables[n].storage, -1)  # noqa: E731
+    ends = lambda op: sorted(made[s] for s in op.ends if s in made)  # noqa: E731
+    return [(op.name, op.place[-1][0], [storage(n) for n in op.reads], ends(op)) for op in tape.operations]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_chance_may_do_is_recorded_as_if_it_all_were_done(seed: int, scaled: bool) -> None:
+    torch.manual_seed(seed)
+    model, x = LayerDrop(8, 0.5, scaled=scaled), torch.randn(2, 4, 64)
+    found = tape_of(model, x)
+    assert found.random
+    model.chance = -1.0
+    every = tape_of(model, x)
+    assert told(found) == told(every)
+
+
+def test_recording_draws_nothing_of_the_users() -> None:
+    model, x = LayerDrop(4, 0.5), torch.randn(2, 4, 64)
+    torch.manual_seed(0)
+    tape_of(model, x)
+    after = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(after, torch.rand(3))
+
+
+def steps(model: nn.Module, x: torch.Tensor, seeds: range) -> tuple[list[float], list[torch.Tensor], list[int]]:
+    """Losses, gradients and peaks of steps that each begin from a seed."""
+    losses, peaks = [], []
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def step(seed: int) -> None:
+        torch.manual_seed(seed)
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        losses.append(loss.item())
+
+    for seed in seeds:
+        peaks.append(peak_bytes(lambda seed=seed: step(seed)))
+    return losses, [p.grad for p in model.parameters() if p.grad is not None], peaks
+
+
+@pytest.mark.parametrize("mode", ["remat", "offload", "joint"])
+@pytest.mark.parametrize("room", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: LayerDrop(10, 0.5), lambda: LayerDrop(10, 0.1, scaled=True), Branches],
+    ids=["half", "tenth", "branches"],
+)
+def test_one_plan_holds_for_every_course(
+    make: Callable[[], nn.Module], mode: str, room: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(1)
+    plain, x = make(), torch.randn(8, 64, 64)
+    model = make()
+    model.load_state_dict(plain.state_dict())
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    least, everything = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
+    wrapped.compute_sequence(int(least + (everything - least) * room), mode=mode)
+    seeds = range(12)
+    losses, gradients, peaks = steps(wrapped, x, seeds)
+    expected, their_gradients, _ = steps(plain, x, seeds)
+    assert losses == expected
+    assert all(map(torch.equal, gradients, their_gradients))
+    assert max(peaks) <= wrapped.get_expected_memory()
+    assert not caplog.records  # nothing to say
+    wrapped.close()
+
+
+def test_a_layer_that_is_left_out_for_good_is_planned_for() -> None:
+    torch.manual_seed(0)
+    model, x = LayerDrop(6, -1.0), torch.randn(8, 64, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped.compute_sequence(int(0.6 * wrapped.keep_all_memory))
+    stages = len(wrapped.sequence.ops)
+    del model.layers[2:5]
+    for _ in range(3):
+        wrapped(x).sum().backward()
+    assert len(wrapped.sequence.ops) < stages
