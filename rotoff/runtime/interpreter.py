@@ -205,7 +205,7 @@ class Step:
         )
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
-        live.surrounding_autocast = autocast_now()
+        live.autocast_before = autocast_now() if torch._C._is_any_autocast_enabled() else None
         live.changing = {id(module._buffers[name]) for module, name in behaviour.changed_buffers}
         live.begin_stage(i, tape, replay.mark)
         kept = self._behaviours[i - 2].kept if i > 1 else ()

@@ -15,13 +15,13 @@ import inspect
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.course import OUTSIDE, Course
@@ -31,7 +31,20 @@ from ..capture.stage import copied
 from ..capture.unrepeatable import compiled
 from .convolutions import Algorithms, forward_by
 from .replay import Generators
-from .stage_tape import NESTED, TAG, Autocast, Call, Seeded, StageTape, Var, attention_flags, replaced, tensors_of
+from .stage_tape import (
+    NESTED,
+    TAG,
+    VALUES,
+    Around,
+    Autocast,
+    Call,
+    Seeded,
+    StageTape,
+    Var,
+    attention_flags,
+    replaced,
+    tensors_of,
+)
 
 
 class Stages(Protocol):
@@ -71,7 +84,7 @@ class LiveForward(EagerFunctionMode):
         self.entered: set[Var] = set()
         self.resident: dict[int, Any] = {}  # to weak references, which keep an address from being given to another storage
         self.places: dict[int, int] = {}  # of the open stage: storage -> number of the input that lies there
-        self.surrounding_autocast: Autocast = ()
+        self.autocast_before: Autocast | None = None  # when the stage began; None where it was off
         self.seen = self.dead = False
         self.saved: list[Any] = []
         self.saved_shapes: list[Any] = []
@@ -98,7 +111,10 @@ class LiveForward(EagerFunctionMode):
         self.inside = False
         self._within = int(course is NOTHING_EXPECTED)  # modules called as a whole around what runs
         self._read: list[tuple[torch.Tensor, int]] = []  # by the call under way, of what was there before the stage
-        self._constants: dict[int, list[tuple[StageTape, torch.Tensor]]] = {}  # by storage, those that are no parameters
+        self._all_read: list[tuple[StageTape, torch.Tensor]] = []  # by calls of all stages
+        self._readers: dict[
+            int, list[tuple[StageTape, torch.Tensor]]
+        ] = {}  # of those, by storage, in so far as somebody asked
         self._aliases: dict[Var, torch.Tensor] = {}  # of the open stage: tensors that others made
         for tensor in given:
             self._note_resident(tensor)
@@ -177,7 +193,13 @@ class LiveForward(EagerFunctionMode):
     def forget(self) -> None:
         """Tensors that are left know nothing of this forward any more."""
         self.instead = {}
-        self._aliases, self._constants, self._read, self.resident = {}, {}, [], {}  # hooks in the graph hold this forward
+        self._aliases, self._read, self._all_read, self._readers, self.resident = (
+            {},
+            [],
+            [],
+            {},
+            {},
+        )  # hooks in the graph hold this
         self.tape = self.outside = StageTape("")
         for var in self._vars:
             if (tensor := var.tensor()) is not None:
@@ -197,56 +219,47 @@ class LiveForward(EagerFunctionMode):
         """Run `function`, and put it on the tape where a replay must run it, too."""
         if self.inside:
             return function(*args, **kwargs)
+        known = _KNOWN.get(function) or _find(function)
+        if known.fact:
+            return function(*args, **kwargs)
         if function is torch.Tensor.__iter__:
             return iter(self.call(torch.unbind, args, {}))
-        kind = _KINDS.get(function)
-        if kind is None:
-            kind = _kind(function)
-        if kind is _FACT:
-            return function(*args, **kwargs)
         self.inside = True  # the mode sees what is done here where a wrapper has called
         try:
-            return self._followed(function, kind, args, kwargs)
+            return self._followed(function, known, args, kwargs)
         finally:
             self.inside = False
 
-    def _followed(self, function: Callable[..., Any], kind: Written, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        k, within = self._position, self._within
-        stage = self._stage
-        expected = False
-        if self.on_course and not within and k < self._count:
-            one = self._course.functions[k]
-            if one is function or _same(one, function):
-                expected = True
-                if self._dying:
-                    self._let_go()
-                stage = self._course.stages[k]
-                if stage != OUTSIDE and stage != self._stage:
-                    self._stages.enter(stage)
+    def _followed(self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        course, k, stage = self._course, self._position, self._stage
+        expected = self.on_course and not self._within and k < self._count
+        expected = expected and ((one := course.functions[k]) is function or _same(one, function))
+        if expected:
+            if self._dying:
+                self._let_go()
+            stage = course.stages[k]
+            if stage != OUTSIDE and stage != self._stage:
+                self._stages.enter(stage)
         given: list[torch.Tensor] = []
-        self._read = []
-        named = tuple([a if type(a) in _VALUES else self._reference(given, stage, a) for a in args])
-        named_kwargs = {name: a if type(a) in _VALUES else self._reference(given, stage, a) for name, a in kwargs.items()}
+        if self._read:
+            self._read = []
+        reference = self._reference
+        named = [a if type(a) in VALUES else reference(given, stage, a) for a in args]
+        named_kwargs = (
+            {n: a if type(a) in VALUES else reference(given, stage, a) for n, a in kwargs.items()} if kwargs else {}
+        )
         if self.instead:
             args, kwargs = self._with_aliases(args, kwargs)
-        written = kind(args, kwargs) if kind is not _PURE else ()
-        watched: list[torch.Tensor] = []
-        versions = [t._version for t in given] if kind is _out else []
-        if kind is _out and stage != OUTSIDE and (self.changing or _WRITERS):
-            if _called(function) in _WRITERS:
-                written = [*written, *(t for t in given if not isinstance(t, nn.Parameter))]
-            watched = [t for t in given if id(t) in self.changing]  # which the call may change, or only read
-        if (written or watched) and stage != OUTSIDE:
-            self._note_read()
-        for tensor in (*written, *watched) if function not in _NO_CONTENT else ():
-            _whole_base(tensor)
-            self._keep_before(tensor)
-        draws = stage != OUTSIDE and _draws(function)
+        versions = [t._version for t in given] if known.watched else ()
+        written: Sequence[Tensor] = ()
+        if known.written is not None or self.changing or known.owner is not None:
+            written = self._written(known, args, kwargs, given, stage)
+        draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set them
-            self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), True, None, None))
-        grad = torch.is_grad_enabled()
-        self.seen = stage != OUTSIDE
-        saved, self.dead = len(self.saved), expected and self._course.dead[k]
+            self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), None))
+        grad, dead = torch.is_grad_enabled(), expected and course.dead[k]
+        self.seen, self.dead = stage != OUTSIDE, dead
+        saved = len(self.saved)
         try:
             result = self._run(function, args, kwargs)
         except BaseException:
@@ -254,31 +267,53 @@ class LiveForward(EagerFunctionMode):
             raise
         finally:
             self.seen = self.dead = False
-        if changed := [t for t, version in zip(given, versions, strict=False) if t._version != version]:
-            self._note_changed(function, changed, written)
+        if versions and versions != [t._version for t in given]:
+            changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+            self._note_changed(known, changed, written)
             written = [*written, *changed]
-        outputs = tensors_of(result)
         if draws:
             self._drawn = self._mark()
-        if not written and all(any(t is one for one in given) for t in outputs):
+        made, new = self._made(tensors_of(result), given, stage)
+        if not written and not new:
             return result  # a question, or nothing to do: x.to(x.dtype)
-        if expected and len(outputs) == len(self._course.outputs[k]):
-            made = self._noted(outputs, stage, given, self._course.outputs[k])
-            self._position, self._dying = k + 1, self._course.last_uses[k]
-        else:
-            if not within:
-                self._leave_course(function)
-            made = self._noted(outputs, stage, given, ())
+        if expected and len(made) == len(numbers := course.outputs[k]):
+            for number, var in zip(numbers, made, strict=True):
+                if number is not None and var is not None:
+                    self._numbered[number] = var
+            self._position, self._dying = k + 1, course.last_uses[k]
+        elif not self._within:
+            self._leave_course(function)
         if self._read and not written:
             self._note_read()
-        attention = attention_flags() if function in _ATTENTION else None
-        dead = expected and self._course.dead[k]
-        for var in made if dead else ():
-            if var is not None:
-                var.dead = True
+        if dead:
+            for var in made:
+                if var is not None:
+                    var.dead = True
+        around = None
+        if not grad or known.attention or self.autocast_before or torch._C._is_any_autocast_enabled():
+            around = self._around(known, grad)
         tape = self.outside if stage == OUTSIDE else self.tape
-        tape.calls.append(Call(function, named, named_kwargs, made, grad, self._autocast(), attention, dead))
+        tape.calls.append(Call(function, named, named_kwargs, made, around, dead))
         return result
+
+    def _written(
+        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor], stage: int
+    ) -> Sequence[torch.Tensor]:
+        """The tensors that a call is known to change; what was in them is kept for replays, and what is in those that it may change."""
+        written: Sequence[torch.Tensor] = known.written(args, kwargs) if known.written is not None else ()
+        watched: Sequence[torch.Tensor] = ()
+        if known.watched and stage != OUTSIDE:
+            if known.owner is not None and known.owner in _WRITERS:
+                written = [*written, *(t for t in given if not isinstance(t, nn.Parameter))]
+            if self.changing:
+                watched = [t for t in given if id(t) in self.changing]  # which the call may change, or only read
+        if written or watched:
+            if stage != OUTSIDE:
+                self._note_read()
+            for tensor in (*written, *watched) if known.content else ():
+                _whole_base(tensor)
+                self._keep_before(tensor)
+        return written
 
     def _mark(self) -> tuple[object, ...]:
         if self._drawn is None:
@@ -319,7 +354,10 @@ class LiveForward(EagerFunctionMode):
         if expected:
             outputs = tensors_of(result)
             if len(outputs) == len(self._course.outputs[k]):
-                self._noted(outputs, self._stage, (), self._course.outputs[k])
+                made, _ = self._made(outputs, (), self._stage)
+                self._numbered.update(
+                    (n, var) for n, var in zip(self._course.outputs[k], made) if n is not None and var is not None
+                )
                 self._position, self._dying = k + 1, self._course.last_uses[k]
             else:
                 self._leave_course(module)
@@ -340,14 +378,17 @@ class LiveForward(EagerFunctionMode):
 
     def _reference(self, given: list[torch.Tensor], stage: int, leaf: Any) -> Any:
         """What stands on the tape for one leaf of the arguments."""
-        if not isinstance(leaf, torch.Tensor):
-            if type(leaf) in NESTED or isinstance(leaf, (tuple, dict)):
+        if not isinstance(leaf, Tensor):
+            kind = type(leaf)
+            if kind is tuple and VALUES.issuperset(map(type, leaf)):
+                return leaf
+            if kind in NESTED or isinstance(leaf, (tuple, dict)):
                 return replaced(leaf, partial(self._reference, given, stage))
-            if type(leaf) is torch.Generator and leaf.device.type == "cpu" and leaf is not torch.default_generator:
+            if kind is torch.Generator and leaf.device.type == "cpu" and leaf is not torch.default_generator:
                 return Seeded(leaf)
             return leaf
         given.append(leaf)
-        var: Var | None = vars(leaf).get(TAG)
+        var: Var | None = leaf.__dict__.get(TAG)
         if var is None or var.step is not self._token:
             return self._constant(leaf) if stage != OUTSIDE else leaf
         if var.hollow:
@@ -355,7 +396,8 @@ class LiveForward(EagerFunctionMode):
         if stage == OUTSIDE:
             return leaf if var.stays else var
         if var.stage == stage or var in self.entered:
-            self.tape.needs_dead |= var.dead
+            if var.dead:
+                self.tape.needs_dead = True
             return var
         if (alias := self._aliases.get(var)) is None:
             # made by an earlier stage, and not expected here: the tape itself keeps it
@@ -374,17 +416,24 @@ class LiveForward(EagerFunctionMode):
 
     def _note_read(self) -> None:
         """What the call read that was there before the stage, its replay reads, too."""
+        tape = self.tape
         for tensor, version in self._read:
-            self.tape.constants.setdefault(id(tensor), (tensor, version))
-            if isinstance(tensor, nn.Parameter):
-                self.tape.modes.setdefault(id(tensor), (tensor, tensor.requires_grad))
-            self._constants.setdefault(_key(tensor), []).append((self.tape, tensor))
+            needs = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
+            tape.constants.setdefault(id(tensor), (tensor, version, needs))
+            self._all_read.append((tape, tensor))
+
+    def _readers_of(self, key: int) -> list[tuple[StageTape, torch.Tensor]]:
+        """The stages that read what lies in a storage, and the tensors by which."""
+        for one in self._all_read:
+            self._readers.setdefault(_key(one[1]), []).append(one)
+        self._all_read.clear()
+        return self._readers.get(key, [])
 
     def _keep_before(self, tensor: torch.Tensor) -> None:
         """A call is about to change `tensor`: replays of all who read what lies there need it as it is."""
         key = _key(tensor)
         content = None
-        for tape, constant in self._constants.get(key, ()):
+        for tape, constant in self._readers_of(key):
             if id(constant) not in tape.before:
                 content = copied(constant) if content is None or content.shape != constant.shape else content
                 tape.before[id(constant)] = constant, content.requires_grad_(constant.requires_grad)
@@ -395,26 +444,32 @@ class LiveForward(EagerFunctionMode):
                 if one is not None and _key(one) == key and var not in self.tape.before:
                     self.tape.before[var] = var, copied(one).requires_grad_(one.requires_grad)
 
-    def _note_changed(self, function: Callable[..., Any], changed: list[torch.Tensor], known: Any) -> None:
-        """`function` has changed tensors; of those that nobody knew it would, replays may miss what was in them."""
-        if all(any(t is one for one in known) for t in changed):
-            return
-        writes_to_arguments(function)
-        for key in {_key(t) for t in changed if not any(t is one for one in known)}:
-            for tape in (self.tape, *(tape for tape, _ in self._constants.get(key, ()))):
+    def _note_changed(self, known: Known, changed: list[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+        """A call has changed tensors; of those that nobody knew it would, replays may miss what was in them."""
+        unknown = [t for t in changed if not _is_among(t, expected)]
+        if unknown and known.owner is not None:
+            _WRITERS.add(known.owner)
+        for key in {_key(t) for t in unknown}:
+            for tape in (self.tape, *(tape for tape, _ in self._readers_of(key))):
                 if tape is not self.tape or key in self.places or any(_key(t) == key for t, _ in self._read):
-                    tape.lost = getattr(_called(function), "__name__", type(function).__name__)
+                    tape.lost = known.name
 
-    def _noted(self, outputs: Any, stage: int, given: Any, numbers: tuple[int | None, ...]) -> tuple[Var | None, ...]:
+    def _made(self, outputs: Sequence[Tensor], given: Sequence[Tensor], stage: int) -> tuple[list[Var | None], bool]:
+        """What stands on the tape for what a call returned, and whether there is any that it was not given."""
         found: list[Var | None] = []
-        for n, tensor in enumerate(outputs):
-            var = vars(tensor).get(TAG)
-            if var is None or var.step is not self._token:
-                var = None if any(tensor is one for one in given) else self._tag(tensor, stage)
-            if numbers and (number := numbers[n]) is not None and var is not None:
-                self._numbered[number] = var
+        new = False
+        for tensor in outputs:
+            var = tensor.__dict__.get(TAG)
+            if var is not None and var.step is not self._token:
+                var = None
+            for one in given:
+                if one is tensor:
+                    break
+            else:
+                new = True
+                var = var or self._tag(tensor, stage)
             found.append(var)
-        return tuple(found)
+        return found, new
 
     def _tag(self, tensor: torch.Tensor, stage: int) -> Var:
         var = Var(self._token, stage, tensor)
@@ -424,15 +479,17 @@ class LiveForward(EagerFunctionMode):
 
     def _let_go(self) -> None:
         for number in self._dying:
-            if (var := self._numbered.pop(number, None)) is not None:
+            if (var := self._numbered.pop(number, None)) is not None and var.tensor() is not None:
                 self.hollow(var)
         self._dying = ()
 
-    def _autocast(self) -> Autocast | None:
-        if not torch._C._is_any_autocast_enabled() and not self.surrounding_autocast:
-            return None
-        now = autocast_now()
-        return None if now == self.surrounding_autocast else now
+    def _around(self, known: Known, grad: bool) -> Around | None:
+        """What is set around a call otherwise than when the stage began."""
+        autocast = autocast_now() if self.autocast_before is not None or torch._C._is_any_autocast_enabled() else None
+        if autocast == self.autocast_before:
+            autocast = None
+        attention = attention_flags() if known.attention else None
+        return None if grad and autocast is None and attention is None else Around(grad, autocast, attention)
 
     def _with_aliases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def alias(leaf: Any) -> Any:
@@ -449,9 +506,7 @@ def put(generators: Generators, copies: list[torch.Generator]) -> None:
 
 
 def autocast_now() -> Autocast:
-    """For each type of device, whether autocast is on and what it casts to; empty where it is off for all."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
+    """For each type of device, whether autocast is on and what it casts to."""
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
@@ -459,6 +514,10 @@ def _same(one: Any, function: Any) -> bool:
     if type(one) is partial and type(function) is partial:  # of a scripted function
         return one.func is function.func and one.args == function.args
     return bool(one == function)
+
+
+def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
+    return any(tensor is one for one in tensors)
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -472,9 +531,11 @@ _GEOMETRY = "_rotoff_geometry"  # the attribute of a hollow tensor that holds ho
 
 
 def _empty(tensor: torch.Tensor) -> None:
-    if _GEOMETRY not in vars(tensor):
-        setattr(tensor, _GEOMETRY, (tensor.storage_offset(), tensor.shape, tensor.stride()))
-    tensor.data = _stub(tensor.dtype, tensor.device).expand(tensor.shape)
+    shape = tensor.shape
+    if _GEOMETRY not in tensor.__dict__:
+        setattr(tensor, _GEOMETRY, (tensor.storage_offset(), shape, tensor.stride()))
+    stub = _STUBS.get((shape, tensor.dtype, tensor.device))
+    tensor.data = _stub(shape, tensor.dtype, tensor.device) if stub is None else stub
 
 
 def _whole_base(tensor: torch.Tensor) -> None:
@@ -485,31 +546,45 @@ def _whole_base(tensor: torch.Tensor) -> None:
             base.data = torch.empty(0, dtype=base.dtype, device=base.device).set_(tensor.untyped_storage(), *geometry)
 
 
-_STUBS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+_STUBS: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
+_MOST_STUBS = 1024
 
 
-def _stub(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One number to stand for all of a tensor's: not a number, so that whoever reads it unseen shows."""
-    found = _STUBS.get((dtype, device))
-    if found is None:
-        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        found = _STUBS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
+def _stub(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One number that stands for all of a tensor's: not a number, so that whoever reads it unseen shows."""
+    if len(_STUBS) >= _MOST_STUBS:
+        _STUBS.clear()
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    found = _STUBS[shape, dtype, device] = torch.full((), value, dtype=dtype, device=device).expand(shape)
     return found
 
 
 # -- what is known of functions: whether they answer without a tensor's bytes, and which of their arguments they change
 
 
-Written = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 
-def _FACT(args: Any, kwargs: Any) -> Any:
-    """Answers about a tensor that do not depend on its bytes."""
-    return ()
+class Known:
+    """What is known of a function.
 
+    fact: whether it answers about a tensor without its bytes. written: the arguments that it changes, as far as its name tells; None:
+    none. watched: whether the versions of its arguments tell what it has changed. content: whether numbers change where it changes
+    an argument. draws: whether a call may draw random numbers; None: never. attention: whether it depends on the kernels allowed
+    for attention. owner: whom a call is of that the mode does not see; None for torch's own functions. name: for messages.
+    """
 
-def _PURE(args: Any, kwargs: Any) -> Any:
-    return ()
+    __slots__ = ("attention", "content", "draws", "fact", "name", "owner", "watched", "written")
+
+    def __init__(self, function: Any, written: Written | None, fact: bool = False, owner: Any = None) -> None:
+        self.fact = fact
+        self.written = written
+        self.watched = written is _out
+        self.content = function not in _NO_CONTENT
+        self.draws = _chance(function)
+        self.attention = function in _ATTENTION
+        self.owner = owner
+        self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -603,48 +678,47 @@ _FACT_ATTRIBUTES = frozenset(
         "grad",
     ]
 )
-_KINDS: dict[Any, Written] = {
-    torch.nn.functional.batch_norm: partial(_statistics, 1, 5, "training", False),
-    torch.nn.functional.instance_norm: partial(_statistics, 1, 5, "use_input_stats", True),
-    torch.batch_norm: partial(_statistics, 3, 5, "training", False),
-    torch.instance_norm: partial(_statistics, 3, 5, "use_input_stats", True),
-}
+_IN_PLACE = frozenset(
+    ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
+)
 _NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])  # change no numbers
-_VALUES = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis)})
 _ATTENTION = frozenset([torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward])
 
 
 _DRAWING = re.compile(
     "drop|rand|bernoulli|normal|uniform|multinomial|poisson|exponential|geometric|cauchy|rrelu|gumbel|attention|fractional|lstm|gru|rnn|apply"
 )
-_DRAWS: dict[str, bool] = {}
 
 
-def _draws(function: Any) -> bool:
-    """Whether a call may draw random numbers."""
+def _chance(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
     name = getattr(function, "__name__", "")
-    found = _DRAWS.get(name)
-    if found is None:
-        found = _DRAWS[name] = not name or _DRAWING.search(name) is not None
-    return found
+    if name and _DRAWING.search(name) is None:
+        return None
+    if function in (torch.nn.functional.dropout, torch.dropout):
+        return partial(_likely, 1, "p")
+    if function is torch.nn.functional.scaled_dot_product_attention:
+        return partial(_likely, 4, "dropout_p")
+    return lambda args, kwargs: True
 
 
-def _kind(function: Any) -> Written:
-    if isinstance(function, nn.Module) or _called(function) is not function:
-        return _out  # and nothing is kept that belongs to a model
-    kind = _find_kind(function)
-    with suppress(TypeError):  # not hashable
-        _KINDS[function] = kind
-    return kind
+def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of a function that draws where the probability that is argument `place` is not zero."""
+    return (args[place] if len(args) > place else kwargs.get(name, place != 4)) != 0
 
 
 _WRITERS: weakref.WeakSet[Any] = weakref.WeakSet()  # custom Functions and their like that were seen to change an argument
 
 
-def writes_to_arguments(function: Callable[..., Any]) -> None:
-    """From now on a call of `function` counts as one that changes what it is given."""
-    if (called := _called(function)) is not function:
-        _WRITERS.add(called)
+def _find(function: Any) -> Known:
+    owner = _called(function)
+    if isinstance(function, nn.Module) or owner is not function:
+        return Known(
+            function, _out, owner=None if owner is function else owner
+        )  # and nothing is kept that belongs to a model
+    known = _known(function)
+    with suppress(TypeError):  # not hashable
+        _KNOWN[function] = known
+    return known
 
 
 def _called(function: Any) -> Any:
@@ -657,18 +731,18 @@ def _called(function: Any) -> Any:
     return function
 
 
-def _find_kind(function: Any) -> Written:
+def _known(function: Any) -> Known:
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return _FACT if getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES else _PURE
+        return Known(function, None, fact=getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES)
     if name in _FACTS:
-        return _FACT
+        return Known(function, None, fact=True)
     if name == "__set__":
-        return _set
+        return Known(function, _set)
     if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
-        return _first
+        return Known(function, _first)
     if name.startswith("__i") and name[3:-2] in _IN_PLACE:
-        return _first
+        return Known(function, _first)
     schemas = [function._schema] if isinstance(function, torch._ops.OpOverload) else []
     if isinstance(function, torch._ops.OpOverloadPacket):
         schemas = [getattr(function, one)._schema for one in function.overloads()]
@@ -679,21 +753,24 @@ def _find_kind(function: Any) -> Written:
         if arg.alias_info is not None and arg.alias_info.is_write
     }
     if written:
-        return partial(_by_schema, tuple(sorted(written)))
+        return Known(function, partial(_by_schema, tuple(sorted(written))))
     if str(getattr(function, "__module__", "")).startswith("torch.nn.functional"):
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
-            return _out
+            return Known(function, _out)
         if "inplace" in signature.parameters:
-            return partial(_flagged, list(signature.parameters).index("inplace"))
-    return _out
+            return Known(function, partial(_flagged, list(signature.parameters).index("inplace")))
+    return Known(function, _out)
 
 
-_IN_PLACE = frozenset(
-    ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
-)
-
+_STATISTICS = {
+    torch.nn.functional.batch_norm: partial(_statistics, 1, 5, "training", False),
+    torch.nn.functional.instance_norm: partial(_statistics, 1, 5, "use_input_stats", True),
+    torch.batch_norm: partial(_statistics, 3, 5, "training", False),
+    torch.instance_norm: partial(_statistics, 3, 5, "use_input_stats", True),
+}
+_KNOWN: dict[Any, Known] = {function: Known(function, written) for function, written in _STATISTICS.items()}
 
 # -- calls that a ``TorchFunctionMode`` does not see
 
