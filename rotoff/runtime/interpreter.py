@@ -21,6 +21,7 @@ from torch.autograd.variable import Variable
 
 from ..capture.course import OUTSIDE, Course
 from ..capture.dataclass_trees import look_into
+from ..capture.eager_mode import without
 from ..capture.stage import Behaviour, StageModule, flatten
 from ..errors import ExecutionError
 from ..sequence import FORWARDS, Op, OpKind, Value, a, abar
@@ -111,13 +112,14 @@ class Step:
             result = forward()
             self._refuse_given_up()
             live.inside = True
-            live.finish()
-            self.astray = live.astray
-            if live.astray is not None:
-                self._checker = None
-            look_into(result)
-            assert self._open is not None
-            self._outputs = live.results(result, self._open.stage)
+            with without(live):
+                live.finish()
+                self.astray = live.astray
+                if live.astray is not None:
+                    self._checker = None
+                look_into(result)
+                assert self._open is not None
+                self._outputs = live.results(result, self._open.stage)
             return result
 
         return self._through(self._live_forward(course, given), run)
@@ -155,13 +157,14 @@ class Step:
         self._refuse_given_up()
         before, live.inside = live.inside, True
         try:
-            while self._open is None or self._open.stage < stage:
-                if self._open is not None:
-                    self._outputs = self._outputs or live.crossing(self._open.stage)
-                    self._leave()
-                while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
-                    self._execute(op)
-                self._enter(op, live)
+            with without(live):
+                while self._open is None or self._open.stage < stage:
+                    if self._open is not None:
+                        self._outputs = self._outputs or live.crossing(self._open.stage)
+                        self._leave()
+                    while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
+                        self._execute(op)
+                    self._enter(op, live)
         except BaseException:  # the model may catch it, and go on without a stage
             for run in self._runs.values():
                 run.cease()

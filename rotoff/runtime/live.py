@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -356,7 +357,9 @@ class LiveForward(EagerFunctionMode):
             if len(outputs) == len(self._course.outputs[k]):
                 made, _ = self._made(outputs, (), self._stage)
                 self._numbered.update(
-                    (n, var) for n, var in zip(self._course.outputs[k], made) if n is not None and var is not None
+                    (n, var)
+                    for n, var in zip(self._course.outputs[k], made, strict=True)
+                    if n is not None and var is not None
                 )
                 self._position, self._dying = k + 1, self._course.last_uses[k]
             else:
@@ -774,13 +777,18 @@ _KNOWN: dict[Any, Known] = {function: Known(function, written) for function, wri
 
 # -- calls that a ``TorchFunctionMode`` does not see
 
-_FOLLOWED = threading.local()
+
+class _Followed(threading.local):
+    live: LiveForward | None = None
+
+
+_FOLLOWED = _Followed()
 
 
 @contextmanager
 def following(live: LiveForward) -> Iterator[None]:
     """Within, in this thread, `live` sees all calls."""
-    before = getattr(_FOLLOWED, "live", None)
+    before = _FOLLOWED.live
     _FOLLOWED.live = live
     try:
         with _SEEN, without_checkpoints(), live:
@@ -789,17 +797,27 @@ def following(live: LiveForward) -> Iterator[None]:
         _FOLLOWED.live = before
 
 
-def _call(call: Any) -> Any:
-    def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        live = getattr(_FOLLOWED, "live", None)
-        return call(module, *args, **kwargs) if live is None else live.called(call, module, *args, **kwargs)
+def _rotoff_called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    live = _FOLLOWED.live
+    if live is None or live.inside:
+        return _own_call(module, *args, **kwargs)
+    return live.called(_own_call, module, *args, **kwargs)
 
-    return wrapped
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _rotoff_called(self, args, kwargs)
+
+
+# The code of ``nn.Module.__call__`` is exchanged, and not the attribute: Python goes through all subclasses when that is set, which takes
+# a millisecond, forgets what it had cached of them, and from 3.13 on caches nothing more after a thousand times.
+_CALL: Any = vars(nn.Module)["_wrapped_call_impl"]
+_own_call = FunctionType(_CALL.__code__, _CALL.__globals__)
+_CALL.__globals__[_rotoff_called.__name__] = _rotoff_called
 
 
 def _apply(apply: Any) -> Any:
     def wrapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        live, bound = getattr(_FOLLOWED, "live", None), apply.__get__(None, cls)
+        live, bound = _FOLLOWED.live, apply.__get__(None, cls)
         return bound(*args, **kwargs) if live is None else live.applied(bound, *args, **kwargs)
 
     return classmethod(wrapped)
@@ -807,14 +825,14 @@ def _apply(apply: Any) -> Any:
 
 def _script(call: Any) -> Any:
     def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
-        live = getattr(_FOLLOWED, "live", None)
+        live = _FOLLOWED.live
         return call(function, *args, **kwargs) if live is None else live.applied(partial(call, function), *args, **kwargs)
 
     return wrapped
 
 
 _SEEN = Patches(
-    (nn.Module, "__call__", _call),
+    (_CALL, "__code__", lambda _: _call.__code__),
     (torch.autograd.Function, "apply", _apply),
     (torch.jit.ScriptFunction, "__call__", _script),
 )
