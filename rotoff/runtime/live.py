@@ -253,7 +253,7 @@ class LiveForward(EagerFunctionMode):
             args, kwargs = self._with_aliases(args, kwargs)
         versions = [t._version for t in given] if known.watched else ()
         written: Sequence[Tensor] = ()
-        if known.written is not None or self.changing or known.owner is not None:
+        if known.writes or self.changing or "out" in kwargs:
             written = self._written(known, args, kwargs, given, stage)
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set them
@@ -572,17 +572,18 @@ class Known:
     """What is known of a function.
 
     fact: whether it answers about a tensor without its bytes. written: the arguments that it changes, as far as its name tells; None:
-    none. watched: whether the versions of its arguments tell what it has changed. content: whether numbers change where it changes
+    none. writes: whether it changes any without being told by ``out``, or may. watched: whether the versions of its arguments tell what it has changed. content: whether numbers change where it changes
     an argument. draws: whether a call may draw random numbers; None: never. attention: whether it depends on the kernels allowed
     for attention. owner: whom a call is of that the mode does not see; None for torch's own functions. name: for messages.
     """
 
-    __slots__ = ("attention", "content", "draws", "fact", "name", "owner", "watched", "written")
+    __slots__ = ("attention", "content", "draws", "fact", "name", "owner", "watched", "writes", "written")
 
     def __init__(self, function: Any, written: Written | None, fact: bool = False, owner: Any = None) -> None:
         self.fact = fact
         self.written = written
         self.watched = written is _out
+        self.writes = (written is not None and not self.watched) or owner is not None
         self.content = function not in _NO_CONTENT
         self.draws = _chance(function)
         self.attention = function in _ATTENTION
