@@ -25,15 +25,16 @@ from ..capture.eager_mode import without
 from ..capture.stage import Behaviour, StageModule, flatten
 from ..errors import ExecutionError
 from ..sequence import FORWARDS, Op, OpKind, Value, a, abar
+from .call_interception import following
 from .check import Checker
 from .convolutions import StageAlgorithms
 from .link import Link
-from .live import LiveForward, autocast_now, following
+from .live import LiveForward
 from .plan import ExecutionPlan, describe
 from .replay import ReplayState, Surroundings
 from .selective import Recipe
 from .stage_run import StageRun
-from .stage_tape import StageTape, Var
+from .stage_tape import StageTape, Var, autocast_now
 from .step_times import StepTimes
 from .values import Held, HeldValues, Slot, compact
 
@@ -209,7 +210,7 @@ class Step:
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
         live.autocast_before = autocast_now() if torch._C._is_any_autocast_enabled() else None
-        live.changing = {id(module._buffers[name]) for module, name in behaviour.changed_buffers}
+        live.reads.changing = {id(module._buffers[name]) for module, name in behaviour.changed_buffers}
         live.begin_stage(i, tape, replay.mark)
         kept = self._behaviours[i - 2].kept if i > 1 else ()
         staying = [n for n, (_, at) in enumerate(crossing) if at in kept]

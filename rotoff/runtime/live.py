@@ -11,41 +11,22 @@ belongs to the stage that is open. A hollow tensor that is asked for after all i
 
 from __future__ import annotations
 
-import inspect
-import re
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.course import OUTSIDE, Course
 from ..capture.eager_mode import EagerFunctionMode, without
-from ..capture.outside import Patches, without_checkpoints
-from ..capture.stage import copied
 from ..capture.unrepeatable import compiled
 from .convolutions import Algorithms, forward_by
+from .hollowing import GEOMETRY, empty, key_of, whole_base
+from .reads import Reads
 from .replay import Generators
-from .stage_tape import (
-    NESTED,
-    TAG,
-    VALUES,
-    Around,
-    Autocast,
-    Call,
-    Seeded,
-    StageTape,
-    Var,
-    attention_flags,
-    replaced,
-    tensors_of,
-)
+from .stage_tape import NESTED, TAG, VALUES, Around, Autocast, Call, Seeded, StageTape, Var, replaced, tensors_of
+from .torch_calls import KNOWN, Known, find, same_call
 
 
 class Stages(Protocol):
@@ -74,17 +55,15 @@ class LiveForward(EagerFunctionMode):
         on_course: whether all calls so far were the expected ones.
         astray: tells the course that was taken in place of the expected one; None while on course.
         inside: whether calls pass without being followed.
-        resident: storages that were there before the stages.
+        reads: what calls read and change of what was there before the stages.
     """
 
     def __init__(self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]) -> None:
         super().__init__()
         self.tape = StageTape("")
         self.outside = StageTape("masks and tables")
-        self.changing: set[int] = set()  # of the open stage: buffers that some call changes, by id
+        self.reads = Reads()
         self.entered: set[Var] = set()
-        self.resident: dict[int, Any] = {}  # to weak references, which keep an address from being given to another storage
-        self.places: dict[int, int] = {}  # of the open stage: storage -> number of the input that lies there
         self.autocast_before: Autocast | None = None  # when the stage began; None where it was off
         self.seen = self.dead = False
         self.saved: list[Any] = []
@@ -111,19 +90,10 @@ class LiveForward(EagerFunctionMode):
         self._vars: list[Var] = []
         self.inside = False
         self._within = int(course is NOTHING_EXPECTED)  # modules called as a whole around what runs
-        self._read: list[tuple[torch.Tensor, int]] = []  # by the call under way, of what was there before the stage
-        self._all_read: list[tuple[StageTape, torch.Tensor]] = []  # by calls of all stages
-        self._readers: dict[
-            int, list[tuple[StageTape, torch.Tensor]]
-        ] = {}  # of those, by storage, in so far as somebody asked
         self._aliases: dict[Var, torch.Tensor] = {}  # of the open stage: tensors that others made
         for tensor in given:
-            self._note_resident(tensor)
+            self.reads.note_resident(tensor)
             self._tag(tensor, OUTSIDE).stays = True
-
-    def _note_resident(self, tensor: torch.Tensor) -> None:
-        if (key := _key(tensor)) not in self.resident:
-            self.resident[key] = StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
     # -- stages
 
@@ -131,7 +101,7 @@ class LiveForward(EagerFunctionMode):
         """Open a stage; `begun` is the mark of the generators that it finds."""
         self._stage = stage
         self._drawn, self._begun = None, begun
-        self.tape = tape
+        self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases = {}
 
@@ -157,16 +127,16 @@ class LiveForward(EagerFunctionMode):
         base = tensor._base
         if base is not None:  # what the graph of a view holds
             known = vars(base).get(TAG)
-            if (known is None or known.gone) and _key(base) not in self.resident:
-                _empty(base)
-        _empty(tensor)
+            if (known is None or known.gone) and key_of(base) not in self.reads.resident:
+                empty(base)
+        empty(tensor)
         var.hollow = var.gone = True
         self._hollowed.append(var)
 
     def fill(self, var: Var, content: torch.Tensor) -> None:
         """Give a tensor its bytes back, or put them elsewhere."""
         tensor = var.tensor()
-        if tensor is not None and (var.hollow or _key(tensor) != _key(content)):
+        if tensor is not None and (var.hollow or key_of(tensor) != key_of(content)):
             tensor.data = content
         var.hollow = False
 
@@ -178,7 +148,7 @@ class LiveForward(EagerFunctionMode):
         for var in self._vars:
             tensor = var.tensor()
             if tensor is not None and not var.gone and tensor._base is not None:  # its bytes are those of its base, too
-                _whole_base(tensor)
+                whole_base(tensor)
                 if (known := vars(tensor._base).get(TAG)) is not None:
                     known.hollow = False
         for var in self._hollowed:
@@ -194,19 +164,13 @@ class LiveForward(EagerFunctionMode):
     def forget(self) -> None:
         """Tensors that are left know nothing of this forward any more."""
         self.instead = {}
-        self._aliases, self._read, self._all_read, self._readers, self.resident = (
-            {},
-            [],
-            [],
-            {},
-            {},
-        )  # hooks in the graph hold this
+        self._aliases, self.reads = {}, Reads()  # hooks in the graph hold this forward
         self.tape = self.outside = StageTape("")
         for var in self._vars:
             if (tensor := var.tensor()) is not None:
-                _whole_base(tensor)
+                whole_base(tensor)
                 vars(tensor).pop(TAG, None)
-                vars(tensor).pop(_GEOMETRY, None)
+                vars(tensor).pop(GEOMETRY, None)
 
     def _refill(self, var: Var, tensor: torch.Tensor) -> None:
         self.on_course = False
@@ -220,7 +184,7 @@ class LiveForward(EagerFunctionMode):
         """Run `function`, and put it on the tape where a replay must run it, too."""
         if self.inside:
             return function(*args, **kwargs)
-        known = _KNOWN.get(function) or _find(function)
+        known = KNOWN.get(function) or find(function)
         if known.fact:
             return function(*args, **kwargs)
         if function is torch.Tensor.__iter__:
@@ -234,7 +198,7 @@ class LiveForward(EagerFunctionMode):
     def _followed(self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         course, k, stage = self._course, self._position, self._stage
         expected = self.on_course and not self._within and k < self._count
-        expected = expected and ((one := course.functions[k]) is function or _same(one, function))
+        expected = expected and ((one := course.functions[k]) is function or same_call(one, function))
         if expected:
             if self._dying:
                 self._let_go()
@@ -242,8 +206,8 @@ class LiveForward(EagerFunctionMode):
             if stage != OUTSIDE and stage != self._stage:
                 self._stages.enter(stage)
         given: list[torch.Tensor] = []
-        if self._read:
-            self._read = []
+        if self.reads.pending:
+            self.reads.pending = []
         reference = self._reference
         named = [a if type(a) in VALUES else reference(given, stage, a) for a in args]
         named_kwargs = (
@@ -253,8 +217,8 @@ class LiveForward(EagerFunctionMode):
             args, kwargs = self._with_aliases(args, kwargs)
         versions = [t._version for t in given] if known.watched else ()
         written: Sequence[Tensor] = ()
-        if known.writes or self.changing or "out" in kwargs:
-            written = self._written(known, args, kwargs, given, stage)
+        if known.writes or self.reads.changing or "out" in kwargs:
+            written = self.reads.before_writing(known, args, kwargs, given, stage)
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set them
             self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), None))
@@ -270,7 +234,7 @@ class LiveForward(EagerFunctionMode):
             self.seen = self.dead = False
         if versions and versions != [t._version for t in given]:
             changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
-            self._note_changed(known, changed, written)
+            self.reads.note_changed(known, changed, written)
             written = [*written, *changed]
         if draws:
             self._drawn = self._mark()
@@ -284,37 +248,18 @@ class LiveForward(EagerFunctionMode):
             self._position, self._dying = k + 1, course.last_uses[k]
         elif not self._within:
             self._leave_course(function)
-        if self._read and not written:
-            self._note_read()
+        if self.reads.pending and not written:
+            self.reads.note()
         if dead:
             for var in made:
                 if var is not None:
                     var.dead = True
         around = None
         if not grad or known.attention or self.autocast_before or torch._C._is_any_autocast_enabled():
-            around = self._around(known, grad)
+            around = Around.of(grad, self.autocast_before, known.attention)
         tape = self.outside if stage == OUTSIDE else self.tape
         tape.calls.append(Call(function, named, named_kwargs, made, around, dead))
         return result
-
-    def _written(
-        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor], stage: int
-    ) -> Sequence[torch.Tensor]:
-        """The tensors that a call is known to change; what was in them is kept for replays, and what is in those that it may change."""
-        written: Sequence[torch.Tensor] = known.written(args, kwargs) if known.written is not None else ()
-        watched: Sequence[torch.Tensor] = ()
-        if known.watched and stage != OUTSIDE:
-            if known.owner is not None and known.owner in _WRITERS:
-                written = [*written, *(t for t in given if not isinstance(t, nn.Parameter))]
-            if self.changing:
-                watched = [t for t in given if id(t) in self.changing]  # which the call may change, or only read
-        if written or watched:
-            if stage != OUTSIDE:
-                self._note_read()
-            for tensor in (*written, *watched) if known.content else ():
-                _whole_base(tensor)
-                self._keep_before(tensor)
-        return written
 
     def _mark(self) -> tuple[object, ...]:
         if self._drawn is None:
@@ -336,7 +281,7 @@ class LiveForward(EagerFunctionMode):
             return original(module, *args, **kwargs)
         if module in self._course.opaque or compiled(module):
             for tensor in (*module.parameters(), *module.buffers()):
-                self._note_resident(tensor)
+                self.reads.note_resident(tensor)
             return self.call(module, args, kwargs)
         k = self._position
         expected = self.on_course and not self._within and k < self._count and self._course.functions[k] is module
@@ -393,7 +338,7 @@ class LiveForward(EagerFunctionMode):
         given.append(leaf)
         var: Var | None = leaf.__dict__.get(TAG)
         if var is None or var.step is not self._token:
-            return self._constant(leaf) if stage != OUTSIDE else leaf
+            return self.reads.constant(leaf) if stage != OUTSIDE else leaf
         if var.hollow:
             self._refill(var, leaf)
         if stage == OUTSIDE:
@@ -405,57 +350,8 @@ class LiveForward(EagerFunctionMode):
         if (alias := self._aliases.get(var)) is None:
             # made by an earlier stage, and not expected here: the tape itself keeps it
             alias = leaf.detach().requires_grad_(leaf.requires_grad)
-            self._aliases[var] = self._constant(alias)
+            self._aliases[var] = self.reads.constant(alias)
         return alias
-
-    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that was there before the stage."""
-        if tensor.grad_fn is not None:  # of a graph that the replay must not reach
-            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
-        if id(tensor) not in self.tape.constants:
-            self._read.append((tensor, tensor._version))
-            self._note_resident(tensor)
-        return tensor
-
-    def _note_read(self) -> None:
-        """What the call read that was there before the stage, its replay reads, too."""
-        tape = self.tape
-        for tensor, version in self._read:
-            needs = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
-            tape.constants.setdefault(id(tensor), (tensor, version, needs))
-            self._all_read.append((tape, tensor))
-
-    def _readers_of(self, key: int) -> list[tuple[StageTape, torch.Tensor]]:
-        """The stages that read what lies in a storage, and the tensors by which."""
-        for one in self._all_read:
-            self._readers.setdefault(_key(one[1]), []).append(one)
-        self._all_read.clear()
-        return self._readers.get(key, [])
-
-    def _keep_before(self, tensor: torch.Tensor) -> None:
-        """A call is about to change `tensor`: replays of all who read what lies there need it as it is."""
-        key = _key(tensor)
-        content = None
-        for tape, constant in self._readers_of(key):
-            if id(constant) not in tape.before:
-                content = copied(constant) if content is None or content.shape != constant.shape else content
-                tape.before[id(constant)] = constant, content.requires_grad_(constant.requires_grad)
-        if key in self.places:
-            del self.places[key]
-            for var in self.tape.inputs:
-                one = var.tensor()
-                if one is not None and _key(one) == key and var not in self.tape.before:
-                    self.tape.before[var] = var, copied(one).requires_grad_(one.requires_grad)
-
-    def _note_changed(self, known: Known, changed: list[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-        """A call has changed tensors; of those that nobody knew it would, replays may miss what was in them."""
-        unknown = [t for t in changed if not _is_among(t, expected)]
-        if unknown and known.owner is not None:
-            _WRITERS.add(known.owner)
-        for key in {_key(t) for t in unknown}:
-            for tape in (self.tape, *(tape for tape, _ in self._readers_of(key))):
-                if tape is not self.tape or key in self.places or any(_key(t) == key for t, _ in self._read):
-                    tape.lost = known.name
 
     def _made(self, outputs: Sequence[Tensor], given: Sequence[Tensor], stage: int) -> tuple[list[Var | None], bool]:
         """What stands on the tape for what a call returned, and whether there is any that it was not given."""
@@ -486,14 +382,6 @@ class LiveForward(EagerFunctionMode):
                 self.hollow(var)
         self._dying = ()
 
-    def _around(self, known: Known, grad: bool) -> Around | None:
-        """What is set around a call otherwise than when the stage began."""
-        autocast = autocast_now() if self.autocast_before is not None or torch._C._is_any_autocast_enabled() else None
-        if autocast == self.autocast_before:
-            autocast = None
-        attention = attention_flags() if known.attention else None
-        return None if grad and autocast is None and attention is None else Around(grad, autocast, attention)
-
     def _with_aliases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def alias(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor) and (var := vars(leaf).get(TAG)) in self.instead:
@@ -506,334 +394,3 @@ class LiveForward(EagerFunctionMode):
 def put(generators: Generators, copies: list[torch.Generator]) -> None:
     """Of a tape: what the model's own code did to the generators."""
     generators.put_copies(copies)
-
-
-def autocast_now() -> Autocast:
-    """For each type of device, whether autocast is on and what it casts to."""
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def _same(one: Any, function: Any) -> bool:
-    if type(one) is partial and type(function) is partial:  # of a scripted function
-        return one.func is function.func and one.args == function.args
-    return bool(one == function)
-
-
-def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    return any(tensor is one for one in tensors)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
-
-
-_GEOMETRY = "_rotoff_geometry"  # the attribute of a hollow tensor that holds how it lay
-
-
-def _empty(tensor: torch.Tensor) -> None:
-    shape = tensor.shape
-    if _GEOMETRY not in tensor.__dict__:
-        setattr(tensor, _GEOMETRY, (tensor.storage_offset(), shape, tensor.stride()))
-    stub = _STUBS.get((shape, tensor.dtype, tensor.device))
-    tensor.data = _stub(shape, tensor.dtype, tensor.device) if stub is None else stub
-
-
-def _whole_base(tensor: torch.Tensor) -> None:
-    """A change in place of a view asks how its base lies, and so has to find it in the storage of the view."""
-    base = tensor._base
-    if base is not None and (geometry := vars(base).pop(_GEOMETRY, None)) is not None:
-        with torch.no_grad():
-            base.data = torch.empty(0, dtype=base.dtype, device=base.device).set_(tensor.untyped_storage(), *geometry)
-
-
-_STUBS: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
-_MOST_STUBS = 1024
-
-
-def _stub(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One number that stands for all of a tensor's: not a number, so that whoever reads it unseen shows."""
-    if len(_STUBS) >= _MOST_STUBS:
-        _STUBS.clear()
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    found = _STUBS[shape, dtype, device] = torch.full((), value, dtype=dtype, device=device).expand(shape)
-    return found
-
-
-# -- what is known of functions: whether they answer without a tensor's bytes, and which of their arguments they change
-
-
-Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
-
-
-class Known:
-    """What is known of a function.
-
-    fact: whether it answers about a tensor without its bytes. written: the arguments that it changes, as far as its name tells; None:
-    none. writes: whether it changes any without being told by ``out``, or may. watched: whether the versions of its arguments tell what it has changed. content: whether numbers change where it changes
-    an argument. draws: whether a call may draw random numbers; None: never. attention: whether it depends on the kernels allowed
-    for attention. owner: whom a call is of that the mode does not see; None for torch's own functions. name: for messages.
-    """
-
-    __slots__ = ("attention", "content", "draws", "fact", "name", "owner", "watched", "writes", "written")
-
-    def __init__(self, function: Any, written: Written | None, fact: bool = False, owner: Any = None) -> None:
-        self.fact = fact
-        self.written = written
-        self.watched = written is _out
-        self.writes = (written is not None and not self.watched) or owner is not None
-        self.content = function not in _NO_CONTENT
-        self.draws = _chance(function)
-        self.attention = function in _ATTENTION
-        self.owner = owner
-        self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    first = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    return [t for t in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(t, torch.Tensor)]
-
-
-def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of an attribute that is set: nothing where a tensor becomes what it is, as ``nn.Module.to`` does."""
-    return [] if args[0] is args[-1] else _first(args, kwargs)
-
-
-def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = kwargs.get("out")
-    return [t for t in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(t, torch.Tensor)]
-
-
-def _flagged(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of a function that takes ``inplace``, as argument `place`."""
-    return _first(args, kwargs) if (args[place] if len(args) > place else kwargs.get("inplace")) else []
-
-
-def _statistics(
-    first: int, training: int, name: str, default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Of batch norm and instance norm: the running statistics, which are arguments `first` and the next."""
-    if not (args[training] if len(args) > training else kwargs.get(name, default)):
-        return []
-    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [t for t in found if isinstance(t, torch.Tensor)]
-
-
-def _by_schema(names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = [args[n] if n < len(args) else kwargs.get(name) for n, name in names]
-    flat = [t for one in found for t in (one if isinstance(one, (list, tuple)) else (one,))]
-    return [t for t in flat if isinstance(t, torch.Tensor)]
-
-
-_FACTS = frozenset(
-    [
-        "dim",
-        "size",
-        "numel",
-        "nelement",
-        "__len__",
-        "ndimension",
-        "element_size",
-        "get_device",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "__hash__",
-        "is_inference",
-        "is_same_size",
-    ]
-)
-_FACT_ATTRIBUTES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_nested",
-        "is_quantized",
-        "itemsize",
-        "nbytes",
-        "names",
-        "output_nr",
-        "retains_grad",
-        "is_mps",
-        "is_xpu",
-        "is_mkldnn",
-        "is_sparse_csr",
-        "is_xla",
-        "is_ipu",
-        "is_maia",
-        "is_vulkan",
-        "is_mtia",
-        "_backward_hooks",
-        "_version",
-        "name",
-        "_post_accumulate_grad_hooks",
-        "grad",
-    ]
-)
-_IN_PLACE = frozenset(
-    ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
-)
-_NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])  # change no numbers
-_ATTENTION = frozenset([torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward])
-
-
-_DRAWING = re.compile(
-    "drop|rand|bernoulli|normal|uniform|multinomial|poisson|exponential|geometric|cauchy|rrelu|gumbel|attention|fractional|lstm|gru|rnn|apply"
-)
-
-
-def _chance(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
-    name = getattr(function, "__name__", "")
-    if name and _DRAWING.search(name) is None:
-        return None
-    if function in (torch.nn.functional.dropout, torch.dropout):
-        return partial(_likely, 1, "p")
-    if function is torch.nn.functional.scaled_dot_product_attention:
-        return partial(_likely, 4, "dropout_p")
-    return lambda args, kwargs: True
-
-
-def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Of a function that draws where the probability that is argument `place` is not zero."""
-    return (args[place] if len(args) > place else kwargs.get(name, place != 4)) != 0
-
-
-_WRITERS: weakref.WeakSet[Any] = weakref.WeakSet()  # custom Functions and their like that were seen to change an argument
-
-
-def _find(function: Any) -> Known:
-    owner = _called(function)
-    if isinstance(function, nn.Module) or owner is not function:
-        return Known(
-            function, _out, owner=None if owner is function else owner
-        )  # and nothing is kept that belongs to a model
-    known = _known(function)
-    with suppress(TypeError):  # not hashable
-        _KNOWN[function] = known
-    return known
-
-
-def _called(function: Any) -> Any:
-    """Whom a call that the mode does not see is of; `function` itself where it is one of torch's."""
-    if type(function) is partial:  # a scripted function
-        return function.args[0]
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return owner
-    return function
-
-
-def _known(function: Any) -> Known:
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        return Known(function, None, fact=getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES)
-    if name in _FACTS:
-        return Known(function, None, fact=True)
-    if name == "__set__":
-        return Known(function, _set)
-    if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
-        return Known(function, _first)
-    if name.startswith("__i") and name[3:-2] in _IN_PLACE:
-        return Known(function, _first)
-    schemas = [function._schema] if isinstance(function, torch._ops.OpOverload) else []
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        schemas = [getattr(function, one)._schema for one in function.overloads()]
-    written = {
-        (n, arg.name)
-        for schema in schemas
-        for n, arg in enumerate(schema.arguments)
-        if arg.alias_info is not None and arg.alias_info.is_write
-    }
-    if written:
-        return Known(function, partial(_by_schema, tuple(sorted(written))))
-    if str(getattr(function, "__module__", "")).startswith("torch.nn.functional"):
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):
-            return Known(function, _out)
-        if "inplace" in signature.parameters:
-            return Known(function, partial(_flagged, list(signature.parameters).index("inplace")))
-    return Known(function, _out)
-
-
-_STATISTICS = {
-    torch.nn.functional.batch_norm: partial(_statistics, 1, 5, "training", False),
-    torch.nn.functional.instance_norm: partial(_statistics, 1, 5, "use_input_stats", True),
-    torch.batch_norm: partial(_statistics, 3, 5, "training", False),
-    torch.instance_norm: partial(_statistics, 3, 5, "use_input_stats", True),
-}
-_KNOWN: dict[Any, Known] = {function: Known(function, written) for function, written in _STATISTICS.items()}
-
-# -- calls that a ``TorchFunctionMode`` does not see
-
-
-class _Followed(threading.local):
-    live: LiveForward | None = None
-
-
-_FOLLOWED = _Followed()
-
-
-@contextmanager
-def following(live: LiveForward) -> Iterator[None]:
-    """Within, in this thread, `live` sees all calls."""
-    before = _FOLLOWED.live
-    _FOLLOWED.live = live
-    try:
-        with _SEEN, without_checkpoints(), live:
-            yield
-    finally:
-        _FOLLOWED.live = before
-
-
-def _rotoff_called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    live = _FOLLOWED.live
-    if live is None or live.inside:
-        return _own_call(module, *args, **kwargs)
-    return live.called(_own_call, module, *args, **kwargs)
-
-
-def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _rotoff_called(self, args, kwargs)
-
-
-# The code of ``nn.Module.__call__`` is exchanged, and not the attribute: Python goes through all subclasses when that is set, which takes
-# a millisecond, forgets what it had cached of them, and from 3.13 on caches nothing more after a thousand times.
-_CALL: Any = vars(nn.Module)["_wrapped_call_impl"]
-_own_call = FunctionType(_CALL.__code__, _CALL.__globals__)
-_CALL.__globals__[_rotoff_called.__name__] = _rotoff_called
-
-
-def _apply(apply: Any) -> Any:
-    def wrapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        live, bound = _FOLLOWED.live, apply.__get__(None, cls)
-        return bound(*args, **kwargs) if live is None else live.applied(bound, *args, **kwargs)
-
-    return classmethod(wrapped)
-
-
-def _script(call: Any) -> Any:
-    def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
-        live = _FOLLOWED.live
-        return call(function, *args, **kwargs) if live is None else live.applied(partial(call, function), *args, **kwargs)
-
-    return wrapped
-
-
-_SEEN = Patches(
-    (_CALL, "__code__", lambda _: _call.__code__),
-    (torch.autograd.Function, "apply", _apply),
-    (torch.jit.ScriptFunction, "__call__", _script),
-)

@@ -59,6 +59,15 @@ class Around(NamedTuple):
     autocast: Autocast | None
     attention: tuple[bool, ...] | None
 
+    @classmethod
+    def of(cls, grad: bool, autocast_before: Autocast | None, attends: bool) -> Around | None:
+        """What is set now otherwise than when the stage began; attends: whether the kernels allowed for attention count."""
+        autocast = autocast_now() if autocast_before is not None or torch._C._is_any_autocast_enabled() else None
+        if autocast == autocast_before:
+            autocast = None
+        attention = attention_flags() if attends else None
+        return None if grad and autocast is None and attention is None else cls(grad, autocast, attention)
+
 
 class Call:
     """One call.
@@ -263,6 +272,11 @@ def tensors_of(result: Any) -> Sequence[torch.Tensor]:
     if type(result) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in result):
         return result
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def autocast_now() -> Autocast:
+    """For each type of device, whether autocast is on and what it casts to."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 _SDP = torch._C
