@@ -210,9 +210,7 @@ class LiveForward(EagerFunctionMode):
             self.reads.pending = []
         reference = self._reference
         named = [a if type(a) in VALUES else reference(given, stage, a) for a in args]
-        named_kwargs = (
-            {n: a if type(a) in VALUES else reference(given, stage, a) for n, a in kwargs.items()} if kwargs else {}
-        )
+        named_kwargs = kwargs and {n: a if type(a) in VALUES else reference(given, stage, a) for n, a in kwargs.items()}
         if self.instead:
             args, kwargs = self._with_aliases(args, kwargs)
         versions = [t._version for t in given] if known.watched else ()
@@ -233,18 +231,14 @@ class LiveForward(EagerFunctionMode):
         finally:
             self.seen = self.dead = False
         if versions and versions != [t._version for t in given]:
-            changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
-            self.reads.note_changed(known, changed, written)
-            written = [*written, *changed]
+            written = self.reads.note_changed(known, given, versions, written)
         if draws:
             self._drawn = self._mark()
         made, new = self._made(tensors_of(result), given, stage)
         if not written and not new:
             return result  # a question, or nothing to do: x.to(x.dtype)
         if expected and len(made) == len(numbers := course.outputs[k]):
-            for number, var in zip(numbers, made, strict=True):
-                if number is not None and var is not None:
-                    self._numbered[number] = var
+            self._number(numbers, made)
             self._position, self._dying = k + 1, course.last_uses[k]
         elif not self._within:
             self._leave_course(function)
@@ -301,11 +295,7 @@ class LiveForward(EagerFunctionMode):
             outputs = tensors_of(result)
             if len(outputs) == len(self._course.outputs[k]):
                 made, _ = self._made(outputs, (), self._stage)
-                self._numbered.update(
-                    (n, var)
-                    for n, var in zip(self._course.outputs[k], made, strict=True)
-                    if n is not None and var is not None
-                )
+                self._number(self._course.outputs[k], made)
                 self._position, self._dying = k + 1, self._course.last_uses[k]
             else:
                 self._leave_course(module)
@@ -369,6 +359,11 @@ class LiveForward(EagerFunctionMode):
                 var = var or self._tag(tensor, stage)
             found.append(var)
         return found, new
+
+    def _number(self, numbers: tuple[int | None, ...], made: list[Var | None]) -> None:
+        for number, var in zip(numbers, made, strict=True):
+            if number is not None and var is not None:
+                self._numbered[number] = var
 
     def _tag(self, tensor: torch.Tensor, stage: int) -> Var:
         var = Var(self._token, stage, tensor)

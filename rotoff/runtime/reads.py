@@ -98,8 +98,12 @@ class Reads:
                 if one is not None and key_of(one) == key and var not in self.tape.before:
                     self.tape.before[var] = var, copied(one).requires_grad_(one.requires_grad)
 
-    def note_changed(self, known: Known, changed: list[Tensor], expected: Sequence[Tensor]) -> None:
-        """A call has changed tensors; of those that nobody knew it would, replays may miss what was in them."""
+    def note_changed(
+        self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """A call has changed some of the tensors that it was given; returns all that it wrote. What was in those that nobody `expected`
+        it to change, replays may miss."""
+        changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
         unknown = [t for t in changed if not _is_among(t, expected)]
         if unknown and known.owner is not None:
             WRITERS.add(known.owner)
@@ -107,6 +111,7 @@ class Reads:
             for tape in (self.tape, *(tape for tape, _ in self._readers_of(key))):
                 if tape is not self.tape or key in self.places or any(key_of(t) == key for t, _ in self.pending):
                     tape.lost = known.name
+        return [*expected, *changed]
 
 
 def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
