@@ -1,5 +1,5 @@
-"""What the interpreter itself costs: microseconds for each operation and each saved tensor, on stages that compute next to
-nothing, as JSON.
+"""What the interpreter itself costs: microseconds for each call of torch, each saved tensor, each stage and each step, on stages that
+compute next to nothing, as JSON.
 
     python benchmarks/interpreter_cost.py [--json FILE]
 """
@@ -16,19 +16,34 @@ from torch import nn
 import rotoff
 from rotoff.runtime.plan import compile_sequence
 
-STAGES = 20
+STAGES, FEW_STAGES = 20, 5
+CALLS = 21
 
 
 class Chained(nn.Module):
-    """`count` operations on 4 numbers, each of which saves a tensor."""
+    """`count` operations on 4 numbers, each of which saves a tensor, or none does."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, saves: bool) -> None:
         super().__init__()
         self.count = count
+        self.saves = saves
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(self.count):
-            x = x.tanh()
+            x = x.tanh() if self.saves else x.add(1.0)
+        return x
+
+
+class Chain(nn.Module):
+    """Stages one after another, by a forward of its own."""
+
+    def __init__(self, stages: int, count: int, saves: bool) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Chained(count, saves) for _ in range(stages))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
         return x
 
 
@@ -68,18 +83,21 @@ def sequences(L: int) -> dict[str, list[str]]:
     return {"kept": kept, "run twice": twice}
 
 
-def measure(count: int, repeats: int, device: str = "cpu") -> dict[str, float]:
-    """Seconds of a step: of the plain model, and of each sequence."""
+def measure(stages: int, count: int, saves: bool, repeats: int, device: str = "cpu") -> dict[str, float]:
+    """Seconds of a step: of the plain model, and what each sequence adds."""
     x = torch.ones(4, device=device, requires_grad=True)
-    model = nn.Sequential(*[Chained(count) for _ in range(STAGES)])
-    found = {"plain": least_step(model, x, repeats), "forward": least_forward(model, x, repeats)}
-    wrapped = rotoff.Checkpointable(model).measure(x).compute_sequence(1 << 40)
-    for name, text in sequences(STAGES).items():
+    model = Chain(stages, count, saves)
+    plain, forward = least_step(model, x, repeats), least_forward(model, x, repeats)
+    wrapped = (
+        rotoff.Checkpointable(model, stages=list(model.stages), cache_directory=None).measure(x).compute_sequence(1 << 40)
+    )
+    found = {"forward": forward}
+    for name, text in sequences(stages).items():
         plan = compile_sequence(wrapped.chain, rotoff.Sequence.from_text(text))
         if name == "kept":  # as if each stage had to be hooked
             object.__setattr__(plan, "keeps_all", False)
         wrapped._latest.plan = plan
-        found[name] = least_step(wrapped, x, repeats)
+        found[name] = least_step(wrapped, x, repeats) - plain
     wrapped.close()
     return found
 
@@ -91,22 +109,34 @@ def main(show: Callable[[str], None] = print) -> None:
     parser.add_argument("--device", default="cpu", help="where the stages compute (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    few, many = (measure(count, options.repeats, options.device) for count in (1, 21))
+    cases = {
+        "few": (STAGES, 1, True),
+        "fewer": (FEW_STAGES, 1, True),
+        "saving": (STAGES, CALLS, True),
+        "calls": (STAGES, CALLS, False),
+        "call": (STAGES, 1, False),
+    }
+    found = {name: measure(*case, options.repeats, options.device) for name, case in cases.items()}
 
-    def per_tensor(name: str) -> float:
-        extra = [times[name] - times["plain"] for times in (few, many)]
-        return (extra[1] - extra[0]) / (20 * STAGES)
-
-    def base(name: str) -> float:
-        return few[name] - few["plain"] - STAGES * per_tensor(name)
+    def per(name: str) -> dict[str, float]:
+        """Of one sequence, in seconds."""
+        few, fewer, saving, calls, call = (found[case][name] for case in cases)
+        per_call = (calls - call) / (STAGES * (CALLS - 1))
+        per_tensor = (saving - few) / (STAGES * (CALLS - 1)) - per_call
+        per_stage = (few - fewer) / (STAGES - FEW_STAGES)
+        per_step = few - STAGES * per_stage
+        return {"call": per_call, "tensor": per_tensor, "stage": per_stage - per_call - per_tensor, "step": per_step}
 
     # A stage that is run twice pays its own forward again, which is no cost of the interpreter.
-    own = (many["forward"] - few["forward"]) / (20 * STAGES)
-    call = few["forward"] / STAGES - own
-    hooked = {"us_per_stage": 1e6 * base("kept") / STAGES, "us_per_tensor": 1e6 * per_tensor("kept")}
+    kept, twice = per("kept"), per("run twice")
+    own = (found["saving"]["forward"] - found["few"]["forward"]) / (STAGES * (CALLS - 1))
+    plainly = (found["calls"]["forward"] - found["call"]["forward"]) / (STAGES * (CALLS - 1))
+    module = found["few"]["forward"] / STAGES - own
+    hooked = {f"us_per_{name}": 1e6 * seconds for name, seconds in kept.items()}
     again = {
-        "us_per_replay": 1e6 * ((base("run twice") - base("kept")) / (STAGES - 1) - call),
-        "us_per_tensor": 1e6 * (per_tensor("run twice") - own),
+        "us_per_replay": 1e6 * ((twice["stage"] - kept["stage"]) * STAGES / (STAGES - 1) - module),
+        "us_per_call": 1e6 * (twice["call"] - plainly),
+        "us_per_tensor": 1e6 * (twice["tensor"] - (own - plainly)),
     }
     figures = {
         "machine": platform.machine(),

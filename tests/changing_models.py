@@ -801,6 +801,22 @@ def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor
 row("autocast around the model turned on", step=under_autocast, room=0.8)(Long)
 
 
+class PartlyLow(Block):
+    """Switches off what may be on around the model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(x.float() @ self.up.weight.T @ self.down.weight.T)
+
+
+class LongPartlyLow(Long):
+    made_of = PartlyLow
+
+
+row("autocast inside the forward turned off", step=under_autocast, room=0.8)(LongPartlyLow)
+
+
 class Switched(Trunk):
     on = True
 

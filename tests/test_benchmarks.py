@@ -52,8 +52,8 @@ def test_interpreter_cost(tmp_path: Path) -> None:
     out = tmp_path / "cost.json"
     found = figures("interpreter_cost.py", out, "--repeats", "3", "--json", str(out))
     assert found["torch"]
-    assert set(found["hooked"]) == {"us_per_stage", "us_per_tensor"}
-    assert set(found["run twice"]) == {"us_per_replay", "us_per_tensor"}
+    assert set(found["hooked"]) == {"us_per_call", "us_per_tensor", "us_per_stage", "us_per_step"}
+    assert set(found["run twice"]) == {"us_per_replay", "us_per_call", "us_per_tensor"}
 
 
 def test_no_plan_is_below_the_floor_of_all_forms(tmp_path: Path) -> None:

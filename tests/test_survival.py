@@ -139,8 +139,12 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return found
 
 
-SEEN = ((nn.Module, "__call__"), (torch.autograd.Function, "apply"), (torch.jit.ScriptFunction, "__call__"))
-UNPATCHED = [vars(owner)[name] for owner, name in SEEN]
+def watched_places() -> list[object]:
+    call = vars(nn.Module)["__call__"]
+    return [call, call.__code__, vars(torch.autograd.Function)["apply"], vars(torch.jit.ScriptFunction)["__call__"]]
+
+
+UNPATCHED = watched_places()
 
 
 def nothing_is_watched() -> bool:
@@ -149,7 +153,7 @@ def nothing_is_watched() -> bool:
         not torch.overrides._get_current_function_mode_stack()
         and not _get_current_dispatch_mode_stack()
         and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        and [vars(owner)[name] for owner, name in SEEN] == UNPATCHED
+        and watched_places() == UNPATCHED
     )
 
 

@@ -58,7 +58,7 @@ class Patches:
     def __enter__(self) -> None:
         with self._lock:
             if self._count == 0:
-                self._before = [vars(owner)[name] for owner, name, _ in self._places]
+                self._before = [vars(owner).get(name) or getattr(owner, name) for owner, name, _ in self._places]
                 for (owner, name, wrapped), old in zip(self._places, self._before, strict=True):
                     setattr(owner, name, wrapped(old))
             self._count += 1

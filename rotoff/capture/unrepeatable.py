@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -120,12 +121,13 @@ def refusing(stage: StageModule) -> AbstractContextManager[Any]:
 
 def compiled(module: nn.Module) -> bool:
     """Whether its code is not Python's to run: it is compiled, or scripted."""
+    return getattr(module, "_compiled_call_impl", None) is not None or _made_by_a_compiler(type(module))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def _made_by_a_compiler(kind: type) -> bool:
     dynamo = sys.modules.get("torch._dynamo")
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
-    )
+    return issubclass(kind, torch.jit.ScriptModule) or (dynamo is not None and issubclass(kind, dynamo.OptimizedModule))
 
 
 def _torchs_own(generator: torch.Generator) -> bool:

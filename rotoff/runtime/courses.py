@@ -323,10 +323,18 @@ def signature(value: Any, model: nn.Module) -> Any:
     shapes = tuple(map(_shape, tensors))
     types = {"cpu", *(t.device.type for t in tensors)}
     autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
-    parameters = tuple([(p.shape, p.dtype, p.requires_grad) for p in model.parameters()])
-    modes = tuple([module.training for module in model.modules()])
+    modules = {id(model): model}  # found by a loop of our own: ``model.modules()`` goes through a generator for each level
+    todo = [model]
+    for module in todo:
+        for child in module._modules.values():
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = child
+                todo.append(child)
+    found = [p for module in todo for p in module._parameters.values() if p is not None]
+    parameters = tuple([(p.shape, p.dtype, p.requires_grad) for p in found])
+    modes = tuple([module.training for module in todo])
     # the modules of an nn.Sequential are its stages, and run themselves
-    stages = tuple(map(id, model.modules())) if strategy.is_sequential(model) else ()
+    stages = tuple(modules) if strategy.is_sequential(model) else ()
     return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
 
 

@@ -21,18 +21,20 @@ from torch.autograd.variable import Variable
 
 from ..capture.course import OUTSIDE, Course
 from ..capture.dataclass_trees import look_into
+from ..capture.eager_mode import without
 from ..capture.stage import Behaviour, StageModule, flatten
 from ..errors import ExecutionError
 from ..sequence import FORWARDS, Op, OpKind, Value, a, abar
+from .call_interception import following
 from .check import Checker
 from .convolutions import StageAlgorithms
 from .link import Link
-from .live import LiveForward, autocast_now, following
+from .live import LiveForward
 from .plan import ExecutionPlan, describe
 from .replay import ReplayState, Surroundings
 from .selective import Recipe
 from .stage_run import StageRun
-from .stage_tape import StageTape, Var
+from .stage_tape import StageTape, Var, autocast_now
 from .step_times import StepTimes
 from .values import Held, HeldValues, Slot, compact
 
@@ -112,13 +114,14 @@ class Step:
             result = forward()
             self._refuse_given_up()
             live.inside = True
-            live.finish()
-            self.astray, self.unknown = live.astray, live.unknown
-            if live.astray is not None:
-                self._checker = None
-            look_into(result)
-            assert self._open is not None
-            self._outputs = live.results(result, self._open.stage)
+            with without(live):
+                live.finish()
+                self.astray, self.unknown = live.astray, live.unknown
+                if live.astray is not None:
+                    self._checker = None
+                look_into(result)
+                assert self._open is not None
+                self._outputs = live.results(result, self._open.stage)
             return result
 
         return self._through(self._live_forward(course, given), run)
@@ -156,14 +159,15 @@ class Step:
         self._refuse_given_up()
         before, live.inside = live.inside, True
         try:
-            arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
-            while self._open is None or self._open.stage < stage:  # stages that the forward leaves out are entered, too
-                if self._open is not None:
-                    self._outputs = self._outputs or arriving
-                    self._leave(None if self._open.stage == stage - 1 else live.made_by(self._open.stage))
-                while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
-                    self._execute(op)
-                self._enter(op, live)
+            with without(live):
+                arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
+                while self._open is None or self._open.stage < stage:  # stages that the forward leaves out are entered, too
+                    if self._open is not None:
+                        self._outputs = self._outputs or arriving
+                        self._leave(None if self._open.stage == stage - 1 else live.made_by(self._open.stage))
+                    while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
+                        self._execute(op)
+                    self._enter(op, live)
         except BaseException:  # the model may catch it, and go on without a stage
             for run in self._runs.values():
                 run.cease()
@@ -207,8 +211,8 @@ class Step:
         )
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
-        live.surrounding_autocast = autocast_now()
-        live.changing = {id(module._buffers[name]) for module, name in behaviour.changed_buffers}
+        live.autocast_before = autocast_now() if torch._C._is_any_autocast_enabled() else None
+        live.reads.changing = {id(module._buffers[name]) for module, name in behaviour.changed_buffers}
         live.begin_stage(i, tape, replay.mark)
         kept = self._behaviours[i - 2].kept if i > 1 else ()
         staying = [n for n, (_, at) in enumerate(crossing) if at in kept]

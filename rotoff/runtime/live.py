@@ -11,29 +11,24 @@ belongs to the stage that is open. A hollow tensor that is asked for after all i
 
 from __future__ import annotations
 
-import inspect
-import re
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, nn
 
 from ..capture.course import OUTSIDE, Course
 from ..capture.eager_mode import EagerFunctionMode, without
-from ..capture.outside import Patches, without_checkpoints
 from ..capture.places import Places, is_exact
-from ..capture.stage import copied
 from ..capture.tape import name_of
 from ..capture.unrepeatable import compiled
 from .convolutions import Algorithms, forward_by
+from .hollowing import GEOMETRY, empty, key_of, whole_base
+from .reads import Reads
 from .replay import Generators
-from .stage_tape import NESTED, TAG, Autocast, Call, Seeded, StageTape, Var, attention_flags, replaced, tensors_of
+from .stage_tape import NESTED, TAG, VALUES, Around, Autocast, Call, Seeded, StageTape, Var, replaced, tensors_of
+from .torch_calls import KNOWN, Known, find, same_call
 
 
 class Stages(Protocol):
@@ -64,18 +59,16 @@ class LiveForward(EagerFunctionMode):
         astray: tells the course that was taken in place of the expected one; None where it was that one.
         unknown: whether calls were made that the course does not have; else some of it were left out.
         inside: whether calls pass without being followed.
-        resident: storages that were there before the stages.
+        reads: what calls read and change of what was there before the stages.
     """
 
     def __init__(self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]) -> None:
         super().__init__()
         self.tape = StageTape("")
         self.outside = StageTape("masks and tables")
-        self.changing: set[int] = set()  # of the open stage: buffers that some call changes, by id
+        self.reads = Reads()
         self.entered: set[Var] = set()
-        self.resident: dict[int, Any] = {}  # to weak references, which keep an address from being given to another storage
-        self.places: dict[int, int] = {}  # of the open stage: storage -> number of the input that lies there
-        self.surrounding_autocast: Autocast = ()
+        self.autocast_before: Autocast | None = None  # when the stage began; None where it was off
         self.seen = self.dead = False
         self.saved: list[Any] = []
         self.saved_shapes: list[Any] = []
@@ -104,16 +97,10 @@ class LiveForward(EagerFunctionMode):
         self._vars: list[Var] = []
         self.inside = False
         self._within = int(course is NOTHING_EXPECTED)  # modules called as a whole around what runs
-        self._read: list[tuple[torch.Tensor, int]] = []  # by the call under way, of what was there before the stage
-        self._constants: dict[int, list[tuple[StageTape, torch.Tensor]]] = {}  # by storage, those that are no parameters
         self._aliases: dict[Var, torch.Tensor] = {}  # of the open stage: tensors that others made
         for tensor in given:
-            self._note_resident(tensor)
+            self.reads.note_resident(tensor)
             self._tag(tensor, OUTSIDE).stays = True
-
-    def _note_resident(self, tensor: torch.Tensor) -> None:
-        if (key := _key(tensor)) not in self.resident:
-            self.resident[key] = StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
     # -- stages
 
@@ -121,7 +108,7 @@ class LiveForward(EagerFunctionMode):
         """Open a stage; `begun` is the mark of the generators that it finds."""
         self._stage = stage
         self._drawn, self._begun = None, begun
-        self.tape = tape
+        self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases = {}
         self.as_measured = self._position == self._course.starts.get(stage, self._position)
@@ -163,16 +150,16 @@ class LiveForward(EagerFunctionMode):
         base = tensor._base
         if base is not None:  # what the graph of a view holds
             known = vars(base).get(TAG)
-            if (known is None or known.gone) and _key(base) not in self.resident:
-                _empty(base)
-        _empty(tensor)
+            if (known is None or known.gone) and key_of(base) not in self.reads.resident:
+                empty(base)
+        empty(tensor)
         var.hollow = var.gone = True
         self._hollowed.append(var)
 
     def fill(self, var: Var, content: torch.Tensor) -> None:
         """Give a tensor its bytes back, or put them elsewhere."""
         tensor = var.tensor()
-        if tensor is not None and (var.hollow or _key(tensor) != _key(content)):
+        if tensor is not None and (var.hollow or key_of(tensor) != key_of(content)):
             tensor.data = content
         var.hollow = False
 
@@ -184,7 +171,7 @@ class LiveForward(EagerFunctionMode):
         for var in self._vars:
             tensor = var.tensor()
             if tensor is not None and not var.gone and tensor._base is not None:  # its bytes are those of its base, too
-                _whole_base(tensor)
+                whole_base(tensor)
                 if (known := vars(tensor._base).get(TAG)) is not None:
                     known.hollow = False
         for var in self._hollowed:
@@ -200,13 +187,13 @@ class LiveForward(EagerFunctionMode):
     def forget(self) -> None:
         """Tensors that are left know nothing of this forward any more."""
         self.instead = {}
-        self._aliases, self._constants, self._read, self.resident = {}, {}, [], {}  # hooks in the graph hold this forward
+        self._aliases, self.reads = {}, Reads()  # hooks in the graph hold this forward
         self.tape = self.outside = StageTape("")
         for var in self._vars:
             if (tensor := var.tensor()) is not None:
-                _whole_base(tensor)
+                whole_base(tensor)
                 vars(tensor).pop(TAG, None)
-                vars(tensor).pop(_GEOMETRY, None)
+                vars(tensor).pop(GEOMETRY, None)
 
     def _refill(self, var: Var, tensor: torch.Tensor) -> None:
         self.on_course = self.as_measured = False
@@ -220,53 +207,45 @@ class LiveForward(EagerFunctionMode):
         """Run `function`, and put it on the tape where a replay must run it, too."""
         if self.inside:
             return function(*args, **kwargs)
+        known = KNOWN.get(function) or find(function)
+        if known.fact:
+            return function(*args, **kwargs)
         if function is torch.Tensor.__iter__:
             return iter(self.call(torch.unbind, args, {}))
-        kind = _KINDS.get(function)
-        if kind is None:
-            kind = _kind(function)
-        if kind is _FACT:
-            return function(*args, **kwargs)
         self.inside = True  # the mode sees what is done here where a wrapper has called
         try:
-            return self._followed(function, kind, args, kwargs)
+            return self._followed(function, known, args, kwargs)
         finally:
             self.inside = False
 
-    def _followed(self, function: Callable[..., Any], kind: Written, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        within, stage = self._within, self._stage
-        k = -1 if within else self._expected_at(function, args, kwargs)
+    def _followed(self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        course, stage = self._course, self._stage
+        k = -1 if self._within else self._expected_at(function, args, kwargs)
         expected = k >= 0
         if expected:
             if self._dying:
                 self._let_go()
-            stage = self._course.stages[k]
+            stage = course.stages[k]
             if stage != OUTSIDE and stage != self._stage:
                 self._stages.enter(stage)
         given: list[torch.Tensor] = []
-        self._read = []
-        named = tuple([a if type(a) in _VALUES else self._reference(given, stage, a) for a in args])
-        named_kwargs = {name: a if type(a) in _VALUES else self._reference(given, stage, a) for name, a in kwargs.items()}
+        if self.reads.pending:
+            self.reads.pending = []
+        reference = self._reference
+        named = [a if type(a) in VALUES else reference(given, stage, a) for a in args]
+        named_kwargs = kwargs and {n: a if type(a) in VALUES else reference(given, stage, a) for n, a in kwargs.items()}
         if self.instead:
             args, kwargs = self._with_aliases(args, kwargs)
-        written = kind(args, kwargs) if kind is not _PURE else ()
-        watched: list[torch.Tensor] = []
-        versions = [t._version for t in given] if kind is _out else []
-        if kind is _out and stage != OUTSIDE and (self.changing or _WRITERS):
-            if _called(function) in _WRITERS:
-                written = [*written, *(t for t in given if not isinstance(t, nn.Parameter))]
-            watched = [t for t in given if id(t) in self.changing]  # which the call may change, or only read
-        if (written or watched) and stage != OUTSIDE:
-            self._note_read()
-        for tensor in (*written, *watched) if function not in _NO_CONTENT else ():
-            _whole_base(tensor)
-            self._keep_before(tensor)
-        draws = stage != OUTSIDE and _draws(function)
+        versions = [t._version for t in given] if known.watched else ()
+        written: Sequence[Tensor] = ()
+        if known.writes or self.reads.changing or "out" in kwargs:
+            written = self.reads.before_writing(known, args, kwargs, given, stage)
+        draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set them
-            self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), True, None, None))
-        grad = torch.is_grad_enabled()
-        self.seen = stage != OUTSIDE
-        saved, self.dead = len(self.saved), expected and self._course.dead[k]
+            self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), None))
+        grad, dead = torch.is_grad_enabled(), expected and course.dead[k]
+        self.seen, self.dead = stage != OUTSIDE, dead
+        saved = len(self.saved)
         try:
             result = self._run(function, args, kwargs)
         except BaseException:
@@ -274,32 +253,31 @@ class LiveForward(EagerFunctionMode):
             raise
         finally:
             self.seen = self.dead = False
-        if changed := [t for t, version in zip(given, versions, strict=False) if t._version != version]:
-            self._note_changed(function, changed, written)
-            written = [*written, *changed]
-        outputs = tensors_of(result)
+        if versions and versions != [t._version for t in given]:
+            written = self.reads.note_changed(known, given, versions, written)
         if draws:
             self._drawn = self._mark()
-        if not written and all(any(t is one for one in given) for t in outputs):
+        made, new = self._made(tensors_of(result), given, stage)
+        if not written and not new:
             return result  # a question, or nothing to do: x.to(x.dtype)
-        if expected and len(outputs) == len(self._course.outputs[k]):
-            made = self._noted(outputs, stage, given, self._course.outputs[k])
-            self._position, self._dying = k + 1, self._course.last_uses[k]
-        else:
-            if not within:
-                self._leave_course(function)
-            made = self._noted(outputs, stage, given, ())
-        if self._read and not written:
-            self._note_read()
-        attention = attention_flags() if function in _ATTENTION else None
-        dead = expected and self._course.dead[k]
-        for var in made if dead else ():
-            if var is not None:
-                var.dead = True
-        if not within:
+        if expected and len(made) == len(numbers := course.outputs[k]):
+            self._number(numbers, made)
+            self._position, self._dying = k + 1, course.last_uses[k]
+        elif not self._within:
+            self._leave_course(function)
+        if not self._within:
             self._places.note(function)
+        if self.reads.pending and not written:
+            self.reads.note()
+        if dead:
+            for var in made:
+                if var is not None:
+                    var.dead = True
+        around = None
+        if not grad or known.attention or self.autocast_before or torch._C._is_any_autocast_enabled():
+            around = Around.of(grad, self.autocast_before, known.attention)
         tape = self.outside if stage == OUTSIDE else self.tape
-        tape.calls.append(Call(function, named, named_kwargs, made, grad, self._autocast(), attention, dead))
+        tape.calls.append(Call(function, named, named_kwargs, made, around, dead))
         return result
 
     def _mark(self) -> tuple[object, ...]:
@@ -318,8 +296,8 @@ class LiveForward(EagerFunctionMode):
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """In place of ``nn.Module.__call__``."""
-        if self.inside or self._within or module not in self._course.modules:
-            return original(module, *args, **kwargs) if self.inside else self._enter(original, module, args, kwargs)
+        if self._within or module not in self._course.modules:
+            return self._enter(original, module, args, kwargs)
         entry = self._places.enter(module)
         try:
             k = self._course.entries.get(entry, -1)
@@ -334,7 +312,7 @@ class LiveForward(EagerFunctionMode):
             return original(module, *args, **kwargs)
         if module in self._course.opaque or compiled(module):
             for tensor in (*module.parameters(), *module.buffers()):
-                self._note_resident(tensor)
+                self.reads.note_resident(tensor)
             return self.call(module, args, kwargs)
         k = self._position
         expected = self.on_course and not self._within and k < self._count and self._course.functions[k] is module
@@ -354,7 +332,8 @@ class LiveForward(EagerFunctionMode):
         if expected:
             outputs = tensors_of(result)
             if len(outputs) == len(self._course.outputs[k]):
-                self._noted(outputs, self._stage, (), self._course.outputs[k])
+                made, _ = self._made(outputs, (), self._stage)
+                self._number(self._course.outputs[k], made)
                 self._position, self._dying = k + 1, self._course.last_uses[k]
             else:
                 self._leave_course(module)
@@ -365,11 +344,11 @@ class LiveForward(EagerFunctionMode):
     def _expected_at(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The place in the course of the next call, which is of `function`; -1 where the course does not have it."""
         k, course = self._position, self._course
-        if self.on_course and k < self._count and (course.functions[k] is function or _same(course.functions[k], function)):
+        if self.on_course and k < self._count and (course.functions[k] is function or same_call(course.functions[k], function)):
             return k
         for key in self._places.keys(function):
             at = course.places.get(key, -1)
-            if at < k or not _same(course.functions[at], function):
+            if at < k or not same_call(course.functions[at], function):
                 continue
             if is_exact(key) or self._reads_the_same(course.reads[at], args, kwargs):
                 self._skip_to(at)
@@ -414,81 +393,54 @@ class LiveForward(EagerFunctionMode):
 
     def _reference(self, given: list[torch.Tensor], stage: int, leaf: Any) -> Any:
         """What stands on the tape for one leaf of the arguments."""
-        if not isinstance(leaf, torch.Tensor):
-            if type(leaf) in NESTED or isinstance(leaf, (tuple, dict)):
+        if not isinstance(leaf, Tensor):
+            kind = type(leaf)
+            if kind is tuple and VALUES.issuperset(map(type, leaf)):
+                return leaf
+            if kind in NESTED or isinstance(leaf, (tuple, dict)):
                 return replaced(leaf, partial(self._reference, given, stage))
-            if type(leaf) is torch.Generator and leaf.device.type == "cpu" and leaf is not torch.default_generator:
+            if kind is torch.Generator and leaf.device.type == "cpu" and leaf is not torch.default_generator:
                 return Seeded(leaf)
             return leaf
         given.append(leaf)
-        var: Var | None = vars(leaf).get(TAG)
+        var: Var | None = leaf.__dict__.get(TAG)
         if var is None or var.step is not self._token:
-            return self._constant(leaf) if stage != OUTSIDE else leaf
+            return self.reads.constant(leaf) if stage != OUTSIDE else leaf
         if var.hollow:
             self._refill(var, leaf)
         if stage == OUTSIDE:
             return leaf if var.stays else var
         if var.stage == stage or var in self.entered:
-            self.tape.needs_dead |= var.dead
+            if var.dead:
+                self.tape.needs_dead = True
             return var
         if (alias := self._aliases.get(var)) is None:
             # made by an earlier stage, and not expected here: the tape itself keeps it
             alias = leaf.detach().requires_grad_(leaf.requires_grad)
-            self._aliases[var] = self._constant(alias)
+            self._aliases[var] = self.reads.constant(alias)
         return alias
 
-    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that was there before the stage."""
-        if tensor.grad_fn is not None:  # of a graph that the replay must not reach
-            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
-        if id(tensor) not in self.tape.constants:
-            self._read.append((tensor, tensor._version))
-            self._note_resident(tensor)
-        return tensor
-
-    def _note_read(self) -> None:
-        """What the call read that was there before the stage, its replay reads, too."""
-        for tensor, version in self._read:
-            self.tape.constants.setdefault(id(tensor), (tensor, version))
-            if isinstance(tensor, nn.Parameter):
-                self.tape.modes.setdefault(id(tensor), (tensor, tensor.requires_grad))
-            self._constants.setdefault(_key(tensor), []).append((self.tape, tensor))
-
-    def _keep_before(self, tensor: torch.Tensor) -> None:
-        """A call is about to change `tensor`: replays of all who read what lies there need it as it is."""
-        key = _key(tensor)
-        content = None
-        for tape, constant in self._constants.get(key, ()):
-            if id(constant) not in tape.before:
-                content = copied(constant) if content is None or content.shape != constant.shape else content
-                tape.before[id(constant)] = constant, content.requires_grad_(constant.requires_grad)
-        if key in self.places:
-            del self.places[key]
-            for var in self.tape.inputs:
-                one = var.tensor()
-                if one is not None and _key(one) == key and var not in self.tape.before:
-                    self.tape.before[var] = var, copied(one).requires_grad_(one.requires_grad)
-
-    def _note_changed(self, function: Callable[..., Any], changed: list[torch.Tensor], known: Any) -> None:
-        """`function` has changed tensors; of those that nobody knew it would, replays may miss what was in them."""
-        if all(any(t is one for one in known) for t in changed):
-            return
-        writes_to_arguments(function)
-        for key in {_key(t) for t in changed if not any(t is one for one in known)}:
-            for tape in (self.tape, *(tape for tape, _ in self._constants.get(key, ()))):
-                if tape is not self.tape or key in self.places or any(_key(t) == key for t, _ in self._read):
-                    tape.lost = getattr(_called(function), "__name__", type(function).__name__)
-
-    def _noted(self, outputs: Any, stage: int, given: Any, numbers: tuple[int | None, ...]) -> tuple[Var | None, ...]:
+    def _made(self, outputs: Sequence[Tensor], given: Sequence[Tensor], stage: int) -> tuple[list[Var | None], bool]:
+        """What stands on the tape for what a call returned, and whether there is any that it was not given."""
         found: list[Var | None] = []
-        for n, tensor in enumerate(outputs):
-            var = vars(tensor).get(TAG)
-            if var is None or var.step is not self._token:
-                var = None if any(tensor is one for one in given) else self._tag(tensor, stage)
-            if numbers and (number := numbers[n]) is not None and var is not None:
-                self._numbered[number] = var
+        new = False
+        for tensor in outputs:
+            var = tensor.__dict__.get(TAG)
+            if var is not None and var.step is not self._token:
+                var = None
+            for one in given:
+                if one is tensor:
+                    break
+            else:
+                new = True
+                var = var or self._tag(tensor, stage)
             found.append(var)
-        return tuple(found)
+        return found, new
+
+    def _number(self, numbers: tuple[int | None, ...], made: list[Var | None]) -> None:
+        for number, var in zip(numbers, made, strict=True):
+            if number is not None and var is not None:
+                self._numbered[number] = var
 
     def _tag(self, tensor: torch.Tensor, stage: int) -> Var:
         var = Var(self._token, stage, tensor)
@@ -502,16 +454,10 @@ class LiveForward(EagerFunctionMode):
 
     def _hollow_all(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            if (var := self._numbered.pop(number, None)) is not None:
+            if (var := self._numbered.pop(number, None)) is not None and var.tensor() is not None:
                 if self.astray is not None and var in self._numbered.values():
                     continue  # it stands for another, too
                 self.hollow(var)
-
-    def _autocast(self) -> Autocast | None:
-        if not torch._C._is_any_autocast_enabled() and not self.surrounding_autocast:
-            return None
-        now = autocast_now()
-        return None if now == self.surrounding_autocast else now
 
     def _with_aliases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def alias(leaf: Any) -> Any:
@@ -529,298 +475,3 @@ def _of_size(every: list[Var], nbytes: int) -> Var | None:
 def put(generators: Generators, copies: list[torch.Generator]) -> None:
     """Of a tape: what the model's own code did to the generators."""
     generators.put_copies(copies)
-
-
-def autocast_now() -> Autocast:
-    """For each type of device, whether autocast is on and what it casts to; empty where it is off for all."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def _same(one: Any, function: Any) -> bool:
-    if type(one) is partial and type(function) is partial:  # of a scripted function
-        return one.func is function.func and one.args == function.args
-    return bool(one == function)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
-
-
-_GEOMETRY = "_rotoff_geometry"  # the attribute of a hollow tensor that holds how it lay
-
-
-def _empty(tensor: torch.Tensor) -> None:
-    if _GEOMETRY not in vars(tensor):
-        setattr(tensor, _GEOMETRY, (tensor.storage_offset(), tensor.shape, tensor.stride()))
-    tensor.data = _stub(tensor.dtype, tensor.device).expand(tensor.shape)
-
-
-def _whole_base(tensor: torch.Tensor) -> None:
-    """A change in place of a view asks how its base lies, and so has to find it in the storage of the view."""
-    base = tensor._base
-    if base is not None and (geometry := vars(base).pop(_GEOMETRY, None)) is not None:
-        with torch.no_grad():
-            base.data = torch.empty(0, dtype=base.dtype, device=base.device).set_(tensor.untyped_storage(), *geometry)
-
-
-_STUBS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
-def _stub(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One number to stand for all of a tensor's: not a number, so that whoever reads it unseen shows."""
-    found = _STUBS.get((dtype, device))
-    if found is None:
-        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        found = _STUBS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
-    return found
-
-
-# -- what is known of functions: whether they answer without a tensor's bytes, and which of their arguments they change
-
-
-Written = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _FACT(args: Any, kwargs: Any) -> Any:
-    """Answers about a tensor that do not depend on its bytes."""
-    return ()
-
-
-def _PURE(args: Any, kwargs: Any) -> Any:
-    return ()
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    first = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    return [t for t in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(t, torch.Tensor)]
-
-
-def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of an attribute that is set: nothing where a tensor becomes what it is, as ``nn.Module.to`` does."""
-    return [] if args[0] is args[-1] else _first(args, kwargs)
-
-
-def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = kwargs.get("out")
-    return [t for t in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(t, torch.Tensor)]
-
-
-def _flagged(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of a function that takes ``inplace``, as argument `place`."""
-    return _first(args, kwargs) if (args[place] if len(args) > place else kwargs.get("inplace")) else []
-
-
-def _statistics(
-    first: int, training: int, name: str, default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Of batch norm and instance norm: the running statistics, which are arguments `first` and the next."""
-    if not (args[training] if len(args) > training else kwargs.get(name, default)):
-        return []
-    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [t for t in found if isinstance(t, torch.Tensor)]
-
-
-def _by_schema(names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = [args[n] if n < len(args) else kwargs.get(name) for n, name in names]
-    flat = [t for one in found for t in (one if isinstance(one, (list, tuple)) else (one,))]
-    return [t for t in flat if isinstance(t, torch.Tensor)]
-
-
-_FACTS = frozenset(
-    [
-        "dim",
-        "size",
-        "numel",
-        "nelement",
-        "__len__",
-        "ndimension",
-        "element_size",
-        "get_device",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "__hash__",
-        "is_inference",
-        "is_same_size",
-    ]
-)
-_FACT_ATTRIBUTES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_nested",
-        "is_quantized",
-        "itemsize",
-        "nbytes",
-        "names",
-        "output_nr",
-        "retains_grad",
-        "is_mps",
-        "is_xpu",
-        "is_mkldnn",
-        "is_sparse_csr",
-        "is_xla",
-        "is_ipu",
-        "is_maia",
-        "is_vulkan",
-        "is_mtia",
-        "_backward_hooks",
-        "_version",
-        "name",
-        "_post_accumulate_grad_hooks",
-        "grad",
-    ]
-)
-_KINDS: dict[Any, Written] = {
-    torch.nn.functional.batch_norm: partial(_statistics, 1, 5, "training", False),
-    torch.nn.functional.instance_norm: partial(_statistics, 1, 5, "use_input_stats", True),
-    torch.batch_norm: partial(_statistics, 3, 5, "training", False),
-    torch.instance_norm: partial(_statistics, 3, 5, "use_input_stats", True),
-}
-_NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])  # change no numbers
-_VALUES = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis)})
-_ATTENTION = frozenset([torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward])
-
-
-_DRAWING = re.compile(
-    "drop|rand|bernoulli|normal|uniform|multinomial|poisson|exponential|geometric|cauchy|rrelu|gumbel|attention|fractional|lstm|gru|rnn|apply"
-)
-_DRAWS: dict[str, bool] = {}
-
-
-def _draws(function: Any) -> bool:
-    """Whether a call may draw random numbers."""
-    name = getattr(function, "__name__", "")
-    found = _DRAWS.get(name)
-    if found is None:
-        found = _DRAWS[name] = not name or _DRAWING.search(name) is not None
-    return found
-
-
-def _kind(function: Any) -> Written:
-    if isinstance(function, nn.Module) or _called(function) is not function:
-        return _out  # and nothing is kept that belongs to a model
-    kind = _find_kind(function)
-    with suppress(TypeError):  # not hashable
-        _KINDS[function] = kind
-    return kind
-
-
-_WRITERS: weakref.WeakSet[Any] = weakref.WeakSet()  # custom Functions and their like that were seen to change an argument
-
-
-def writes_to_arguments(function: Callable[..., Any]) -> None:
-    """From now on a call of `function` counts as one that changes what it is given."""
-    if (called := _called(function)) is not function:
-        _WRITERS.add(called)
-
-
-def _called(function: Any) -> Any:
-    """Whom a call that the mode does not see is of; `function` itself where it is one of torch's."""
-    if type(function) is partial:  # a scripted function
-        return function.args[0]
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return owner
-    return function
-
-
-def _find_kind(function: Any) -> Written:
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        return _FACT if getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES else _PURE
-    if name in _FACTS:
-        return _FACT
-    if name == "__set__":
-        return _set
-    if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
-        return _first
-    if name.startswith("__i") and name[3:-2] in _IN_PLACE:
-        return _first
-    schemas = [function._schema] if isinstance(function, torch._ops.OpOverload) else []
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        schemas = [getattr(function, one)._schema for one in function.overloads()]
-    written = {
-        (n, arg.name)
-        for schema in schemas
-        for n, arg in enumerate(schema.arguments)
-        if arg.alias_info is not None and arg.alias_info.is_write
-    }
-    if written:
-        return partial(_by_schema, tuple(sorted(written)))
-    if str(getattr(function, "__module__", "")).startswith("torch.nn.functional"):
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):
-            return _out
-        if "inplace" in signature.parameters:
-            return partial(_flagged, list(signature.parameters).index("inplace"))
-    return _out
-
-
-_IN_PLACE = frozenset(
-    ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
-)
-
-
-# -- calls that a ``TorchFunctionMode`` does not see
-
-_FOLLOWED = threading.local()
-
-
-@contextmanager
-def following(live: LiveForward) -> Iterator[None]:
-    """Within, in this thread, `live` sees all calls."""
-    before = getattr(_FOLLOWED, "live", None)
-    _FOLLOWED.live = live
-    try:
-        with _SEEN, without_checkpoints(), live:
-            yield
-    finally:
-        _FOLLOWED.live = before
-
-
-def _call(call: Any) -> Any:
-    def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        live = getattr(_FOLLOWED, "live", None)
-        return call(module, *args, **kwargs) if live is None else live.called(call, module, *args, **kwargs)
-
-    return wrapped
-
-
-def _apply(apply: Any) -> Any:
-    def wrapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        live, bound = getattr(_FOLLOWED, "live", None), apply.__get__(None, cls)
-        return bound(*args, **kwargs) if live is None else live.applied(bound, *args, **kwargs)
-
-    return classmethod(wrapped)
-
-
-def _script(call: Any) -> Any:
-    def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
-        live = getattr(_FOLLOWED, "live", None)
-        return call(function, *args, **kwargs) if live is None else live.applied(partial(call, function), *args, **kwargs)
-
-    return wrapped
-
-
-_SEEN = Patches(
-    (nn.Module, "__call__", _call),
-    (torch.autograd.Function, "apply", _apply),
-    (torch.jit.ScriptFunction, "__call__", _script),
-)

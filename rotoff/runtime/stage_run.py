@@ -131,9 +131,9 @@ class StageRun:
     ) -> None:
         """What autograd saves from now on, in the model's own code, is the stage's; `given` are its input's tensors."""
         self.recipe = recipe
-        live.places = places = {storage_key(t): n for n, t in enumerate(given) if n not in staying}
+        live.reads.places = places = {storage_key(t): n for n, t in enumerate(given) if n not in staying}
         kept_keys = {storage_key(given[n]) for n in staying}
-        slots, shapes, resident = self._slots, self._shapes, live.resident
+        slots, shapes, resident = self._slots, self._shapes, live.reads.resident
         live.saved, live.saved_shapes = slots, shapes
         whole = [View.of(t) for t in given]
         kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None

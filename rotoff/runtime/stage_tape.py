@@ -7,9 +7,10 @@ functions) stands as it was. So whatever Python decided, drew or looked up on th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -51,30 +52,46 @@ class Seeded:
         self.generator = generator.clone_state()
 
 
-class Call:
-    """One call. outputs: what each tensor that it returns is, in order. dead: whether nobody is expected to need them. grad, autocast, attention: what was set around it, None where that
-    is as when the stage began."""
+class Around(NamedTuple):
+    """What was set around a call, in so far as it is not as when the stage began: autocast, attention: None where they are."""
 
-    __slots__ = ("args", "attention", "autocast", "dead", "function", "grad", "kwargs", "outputs")
+    grad: bool
+    autocast: Autocast | None
+    attention: tuple[bool, ...] | None
+
+    @classmethod
+    def of(cls, grad: bool, autocast_before: Autocast | None, attends: bool) -> Around | None:
+        """What is set now otherwise than when the stage began; attends: whether the kernels allowed for attention count."""
+        autocast = autocast_now() if autocast_before is not None or torch._C._is_any_autocast_enabled() else None
+        if autocast == autocast_before:
+            autocast = None
+        attention = attention_flags() if attends else None
+        return None if grad and autocast is None and attention is None else cls(grad, autocast, attention)
+
+
+class Call:
+    """One call.
+
+    outputs: what each tensor that it returns is, in order. around: what was set around it, None where that is as when the stage
+    began. dead: whether nobody is expected to need what it makes.
+    """
+
+    __slots__ = ("args", "around", "dead", "function", "kwargs", "outputs")
 
     def __init__(
         self,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         kwargs: dict[str, Any],
-        outputs: tuple[Var | None, ...],
-        grad: bool,
-        autocast: Autocast | None,
-        attention: tuple[bool, ...] | None,
+        outputs: Sequence[Var | None],
+        around: Around | None,
         dead: bool = False,
     ) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.outputs = outputs
-        self.grad = grad
-        self.autocast = autocast
-        self.attention = attention
+        self.around = around
         self.dead = dead
 
 
@@ -82,18 +99,17 @@ class StageTape:
     """What one stage did, in order.
 
     name: of the stage. running_dead: whether a run is in a call that is made for nothing; needs_dead: whether
-    others have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants: by id, tensors that were there before the stage, with
-    the version that it read. before: what was in those that it changes, by id, or by `Var`. modes: of parameters, whether they needed a
-    gradient.
+        others have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants: by id, tensors
+    that were there before the stage, with the version that it read and, of parameters, whether they needed a gradient. before: what
+    was in those that it changes, by id, or by `Var`.
     """
 
     def __init__(self, name: str) -> None:
         self.calls: list[Call] = []
         self.inputs: list[Var] = []
         self.outputs: list[Var] = []
-        self.constants: dict[int, tuple[torch.Tensor, int]] = {}
+        self.constants: dict[int, tuple[torch.Tensor, int, bool | None]] = {}
         self.before: dict[int | Var, tuple[Any, torch.Tensor]] = {}
-        self.modes: dict[int, tuple[torch.Tensor, bool]] = {}
         self.name = name
         self.running_dead = self.needs_dead = False
         self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
@@ -108,7 +124,7 @@ class StageTape:
         Raises:
             ExecutionError: where a tensor that a call reads was changed since.
         """
-        self._refuse_changed()
+        switched = self._switched()
         returned = self.outputs if wanted is None else wanted
         values: dict[Var, torch.Tensor] = dict(zip(self.inputs, given, strict=True))
         changed: dict[int, torch.Tensor] = {}
@@ -119,16 +135,16 @@ class StageTape:
                 values[what] = clone
             else:
                 changed[key] = clone  # type: ignore[index]
-        switched = [(tensor, needs) for tensor, needs in self.modes.values() if tensor.requires_grad is not needs]
         for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
             tensor.requires_grad_(needs)
         try:
             for call, dying in self._to_make(returned, everything or wanted is not None):
                 self.running_dead = call.dead
                 result = _made(call, values, changed)
-                values.update(zip(call.outputs, tensors_of(result), strict=False))  # type: ignore[arg-type]
-                values.pop(None, None)  # type: ignore[call-overload]
-                del result  # which, as a loop's variable would be, is in the way of what it made
+                for var, tensor in zip(call.outputs, tensors_of(result), strict=False):
+                    if var is not None:
+                        values[var] = tensor
+                result = tensor = None  # type: ignore[assignment]  # which are in the way of what they made
                 for var in dying:
                     values.pop(var, None)
         finally:
@@ -136,19 +152,24 @@ class StageTape:
                 tensor.requires_grad_(not needs)
         return [values[var] for var in returned]
 
-    def _refuse_changed(self) -> None:
+    def _switched(self) -> list[tuple[torch.Tensor, bool]]:
+        """The parameters that now are otherwise than then, and whether they needed a gradient; raises where a constant was changed."""
         if self.lost:
             raise ExecutionError(
                 f"{self.lost} changed in place a tensor that stage {self.name!r} recomputes from, which it did not when the model was"
                 " measured; run the forward again, now that this is known"
             )
-        for tensor, version in self.constants.values():
+        switched = []
+        for tensor, version, needs in self.constants.values():
+            if needs is not None and tensor.requires_grad is not needs:
+                switched.append((tensor, needs))
             if tensor._version != version and id(tensor) not in self.before:
                 what = f"{type(tensor).__name__.lower()} of shape {tuple(tensor.shape)}"
                 raise ExecutionError(
                     f"a {what} was changed in place between the forward and the backward, and stage {self.name!r} recomputes from it;"
                     " change it after the backward, or plan with mode='offload', which recomputes nothing"
                 )
+        return switched
 
     def _to_make(self, returned: Sequence[Var], everything: bool) -> list[tuple[Call, list[Var]]]:
         """The calls, those for nothing among them where `everything` or some other call needs that, and what no later one needs."""
@@ -160,8 +181,8 @@ class StageTape:
             if call.dead and not everything and not self.needs_dead:
                 continue
             dying = []
-            for var in (*vars_in(call.args), *vars_in(call.kwargs), *(v for v in call.outputs if v is not None)):
-                if var not in kept:
+            for var in (*vars_in(call.args), *vars_in(call.kwargs), *call.outputs):
+                if var not in kept and var is not None:
                     kept.add(var)
                     dying.append(var)
             found.append((call, dying))
@@ -172,29 +193,37 @@ class StageTape:
 
 
 def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]) -> Any:
-    def value_of(leaf: Any) -> Any:
-        kind = type(leaf)
-        if kind is Var:
-            return values[leaf]
-        if kind is Seeded:
-            return leaf.generator.clone_state()
-        return changed.get(id(leaf), leaf) if changed else leaf
-
-    args = [value_of(a) if type(a) not in NESTED else replaced(a, value_of) for a in call.args]
-    kwargs = {k: value_of(a) if type(a) not in NESTED else replaced(a, value_of) for k, a in call.kwargs.items()}
-    if call.grad and call.autocast is None and call.attention is None:
+    args = [values[a] if type(a) is Var else a if type(a) in VALUES else _argument(values, changed, a) for a in call.args]
+    kwargs = (
+        {k: a if type(a) in VALUES else _argument(values, changed, a) for k, a in call.kwargs.items()} if call.kwargs else {}
+    )
+    if call.around is None:
         return call.function(*args, **kwargs)
+    grad, autocast, attention = call.around
     with ExitStack() as stack:
-        if not call.grad:
+        if not grad:
             stack.enter_context(torch.no_grad())
-        if call.attention is not None:
-            stack.enter_context(attention_by(call.attention))
-        for kind, enabled, dtype in call.autocast or ():
+        if attention is not None and attention != attention_flags():
+            stack.enter_context(attention_by(attention))
+        for kind, enabled, dtype in autocast or ():
             stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
         return call.function(*args, **kwargs)
 
 
+def _argument(values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor], leaf: Any) -> Any:
+    kind = type(leaf)
+    if kind is Var:
+        return values[leaf]
+    if kind in NESTED or isinstance(leaf, (tuple, dict)):
+        # by no closure, which would refer to itself and keep the values until the collector runs
+        return replaced(leaf, partial(_argument, values, changed))
+    if kind is Seeded:
+        return leaf.generator.clone_state()
+    return changed.get(id(leaf), leaf) if changed else leaf
+
+
 NESTED = frozenset({tuple, list, dict, slice})
+VALUES = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis)})
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -213,35 +242,41 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def vars_in(value: Any) -> Iterator[Var]:
+def vars_in(value: Any) -> list[Var]:
     """The `Var`s in the arguments of a call."""
     kind = type(value)
     if kind is Var:
-        yield value
-    elif kind is tuple or kind is list:
-        for v in value:
-            if type(v) is Var:
-                yield v
-            elif type(v) in NESTED or isinstance(v, (tuple, list, dict)):
-                yield from vars_in(v)
-    elif kind is dict:
-        for v in value.values():
-            yield from vars_in(v)
+        return [value]
+    if kind is dict:
+        value = value.values()
     elif kind is slice:
-        yield from vars_in((value.start, value.stop, value.step))
-    elif isinstance(value, (tuple, dict)) or kind in pytree.SUPPORTED_NODES:
-        yield from (leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Var)
+        value = value.start, value.stop, value.step
+    elif kind is not tuple and kind is not list:
+        nested = isinstance(value, (tuple, dict)) or kind in pytree.SUPPORTED_NODES
+        return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Var] if nested else []
+    found: list[Var] = []
+    for leaf in value:
+        if type(leaf) is Var:
+            found.append(leaf)
+        elif type(leaf) not in VALUES:
+            found += vars_in(leaf)
+    return found
 
 
 def tensors_of(result: Any) -> Sequence[torch.Tensor]:
     """The tensors in what a call returned, in order."""
     if isinstance(result, torch.Tensor):
         return (result,)
-    if result is None or type(result) in (bool, int, float, torch.Size, torch.dtype, torch.device):
+    if type(result) in VALUES:
         return ()
     if type(result) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in result):
         return result
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def autocast_now() -> Autocast:
+    """For each type of device, whether autocast is on and what it casts to."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 _SDP = torch._C

@@ -1,0 +1,78 @@
+"""Calls that a ``TorchFunctionMode`` does not see: those of modules, custom Functions and scripted functions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..capture.outside import Patches, without_checkpoints
+
+if TYPE_CHECKING:
+    from .live import LiveForward
+
+
+class _Followed(threading.local):
+    live: LiveForward | None = None
+
+
+_FOLLOWED = _Followed()
+
+
+@contextmanager
+def following(live: LiveForward) -> Iterator[None]:
+    """Within, in this thread, `live` sees all calls."""
+    before = _FOLLOWED.live
+    _FOLLOWED.live = live
+    try:
+        with _SEEN, without_checkpoints(), live:
+            yield
+    finally:
+        _FOLLOWED.live = before
+
+
+def _rotoff_called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    live = _FOLLOWED.live
+    if live is None or live.inside:
+        return _own_call(module, *args, **kwargs)
+    return live.called(_own_call, module, *args, **kwargs)
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _rotoff_called(self, args, kwargs)
+
+
+# The code of ``nn.Module.__call__`` is exchanged, and not the attribute: Python goes through all subclasses when that is set, which takes
+# a millisecond, forgets what it had cached of them, and from 3.13 on caches nothing more after a thousand times.
+_CALL: Any = vars(nn.Module)["_wrapped_call_impl"]
+_own_call = FunctionType(_CALL.__code__, _CALL.__globals__)
+_CALL.__globals__[_rotoff_called.__name__] = _rotoff_called
+
+
+def _apply(apply: Any) -> Any:
+    def wrapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        live, bound = _FOLLOWED.live, apply.__get__(None, cls)
+        return bound(*args, **kwargs) if live is None else live.applied(bound, *args, **kwargs)
+
+    return classmethod(wrapped)
+
+
+def _script(call: Any) -> Any:
+    def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
+        live = _FOLLOWED.live
+        return call(function, *args, **kwargs) if live is None else live.applied(partial(call, function), *args, **kwargs)
+
+    return wrapped
+
+
+_SEEN = Patches(
+    (_CALL, "__code__", lambda _: _call.__code__),
+    (torch.autograd.Function, "apply", _apply),
+    (torch.jit.ScriptFunction, "__call__", _script),
+)

@@ -1,0 +1,234 @@
+"""What is known of functions of torch: whether they answer without a tensor's bytes, which of their arguments they change, and whether
+they draw random numbers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
+
+
+class Known:
+    """What is known of a function.
+
+    fact: whether it answers about a tensor without its bytes. written: the arguments that it changes, as far as its name tells; None:
+    none. writes: whether it changes any without being told by ``out``, or may. watched: whether the versions of its arguments tell what it has changed. content: whether numbers change where it changes
+    an argument. draws: whether a call may draw random numbers; None: never. attention: whether it depends on the kernels allowed
+    for attention. owner: whom a call is of that the mode does not see; None for torch's own functions. name: for messages.
+    """
+
+    __slots__ = ("attention", "content", "draws", "fact", "name", "owner", "watched", "writes", "written")
+
+    def __init__(self, function: Any, written: Written | None, fact: bool = False, owner: Any = None) -> None:
+        self.fact = fact
+        self.written = written
+        self.watched = written is _out
+        self.writes = (written is not None and not self.watched) or owner is not None
+        self.content = function not in _NO_CONTENT
+        self.draws = _chance(function)
+        self.attention = function in _ATTENTION
+        self.owner = owner
+        self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    first = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    return [t for t in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(t, torch.Tensor)]
+
+
+def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Of an attribute that is set: nothing where a tensor becomes what it is, as ``nn.Module.to`` does."""
+    return [] if args[0] is args[-1] else _first(args, kwargs)
+
+
+def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found = kwargs.get("out")
+    return [t for t in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(t, torch.Tensor)]
+
+
+def _flagged(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Of a function that takes ``inplace``, as argument `place`."""
+    return _first(args, kwargs) if (args[place] if len(args) > place else kwargs.get("inplace")) else []
+
+
+def _statistics(
+    first: int, training: int, name: str, default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Of batch norm and instance norm: the running statistics, which are arguments `first` and the next."""
+    if not (args[training] if len(args) > training else kwargs.get(name, default)):
+        return []
+    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def _by_schema(names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found = [args[n] if n < len(args) else kwargs.get(name) for n, name in names]
+    flat = [t for one in found for t in (one if isinstance(one, (list, tuple)) else (one,))]
+    return [t for t in flat if isinstance(t, torch.Tensor)]
+
+
+_FACTS = frozenset(
+    [
+        "dim",
+        "size",
+        "numel",
+        "nelement",
+        "__len__",
+        "ndimension",
+        "element_size",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "__hash__",
+        "is_inference",
+        "is_same_size",
+    ]
+)
+_FACT_ATTRIBUTES = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_nested",
+        "is_quantized",
+        "itemsize",
+        "nbytes",
+        "names",
+        "output_nr",
+        "retains_grad",
+        "is_mps",
+        "is_xpu",
+        "is_mkldnn",
+        "is_sparse_csr",
+        "is_xla",
+        "is_ipu",
+        "is_maia",
+        "is_vulkan",
+        "is_mtia",
+        "_backward_hooks",
+        "_version",
+        "name",
+        "_post_accumulate_grad_hooks",
+        "grad",
+    ]
+)
+_IN_PLACE = frozenset(
+    ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
+)
+_NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])  # change no numbers
+_ATTENTION = frozenset([torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward])
+
+
+_DRAWING = re.compile(
+    "drop|rand|bernoulli|normal|uniform|multinomial|poisson|exponential|geometric|cauchy|rrelu|gumbel|attention|fractional|lstm|gru|rnn|apply"
+)
+
+
+def _chance(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] | None:
+    name = getattr(function, "__name__", "")
+    if name and _DRAWING.search(name) is None:
+        return None
+    if function in (torch.nn.functional.dropout, torch.dropout):
+        return partial(_likely, 1, "p")
+    if function is torch.nn.functional.scaled_dot_product_attention:
+        return partial(_likely, 4, "dropout_p")
+    return lambda args, kwargs: True
+
+
+def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of a function that draws where the probability that is argument `place` is not zero."""
+    return (args[place] if len(args) > place else kwargs.get(name, place != 4)) != 0
+
+
+WRITERS: weakref.WeakSet[Any] = weakref.WeakSet()  # custom Functions and their like that were seen to change an argument
+
+
+def find(function: Any) -> Known:
+    """What is known of a function that is not in `KNOWN`."""
+    owner = _called(function)
+    if isinstance(function, nn.Module) or owner is not function:
+        return Known(
+            function, _out, owner=None if owner is function else owner
+        )  # and nothing is kept that belongs to a model
+    known = _known(function)
+    with suppress(TypeError):  # not hashable
+        KNOWN[function] = known
+    return known
+
+
+def _called(function: Any) -> Any:
+    """Whom a call that the mode does not see is of; `function` itself where it is one of torch's."""
+    if type(function) is partial:  # a scripted function
+        return function.args[0]
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return owner
+    return function
+
+
+def _known(function: Any) -> Known:
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return Known(function, None, fact=getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES)
+    if name in _FACTS:
+        return Known(function, None, fact=True)
+    if name == "__set__":
+        return Known(function, _set)
+    if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
+        return Known(function, _first)
+    if name.startswith("__i") and name[3:-2] in _IN_PLACE:
+        return Known(function, _first)
+    schemas = [function._schema] if isinstance(function, torch._ops.OpOverload) else []
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        schemas = [getattr(function, one)._schema for one in function.overloads()]
+    written = {
+        (n, arg.name)
+        for schema in schemas
+        for n, arg in enumerate(schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    }
+    if written:
+        return Known(function, partial(_by_schema, tuple(sorted(written))))
+    if str(getattr(function, "__module__", "")).startswith("torch.nn.functional"):
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return Known(function, _out)
+        if "inplace" in signature.parameters:
+            return Known(function, partial(_flagged, list(signature.parameters).index("inplace")))
+    return Known(function, _out)
+
+
+_STATISTICS = {
+    torch.nn.functional.batch_norm: partial(_statistics, 1, 5, "training", False),
+    torch.nn.functional.instance_norm: partial(_statistics, 1, 5, "use_input_stats", True),
+    torch.batch_norm: partial(_statistics, 3, 5, "training", False),
+    torch.instance_norm: partial(_statistics, 3, 5, "use_input_stats", True),
+}
+KNOWN: dict[Any, Known] = {function: Known(function, written) for function, written in _STATISTICS.items()}
+
+
+def same_call(one: Any, function: Any) -> bool:
+    """Whether a call of `function` is one of `one`."""
+    if type(one) is partial and type(function) is partial:  # of a scripted function
+        return one.func is function.func and one.args == function.args
+    return bool(one == function)
