@@ -483,7 +483,7 @@ class Step:
         """Let the model's own code give the bytes of stage i's outputs back too, while its forward runs."""
         if any((held := self._held.get(v)) is not None and held.on_device for v in (a(i), abar(i))):
             return
-        if self._live is not None:
+        if self._live is not None and self._live.hollows:
             onward = {var for var, _ in self._crossing.get(i + 1, ((), ()))[0]}
             for var, at in self._crossing.get(i, ((), ()))[0]:
                 if var not in onward and _own(self._behaviours[i - 1], at):

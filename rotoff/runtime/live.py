@@ -60,6 +60,7 @@ class LiveForward(EagerFunctionMode):
         on_course: whether all calls so far were the expected ones.
         astray: tells the course that was taken in place of the expected one; None while on course.
         inside: whether calls pass without being followed.
+        hollows: whether tensors are hollowed: not where modules run one by one, since nobody but the graph holds what they hand on.
         resident: storages that were there before the stages.
     """
 
@@ -77,6 +78,7 @@ class LiveForward(EagerFunctionMode):
         self.saved_shapes: list[Any] = []
         self.on_course = True
         self.astray: int | None = None
+        self.hollows = course is not None
         course = course or NOTHING_EXPECTED
         self.algorithms: Algorithms | None = None  # by which convolutions run
         self.opaque_stages = course.opaque_stages
