@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from test_runtime import smallest, step_peak
@@ -19,12 +19,11 @@ from torch.nn import functional as F
 import rotoff
 
 WIDTH, LENGTH = 32, 128  # 16 KiB, three times a generator's state
+IN_A_SEQUENTIAL = ", in a Sequential"
 MODES = ("remat", "offload", "joint")
-PARTS = (0.0, 0.5, 0.8)  # of the way from the smallest limit to keeping everything
+PARTS = (0.0, 0.5, 0.8, 1.0)  # of the way from the smallest limit to keeping everything
 
 MAKES: dict[str, Callable[[], nn.Module]] = {}
-
-
 
 
 def draw() -> torch.Tensor:
@@ -217,7 +216,7 @@ def in_sequence(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 for _name, _make in list(MAKES.items()):
-    MAKES[f"{_name}, in a Sequential"] = in_sequence(_make)
+    MAKES[_name + IN_A_SEQUENTIAL] = in_sequence(_make)
 
 
 def fresh(name: str) -> nn.Module:
@@ -229,21 +228,28 @@ def fresh(name: str) -> nn.Module:
 
 def planned(net: nn.Module, name: str, mode: str, **options: Any) -> rotoff.Checkpointable:
     """The model `name`, measured; a Sequential by its modules."""
-    stages = None if name.endswith("Sequential") else 6
+    stages = None if name.endswith(IN_A_SEQUENTIAL) else 6
     wrapped = rotoff.Checkpointable(net, cache_directory=None, stages=stages, forms=mode == "joint", **options)
     return wrapped.measure(draw(), repeats=1)
 
 
-def bytes_of(name: str, mode: str) -> list[tuple[float, int, int, int]]:
-    """For each part of the way to keeping everything: it, the limit, bytes predicted and measured."""
-    wrapped = planned(fresh(name), name, mode)
+class Told(NamedTuple):
+    """part: of the way from the smallest limit to keeping everything. The rest are bytes."""
+
+    part: float
+    limit: int
+    predicted: int
+    measured: int
+
+
+def bytes_and_plans(net: nn.Module, name: str, mode: str) -> Iterator[tuple[Told, rotoff.Checkpointable]]:
+    """Of each limit."""
+    wrapped = planned(net, name, mode)
     least, most = smallest(wrapped, mode), wrapped.keep_all_memory
-    found = []
     for part in PARTS:
         wrapped.compute_sequence(limit := least + int(part * max(0, most - least)), mode=mode, refine=False)
-        found.append((part, limit, wrapped.get_expected_memory(), step_peak(wrapped, draw)))
+        yield Told(part, limit, wrapped.get_expected_memory(), step_peak(wrapped, draw)), wrapped
     wrapped.close()
-    return found
 
 
 if __name__ == "__main__":
@@ -255,7 +261,7 @@ if __name__ == "__main__":
                 try:
                     said = "  ".join(
                         f"{part}: {'FAILS ' if not measured <= predicted <= limit else ''}{measured / predicted:.2f} of {predicted}"
-                        for part, limit, predicted, measured in bytes_of(asked, mode)
+                        for (part, limit, predicted, measured), _ in bytes_and_plans(fresh(asked), asked, mode)
                     )
                 except rotoff.RotoffError as error:
                     said = f"{type(error).__name__}: {error}"

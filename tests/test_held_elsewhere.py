@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from held_elsewhere import MAKES, MODES, PARTS, draw, fresh, planned
-from test_runtime import smallest
+from held_elsewhere import IN_A_SEQUENTIAL, MAKES, MODES, bytes_and_plans, draw, fresh
 from torch import nn
+
+CASES = [(name, mode) for name, mode in product(MAKES, MODES) if mode == "joint" or not name.endswith(IN_A_SEQUENTIAL)]
 
 
 def gradients(run: nn.Module, net: nn.Module) -> list[torch.Tensor]:
@@ -19,14 +22,11 @@ def gradients(run: nn.Module, net: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MAKES)
-def test_gradients_are_those_of_the_plain_model(name: str, mode: str) -> None:
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_gradients_are_the_plain_ones_and_bytes_the_predicted_ones(name: str, mode: str) -> None:
     net = fresh(name)
     expected = gradients(net, net)
-    wrapped = planned(net := fresh(name), name, mode)
-    least, most = smallest(wrapped, mode), wrapped.keep_all_memory
-    for part in PARTS:
-        wrapped.compute_sequence(least + int(part * max(0, most - least)), mode=mode, refine=False)
-        assert all(torch.equal(a, b) for a, b in zip(gradients(wrapped, net), expected, strict=True)), part
-    wrapped.close()
+    net = fresh(name)
+    for told, wrapped in bytes_and_plans(net, name, mode):
+        assert told.measured <= told.predicted <= told.limit, told
+        assert all(torch.equal(a, b) for a, b in zip(gradients(wrapped, net), expected, strict=True)), told

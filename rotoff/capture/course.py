@@ -34,6 +34,7 @@ class Course:
     needs what it makes; dead_bytes: what those of each stage read, make and save, at most.
     crossing: of each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
     `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well.
+    held: tensors that stay whatever is dropped (`Tape.held`), so that to take their bytes would only be to make them again.
     """
 
     functions: tuple[Callable[..., Any], ...]
@@ -44,6 +45,7 @@ class Course:
     dead_bytes: tuple[int, ...]
     crossing: tuple[tuple[tuple[int, int], ...], ...]
     opaque: frozenset[nn.Module]
+    held: frozenset[int] = frozenset()
 
     @cached_property
     def beside(self) -> frozenset[int]:
@@ -110,6 +112,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         dead_bytes=tuple(dead_bytes),
         dead=tuple(id(op) not in needed for op in calls),
         crossing=tuple(crossing),
+        held=frozenset(n for n, variable in enumerate(tape.variables) if variable.storage in tape.held),
         opaque=frozenset(op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)),
     )
 

@@ -108,7 +108,8 @@ class Tape:
     of what they hold. varying: modules taken whole of which the work depends on data. generators: those that
     calls were given. tables: tensors among the arguments that were there before and are neither parameters nor buffers. called: the modules that
     were called, those within modules taken whole left out.  opaque: those
-    of the modules taken whole whose calls cannot be told apart."""
+    of the modules taken whole whose calls cannot be told apart. held: the storages that stay when all that is saved and returned goes, since
+    an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global has them."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -121,6 +122,7 @@ class Tape:
     tables: list[torch.Tensor] = field(default_factory=list)
     called: set[nn.Module] = field(default_factory=set)
     opaque: set[nn.Module] = field(default_factory=set)
+    held: frozenset[int] = frozenset()
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

@@ -409,12 +409,14 @@ class LiveForward(EagerFunctionMode):
 
     def _noted(self, outputs: Any, stage: int, given: Any, numbers: tuple[int | None, ...]) -> tuple[Var | None, ...]:
         found: list[Var | None] = []
+        held = self._course.held
         for n, tensor in enumerate(outputs):
             var = vars(tensor).get(TAG)
             if var is None or var.step is not self._token:
                 var = None if any(tensor is one for one in given) else self._tag(tensor, stage)
             if numbers and (number := numbers[n]) is not None and var is not None:
                 self._numbered[number] = var
+                var.stays = var.stays or number in held
             found.append(var)
         return tuple(found)
 
