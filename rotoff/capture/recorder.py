@@ -247,6 +247,7 @@ class Recorder(TorchFunctionMode):
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         self._refuse_changed(changed)
+        self.tape.changed_bytes += sum(t.nbytes for t in changed if any(t is table for table in self._tensors.tables))
         expected = NOTHING
         effect = name in _EFFECTS or isinstance(function, nn.Module)
         if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:

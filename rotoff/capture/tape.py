@@ -109,7 +109,8 @@ class Tape:
     calls were given. tables: tensors among the arguments that were there before and are neither parameters nor buffers. called: the modules that
     were called, those within modules taken whole left out.  opaque: those
     of the modules taken whole whose calls cannot be told apart. held: the storages that stay when all that is saved and returned goes, since
-    an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global has them."""
+    an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global has them. changed_bytes: of `tables`, as often as an
+    operation changes one: a step copies it before."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -123,6 +124,7 @@ class Tape:
     called: set[nn.Module] = field(default_factory=set)
     opaque: set[nn.Module] = field(default_factory=set)
     held: frozenset[int] = frozenset()
+    changed_bytes: int = 0
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

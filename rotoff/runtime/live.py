@@ -60,7 +60,8 @@ class LiveForward(EagerFunctionMode):
         on_course: whether all calls so far were the expected ones.
         astray: tells the course that was taken in place of the expected one; None while on course.
         inside: whether calls pass without being followed.
-        hollows: whether tensors are hollowed: not where modules run one by one, since nobody but the graph holds what they hand on.
+        kept_more: whether somebody holds a tensor in the end who is not known to.
+        fills: whether hollow tensors that somebody still holds in the end are filled again: not where modules run one by one.
         resident: storages that were there before the stages.
     """
 
@@ -78,7 +79,8 @@ class LiveForward(EagerFunctionMode):
         self.saved_shapes: list[Any] = []
         self.on_course = True
         self.astray: int | None = None
-        self.hollows = course is not None
+        self.kept_more = False
+        self.fills = course is not None
         course = course or NOTHING_EXPECTED
         self.algorithms: Algorithms | None = None  # by which convolutions run
         self.opaque_stages = course.opaque_stages
@@ -169,6 +171,7 @@ class LiveForward(EagerFunctionMode):
         for var in self._hollowed:
             tensor = var.tensor()
             if var.hollow and tensor is not None:
+                self.kept_more = True
                 self._refill(var, tensor)
 
     def results(self, result: Any, stage: int) -> list[tuple[Var, int]]:
