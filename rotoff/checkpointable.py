@@ -21,7 +21,9 @@ from .bounds import check_mode
 from .cache import Cache
 from .capture import strategy
 from .capture.backward_from import BackwardFrom
+from .capture.sharding import gathers
 from .capture.stage import flatten
+from .capture.unrepeatable import compiled
 from .chain import Chain
 from .errors import MeasureError, OptionError
 from .like_its_model import LikeItsModel
@@ -40,7 +42,15 @@ from .runtime.interpreter import Step
 from .runtime.link_pool import LinkPool
 from .runtime.options import Options
 from .runtime.plan import ExecutionPlan
-from .runtime.planning import Request, check_options, expected_bytes, least_limit, plan_everything, told_bytes
+from .runtime.planning import (
+    Request,
+    check_options,
+    expected_bytes,
+    expected_levels,
+    least_limit,
+    plan_everything,
+    told_bytes,
+)
 from .runtime.step_times import Recording
 from .sequence import Sequence
 from .sizes import parse_bytes
@@ -338,7 +348,16 @@ class Checkpointable(RotorNames, LikeItsModel):
         link = self._links.take(device, plan.host_bytes) if plan.host else None
         checker = None
         if self._check:
-            checker = Checker(profile.chain, plan.sequence, block_bytes(device), course.profile.kept_bytes(plan.kept))
+            assert self._courses.request is not None
+            seen = not any(compiled(m) or gathers(m) for stage in profile.stages for m in stage.every_module())
+            checker = Checker(
+                profile.chain,
+                plan.sequence,
+                block_bytes(device),
+                course.profile.kept_bytes(plan.kept),
+                expected_levels(course.profile, plan) if seen else (),
+                self._courses.request.mem_limit,
+            )
         times = None if recording is None else recording.begin(plan.trace, device, link)
         step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker, times)
         if course.expected is None:

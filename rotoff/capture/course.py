@@ -39,6 +39,7 @@ class Course:
     reads: of each, the number of each tensor among its arguments, None for others. places: the calls by what they are known by (`places`).
     entries: of each call of a module, the call that comes next. modules: those of the model. nbytes: of each tensor. random: whether a
     forward makes some of the calls by chance, and others not.
+    held: tensors that stay whatever is dropped (`Tape.held`), so that to take their bytes would only be to make them again.
     """
 
     functions: tuple[Callable[..., Any], ...]
@@ -55,6 +56,7 @@ class Course:
     nbytes: tuple[int, ...] = ()
     modules: frozenset[nn.Module] = frozenset()
     random: bool = False
+    held: frozenset[int] = frozenset()
 
     @cached_property
     def starts(self) -> dict[int, int]:
@@ -132,6 +134,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         dead_bytes=tuple(dead_bytes),
         dead=tuple(id(op) not in needed for op in calls),
         crossing=tuple(crossing),
+        held=frozenset(n for n, variable in enumerate(tape.variables) if variable.storage in tape.held),
         opaque=frozenset(op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)),
         reads=tuple(tuple(_numbers(op)) for op in calls),
         places={key: k for k, op in reversed(list(enumerate(calls))) for key in op.keys},

@@ -99,6 +99,10 @@ class KnownTensors:
             self._there[self._storages[key][1]] = watch
         return self._storages[key][1]
 
+    def there(self) -> frozenset[int]:
+        """The numbers of the storages that are still there."""
+        return frozenset(number for number, watch in self._there.items() if not watch.expired())
+
     def gone(self) -> tuple[int, ...]:
         """The numbers of the storages that have gone since this was last asked."""
         found = tuple(number for number, watch in self._there.items() if watch.expired())

@@ -25,17 +25,27 @@ class Span(NamedTuple):
     leads: int = -1
 
 
+class HeldElsewhere(NamedTuple):
+    """A storage that stays whatever a plan drops (`Tape.held`). saved: whether autograd saves something in it, too."""
+
+    storage: int
+    nbytes: int
+    saved: bool
+
+
 class Lifetimes(NamedTuple):
     """Of one piece of a tape, or several. ends: the storages that the model's own code lets go of in it. spans: of those that it makes.
-    piece: the number of the last."""
+    piece: the number of the last. held: of those that it makes, which stay whatever is dropped."""
 
     ends: frozenset[int] = frozenset()
     spans: tuple[Span, ...] = ()
     piece: int = 0
+    held: tuple[HeldElsewhere, ...] = ()
 
     def and_then(self, following: Lifetimes) -> Lifetimes:
         """Of both pieces as one."""
-        return Lifetimes(self.ends | following.ends, self.spans + following.spans, following.piece)
+        ends, spans, held = self.ends | following.ends, self.spans + following.spans, self.held + following.held
+        return Lifetimes(ends, spans, following.piece, held)
 
     def outliving(self, charged: Collection[int]) -> list[Span]:
         """What stays when the piece ends; charged: storages that are accounted for."""
@@ -80,11 +90,19 @@ def lifetimes(
     begins: dict[int, int] = {}  # where it is in the way: made for nothing here, or past its last use
     ends: dict[int, int] = {}
     batch = {tape.variables[n].storage for n in tape.inputs}
+    elsewhere = batch | saved | tape.held
+    held: dict[int, list[HeldElsewhere]] = {}
+    left = set(tape.held)
     for position, op in enumerate(tape.operations):
+        for variable in (tape.variables[n] for n in op.outputs if n is not None):
+            if variable.storage in left:
+                left.remove(variable.storage)
+                one = HeldElsewhere(variable.storage, variable.nbytes, variable.storage in saved)
+                held.setdefault(pieces[position], []).append(one)
         ends.update((storage, position) for storage in op.ends if storage not in saved_for_nothing)
         for n in {*op.reads, *(n for n in op.outputs if n is not None)}:
             variable = tape.variables[n]
-            if variable.storage is None or variable.storage in batch or variable.storage in saved:
+            if variable.storage is None or variable.storage in elsewhere:
                 continue
             if made.setdefault(variable.storage, (position, variable.nbytes))[0] == position:
                 begins[variable.storage] = position
@@ -101,7 +119,7 @@ def lifetimes(
     for storage, position in ends.items():
         going[pieces[position]].add(storage)
     rows = enumerate(zip(going, spans, strict=True))
-    return [Lifetimes(frozenset(gone), tuple(own), piece) for piece, (gone, own) in rows]
+    return [Lifetimes(frozenset(gone), tuple(own), n, tuple(held.get(n, ()))) for n, (gone, own) in rows]
 
 
 def _leading(tape: Tape) -> set[int]:

@@ -132,6 +132,7 @@ class Recorder(TorchFunctionMode):
         self._drawn = self._generators.states()
         self._ambient = _autocast()
         self.casts = WeightCasts(self._tensors)
+        self._hooks: list[Any] = []  # handles of those that the forward has registered on tensors
         self._saves: list[tuple[int, int]] = []  # storages that the call under way has saved
 
     def begin(self, given: list[torch.Tensor]) -> None:
@@ -152,6 +153,14 @@ class Recorder(TorchFunctionMode):
                     " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache, the parameters of a distribution)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+    def note_held(self) -> None:
+        """Take what is still there; the caller has the graph, and nothing else of what was returned. Its hooks go then, so that one which
+        has the tensor that it is on leaves no cycle."""
+        known = {self.tape.variables[n].storage for n in (*self.tape.inputs, *self.tape.result_variables())}
+        self.tape.held = self._tensors.there() - known
+        for handle in self._hooks:
+            handle.remove()
 
     def saves(self, tensor: torch.Tensor) -> None:
         """In place of keeping what autograd saves."""
@@ -216,7 +225,9 @@ class Recorder(TorchFunctionMode):
         self._note_gone()
         generated = self._generators.states()
         if name in _HOOKS:
-            return function(*args, **kwargs)  # a matter of the step's own graph
+            handle = function(*args, **kwargs)  # a matter of the step's own graph
+            self._hooks += [] if handle is None else [handle]
+            return handle
         tensors = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if any(is_functorch_wrapped_tensor(t) for t in tensors):
             what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
@@ -240,6 +251,7 @@ class Recorder(TorchFunctionMode):
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         self._refuse_changed(changed)
+        self.tape.changed_bytes += sum(t.nbytes for t in changed if any(t is table for table in self._tensors.tables))
         expected = NOTHING
         effect = name in _EFFECTS or isinstance(function, nn.Module)
         if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..runtime.replay import Generators, buffers_preserved, preserved
@@ -142,6 +143,10 @@ def _once(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Modul
                 raise recorder.trouble from error
             raise
         recorder.end(result)
+        graph = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        del result
+        recorder.note_held()
+        del graph
         recorder.put_back()
     return recorder.tape
 

@@ -6,8 +6,8 @@ import builtins
 import linecache
 import types
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -193,10 +193,28 @@ class _Writer:
         return name
 
 
+_NOTED: list[Callable[[torch.Tensor], object]] = []
+
+
+@contextmanager
+def results_noted(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Within, `note` is called with each tensor that an operation of a segment returns."""
+    _NOTED.append(note)
+    try:
+        yield
+    finally:
+        _NOTED.pop()
+
+
 def _flat(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
-        return [result]
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        found = [result]
+    else:
+        found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    for note in _NOTED:
+        for tensor in found:
+            note(tensor)
+    return found
 
 
 _grad = torch.set_grad_enabled

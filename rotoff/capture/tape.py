@@ -112,7 +112,9 @@ class Tape:
     were called, those within modules taken whole left out.  opaque: those
     of the modules taken whole whose calls cannot be told apart. entries: of each call of a module (and how many of it came before), the
     number of operations before it that make or change tensors. modules: those of the model. random: whether a forward makes some
-    of the operations by chance, and others not."""
+    of the operations by chance, and others not. held: the storages that stay when all that is saved and returned goes, since
+    an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global has them. changed_bytes: of `tables`, as often as an
+    operation changes one: a step copies it before."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -128,6 +130,8 @@ class Tape:
     entries: dict[tuple[nn.Module | None, int], int] = field(default_factory=dict)
     random: bool = False
     modules: frozenset[nn.Module] = frozenset()
+    held: frozenset[int] = frozenset()
+    changed_bytes: int = 0
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

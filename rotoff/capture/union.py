@@ -117,6 +117,8 @@ class _Union:
             self._add(using)
         if alone is not None:
             self._hand_on(alone)
+        self._tape.held = frozenset(self._storage(side, s) for side in self._sides for s in side.tape.held)
+        self._tape.changed_bytes = max(one.tape.changed_bytes, other.tape.changed_bytes)
         self._tape.result = substitute(one.tape.result, lambda leaf: self._renamed(one, leaf))
         return self._tape
 

@@ -7,6 +7,7 @@ again. Buffers may change, and draws from torch's own generators are repeated (`
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import MeasureError
 from .eager_mode import EagerFunctionMode
@@ -108,7 +110,12 @@ class Refusing(EagerFunctionMode):
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (objection := self._parameters.objection(function, args, kwargs)) is not None:
             raise UnrepeatableError(f"{self._who} {''.join(objection)}")
+        if function in _OF_GRADIENTS and not args[0].requires_grad:
+            return RemovableHandle(OrderedDict()) if function is torch.Tensor.register_hook else None
         return function(*args, **kwargs)
+
+
+_OF_GRADIENTS = frozenset([torch.Tensor.register_hook, torch.Tensor.retain_grad])  # refused where there are none to come
 
 
 def refusing(stage: StageModule) -> AbstractContextManager[Any]:

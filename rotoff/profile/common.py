@@ -146,6 +146,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "upkeep_times": parts(UpkeepTimes),
         "host_bound": alike_or((), each(any)),
         "beside_loss_bytes": max,
+        "twice_bytes": each(min),
     },
 }
 

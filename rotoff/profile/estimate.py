@@ -143,6 +143,7 @@ class FakeMeter(Meter):
         if measured is not None:
             measured = replace(measured, costs=replace(measured.costs, name=stage.name))
             own = measured.behaviour.own_outputs
+            self._counted = set()
             self._lasting |= {storage_key(t) for t, made in zip(outputs, own, strict=True) if not made} - inputs
         return measured, rebuild([t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)])
 

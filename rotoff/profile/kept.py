@@ -99,4 +99,4 @@ def keep_everything(run: Run, leaves: list[torch.Tensor], allocator: Allocator) 
 
     with watch_saved(keep):
         outputs, log = allocator.log(lambda: flatten(run.forward(leaves))[0])
-    return Kept(outputs, saved, gathered, log)
+    return Kept(outputs, saved, gathered, log.by_itself())

@@ -122,7 +122,8 @@ def measure(
         prefix=tuple(groups[:prefix]),
         stages=tuple(groups[prefix:]),
         behaviours=tuple(m.behaviour for m in measured),
-        stuck_bytes=sum(m.behaviour.stuck_bytes for m in measured)
+        stuck_bytes=sum(m.held_bytes for m in measured)
+        + sum(meter.allocator.rounded(one.nbytes) for group in groups for one in group.lives.held)
         + sum(parameter.nbytes for parameter in shared)
         + _casts(measured)
         + sum(losses),
@@ -143,7 +144,19 @@ def measure(
         upkeep_times=(known and known.upkeep) or meter.upkeep_times(),
         host_bound=_host_bound(measured) if device.type == "cuda" else (),
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
+        twice_bytes=_twice(measured, groups[prefix:], meter),
     )
+
+
+def _twice(measured: Sequence[Measured], stages: Sequence[StageModule], meter: Meter) -> tuple[int, ...]:
+    """Of each stage, bytes of its values that are charged as staying, too."""
+    handed_on = {storage for stage in stages for storage in stage.storages}
+    found = []
+    for one, stage in zip(measured, stages, strict=True):
+        recorded = [held.nbytes for held in stage.lives.held if held.saved or held.storage in handed_on]
+        more = 0 if handed_on else max(0, one.held_bytes - one.behaviour.stuck_bytes)
+        found.append(more + sum(map(meter.allocator.rounded, recorded)))
+    return tuple(found)
 
 
 def _host_bound(measured: Sequence[Measured]) -> tuple[bool, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..capture.changes import ChangedAttributes, ChangedBuffers
-from ..capture.saved_tensors import watch_saved
 from ..capture.sharding import gathers
 from ..capture.stage import Behaviour, SavedKind, StageModule, flatten, storage_key
 from ..chain import Stage
@@ -17,11 +16,11 @@ from ..errors import MeasureError
 from ..runtime.convolutions import Algorithms
 from ..runtime.replay import RNG_BYTES, Generators, ReplayState, Surroundings
 from ..runtime.upkeep import UpkeepTimes
-from .allocations import AllocationLog
 from .backward_bytes import BackwardBytes, backward_bytes
 from .bench import Bench
 from .casts import kept_casts
 from .cuda_graphs import refuse_cuda_graphs
+from .dropped import Dropped, dropped
 from .form_meter import FormMeter
 from .form_trial import WholeStage
 from .forms import Policy, unfit
@@ -55,6 +54,7 @@ class Measured:
     each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
     staying_bytes: of the backward, as of `BackwardBytes`. strange_bytes: what the backward holds more where the gradients given
     are not contiguous. joining_bytes: what it holds more where a gradient of a parameter of its own is added to a part that waits.
+    held_bytes: what stays whatever is dropped (`dropped`).
     no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
     alone leaves out (`runtime.tails`). host_bound: whether the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the stages of its kind, in which those that come later are still missing; None
     where the times were known.
@@ -69,6 +69,7 @@ class Measured:
     staying_bytes: int
     strange_bytes: int = 0
     joining_bytes: int = 0
+    held_bytes: int = 0
     no_forms: str = ""
     tail_time: float = 0.0
     casts: Mapping[int, int] = field(default_factory=dict)
@@ -101,6 +102,7 @@ class Meter:
         policy = None if isinstance(forms, bool) else forms
         self._forms = self.form_meter(policy, bool(forms), algorithms) if forms or algorithms else None
         self._lasting: set[int] = set()  # storages that are there throughout the step
+        self._counted: set[int] = set()  # storages of the input that stay whatever is dropped, and are counted
         self._timings: dict[Any, Timings] = {}  # by what stages of one kind have in common
         self._upkeep = UpkeepMeter()
         self.samples_upkeep = True
@@ -113,6 +115,7 @@ class Meter:
     def begin(self, value: Any) -> None:
         """What is measured next starts the chain: its input `value` is there throughout."""
         self._lasting = {storage_key(t) for t in flatten(value)[0]}
+        self._counted = set()
 
     def stage(
         self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None
@@ -208,7 +211,8 @@ class Meter:
         else:
             assert known is not None
             times = known.forward_time, known.backward_time, known.tail_time
-        above = log.peak() - saved_bytes - stuck, dropping.peak() - output_bytes - stuck
+        held_bytes = self._held_bytes(run, dropping, stuck, outputs)
+        above = log.peak() - saved_bytes - stuck, dropping.log.peak() - output_bytes - stuck
         lies = lies._replace(spare=(max(0, -above[0]), max(0, -above[1])))
         costs = Stage(
             name=run.stage.name,
@@ -249,6 +253,7 @@ class Meter:
             begun_bytes=back.begun,
             staying_bytes=back.staying,
             strange_bytes=strange_bytes,
+            held_bytes=held_bytes,
             no_forms=reason,
             tail_time=times[2],
             casts=casts,
@@ -267,18 +272,26 @@ class Meter:
         places = tuple(a and a._replace(passed_on=b is not None and b.strange) for a, b in pairs)
         return back._replace(places=places), max(0, strange.peak - back.peak)
 
-    def _dropping(self, run: Run, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> AllocationLog:
-        """The log of a forward that keeps its outputs alone; `shapes` are of what autograd saved when it kept all."""
-        leaves = run.leaves()
+    def _dropping(self, run: Run, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> Dropped:
+        """A forward that keeps its outputs alone; `shapes` are of what autograd saved when it kept all."""
         shapes_again: list[tuple[torch.Size, torch.dtype]] = []
-        with watch_saved(lambda t: shapes_again.append((t.shape, t.dtype))):
-            outputs, log = self.allocator.log(lambda: [t.detach() for t in flatten(run.forward(leaves))[0]])
+        found = dropped(run, self.allocator, lambda t: shapes_again.append((t.shape, t.dtype)))
         if shapes_again != shapes:
             raise MeasureError(
                 f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
                 " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
             )
-        return self.allocator.as_asked(log, outputs)
+        return found
+
+    def _held_bytes(self, run: Run, found: Dropped, stuck: int, outputs: Sequence[torch.Tensor]) -> int:
+        """Bytes that stay whatever is dropped, `outputs` being those that are handed on; a tensor held by several stages counts once."""
+        if any(gathers(module) for module in run.stage.modules):
+            return stuck  # see `COLLECTIVE_TRIES`
+        inputs = [t for n, t in enumerate(run.tensors) if n in found.inputs and storage_key(t) not in self._lasting]
+        nbytes = found.staying + self.storage_bytes([t for t in inputs if storage_key(t) not in self._counted])
+        counted = self._counted | {storage_key(t) for t in inputs} | {storage_key(outputs[n]) for n in found.outputs}
+        self._counted = counted & {storage_key(t) for t in outputs}
+        return nbytes
 
     def _times(self, run: Run, end: End) -> Timings:
         """Seconds of the forward, the backward and the tail, with those of the stages before that are of the same kind."""

@@ -61,7 +61,8 @@ class Profile:
     back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients that wait copied, where
     there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. host_bound: of each
     stage, whether the device waits for the host there, so that it does for the runtime too; empty where they are one. beside_loss_bytes: of the
-    gradients of what the model returns beside a loss, which a caller may ask for or not.
+    gradients of what the model returns beside a loss, which a caller may ask for or not. twice_bytes: of each stage, those of `stuck_bytes` that its values
+    are charged with as well: the plain model has them once.
     """
 
     device: torch.device
@@ -88,6 +89,7 @@ class Profile:
     upkeep_times: UpkeepTimes = NO_UPKEEP
     host_bound: tuple[bool, ...] = ()
     beside_loss_bytes: int = 0
+    twice_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tail_times:

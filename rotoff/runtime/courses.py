@@ -226,6 +226,7 @@ class Courses:
             if captured.tape is not None:
                 profile = _with_outside(profile, expected(captured.tape, profile.stages, profile.prefix))
             stuck = profile.stuck_bytes + self._links.staging_bytes
+            stuck += captured.tape.changed_bytes if captured.tape is not None else 0
             return captured, replace(profile, stuck_bytes=stuck).described(type(self._model).__name__, meta)
         finally:
             if not was_training:

@@ -12,6 +12,7 @@ Ownership: the graph (slots, hooks) owns the step and never the reverse, so that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ AGAIN = (
     " one forward); add the losses up, or run the forward again"
 )
 GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
+HELD = -1  # in place of what tells the course: the calls were those, and something held what none of them needed
 TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
 
 
@@ -116,9 +118,8 @@ class Step:
             live.inside = True
             with without(live):
                 live.finish()
-                self.astray, self.unknown = live.astray, live.unknown
-                if live.astray is not None:
-                    self._checker = None
+                self.astray = HELD if live.astray is None and live.kept_more else live.astray
+                self.unknown = live.unknown or live.kept_more
                 look_into(result)
                 assert self._open is not None
                 self._outputs = live.results(result, self._open.stage)
@@ -135,7 +136,7 @@ class Step:
         self._held[a(0)] = Held((a(0), "input"), [])
         try:
             try:
-                with following(live):
+                with following(live), self._checked():
                     result = run(live)
                     self._refuse_given_up()
                 self._leave()
@@ -381,7 +382,8 @@ class Step:
         if self._times is not None:
             self._times.begin(self._next)
         try:
-            self._METHODS[op.kind](self, op)
+            with self._checked():
+                self._METHODS[op.kind](self, op)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11; the type stays what the user may be catching
                 where = describe(op, self._next, self._plan.sequence)
@@ -389,13 +391,16 @@ class Step:
             raise
         self._done_with(op)
 
+    def _checked(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._checker is None else self._checker.watching()
+
     def _done_with(self, op: Op) -> None:
         self._next += 1
         if self._times is not None:
             self._times.end()
-        if self._live is not None and self._live.astray is not None:
-            self._checker = None  # what the machine says is of another course
         if self._checker is not None:
+            if self._live is not None and self._live.astray is not None:
+                self._checker.leave_course()
             self._checker.after(op, self._held, [t for run in self._runs.values() for t in run.kept.values()])
 
     def _f_all(self, op: Op) -> None:
@@ -490,7 +495,7 @@ class Step:
         """Let the model's own code give the bytes of stage i's outputs back too, while its forward runs."""
         if any((held := self._held.get(v)) is not None and held.on_device for v in (a(i), abar(i))):
             return
-        if self._live is not None:
+        if self._live is not None and (self._live.fills or i + 1 not in self._runs):
             onward = {var for var, _ in self._crossing.get(i + 1, ((), ()))[0]}
             for var, at in self._crossing.get(i, ((), ()))[0]:
                 if var not in onward and _own(self._behaviours[i - 1], at):

@@ -60,6 +60,8 @@ class LiveForward(EagerFunctionMode):
         unknown: whether calls were made that the course does not have; else some of it were left out.
         inside: whether calls pass without being followed.
         reads: what calls read and change of what was there before the stages.
+        kept_more: whether somebody holds a tensor in the end who is not known to.
+        fills: whether hollow tensors that somebody still holds in the end are filled again: not where modules run one by one.
     """
 
     def __init__(self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]) -> None:
@@ -77,6 +79,8 @@ class LiveForward(EagerFunctionMode):
         self.unknown = False
         self._places = Places()
         self._skipped: list[int] = []  # tensors that calls would have used last that were left out
+        self.kept_more = False
+        self.fills = course is not None
         course = course or NOTHING_EXPECTED
         self.algorithms: Algorithms | None = None  # by which convolutions run
         self.opaque_stages = course.opaque_stages
@@ -177,6 +181,7 @@ class LiveForward(EagerFunctionMode):
         for var in self._hollowed:
             tensor = var.tensor()
             if var.hollow and tensor is not None:
+                self.kept_more = True
                 self._refill(var, tensor)
 
     def results(self, result: Any, stage: int) -> list[tuple[Var, int]]:
@@ -344,7 +349,11 @@ class LiveForward(EagerFunctionMode):
     def _expected_at(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The place in the course of the next call, which is of `function`; -1 where the course does not have it."""
         k, course = self._position, self._course
-        if self.on_course and k < self._count and (course.functions[k] is function or same_call(course.functions[k], function)):
+        if (
+            self.on_course
+            and k < self._count
+            and (course.functions[k] is function or same_call(course.functions[k], function))
+        ):
             return k
         for key in self._places.keys(function):
             at = course.places.get(key, -1)
@@ -441,6 +450,8 @@ class LiveForward(EagerFunctionMode):
         for number, var in zip(numbers, made, strict=True):
             if number is not None and var is not None:
                 self._numbered[number] = var
+                if number in self._course.held:
+                    var.stays = True
 
     def _tag(self, tensor: torch.Tensor, stage: int) -> Var:
         var = Var(self._token, stage, tensor)

@@ -441,13 +441,13 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
 
 
 def _passed(profile: Profile, op: Op) -> int:
-    """Bytes that the plain model has let go of when its ``F`` or ``B`` of a stage begins, and that are still charged once; less those
-    that its ``F`` holds and that are not charged."""
+    """Bytes that the plain model has let go of when its ``F`` or ``B`` of a stage begins, or has once, and that are still charged once
+    more; less those that its ``F`` holds and that are not charged."""
     i = op.stage
     if op.kind is OpKind.B:
-        return sum(one.nbytes for one in profile.passing if one.first < i)
+        return sum(one.nbytes for one in profile.passing if one.first < i) + sum(profile.twice_bytes[: i - 1])
     held = sum(one.nbytes for one in profile.lingering if one.first < i <= one.until)
-    return sum(one.nbytes for one in profile.passing if one.until < i) - held
+    return sum(one.nbytes for one in profile.passing if one.until < i) - held + sum(profile.twice_bytes)
 
 
 def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:

@@ -252,9 +252,14 @@ def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
 
 
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # which those do not have
+
+
 @contextmanager
 def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: torch.device) -> Iterator[None]:
-    """Generators and `buffers` are after the block what they were before it, in place, whatever ran within."""
+    """Generators and `buffers` are after the block what they were before it, in place, whatever ran within: versions too, since a graph that
+    still waits for its backward may have saved them."""
     generators = Generators(device)
     rng = generators.states()
     try:
@@ -267,12 +272,14 @@ def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: to
 @contextmanager
 def buffers_preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
     """`preserved`, of buffers alone."""
-    saved = [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in buffers]
+    saved = [(module, name, buffer, buffer.detach().clone(), _version(buffer)) for module, name, buffer in buffers]
     try:
         yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, content in saved:
+            for module, name, buffer, content, version in saved:
                 if not same_content(buffer, content):
                     buffer.copy_(content)
+                if _version(buffer) != version:
+                    torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
                 module._buffers[name] = buffer
