@@ -37,6 +37,7 @@ from ..profile.measure import Progress, measure
 from ..profile.meter import Meter
 from ..profile.model_profile import Profile
 from ..profile.provenance import provenance
+from ..sizes import format_bytes
 from .agreement import agree_on_profile, refuse_root_shards
 from .convolutions import other_algorithms, read_conv_algorithms
 from .link_pool import LinkPool
@@ -79,18 +80,23 @@ class Course:
             self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]
 
-    def followed(self, astray: int | None, unknown: bool) -> None:
+    def followed(self, astray: int | None, unknown: bool, held_bytes: int, mem_limit: int) -> None:
         """A step was expected to take this course; `astray` tells the other one that it took, None where it did not.
 
         unknown: whether it made calls that the course does not have. Where it left out some, the plan held, as it does by chance.
+        held_bytes: what it then held when its forward had ended.
         """
         if astray is None or (self.captured.random and not unknown):
             return
         if unknown and not self.warned:
             self.warned = True
+            more = ""
+            if held_bytes > mem_limit:
+                more = f" (its activations took {format_bytes(held_bytes)}, and the limit is {format_bytes(mem_limit)})"
             logger.warning(
                 "rotoff: the model's forward took another course than the planned one. Its result is that of the plain model; its bytes may"
-                " exceed the limit until that course is planned, which is done when it comes again"
+                " exceed the limit%s until that course is planned, which is done when it comes again",
+                more,
             )
         self.left = True
         self.missed += 1

@@ -86,6 +86,7 @@ class Step:
         self._too_large: set[Value] = set()  # for their places on the host: the forward took another course, and they stay
         self.astray: int | None = None  # tells the course that the forward took in place of the expected one
         self.unknown = False  # whether it made calls that were not expected
+        self.unknown_bytes = 0  # which then are held when the forward has ended
         self._outputs: list[tuple[Var, int]] = []  # what the stage that has just ended hands on
         self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
@@ -146,6 +147,8 @@ class Step:
                 live.forget()
             while self._next < self._plan.forward_end:
                 self._execute_or_skip()
+            if self.unknown:
+                self.unknown_bytes = self._held.device_bytes()
             return result
         except BaseException:
             self._give_up()

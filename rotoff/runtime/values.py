@@ -273,6 +273,11 @@ class HeldValues(dict[Value, Held]):
             storages = [[s for v in values for s in self[v].storages()] for values in (reads, writes)]
             self._recorder.access(str(op), *storages)
 
+    def device_bytes(self) -> int:
+        """What the values take on the device."""
+        storages = {s._cdata: s.nbytes() for held in self.values() if held.on_device for s in held.storages()}
+        return sum(storages.values())
+
     def consume(self, v: Value) -> None:
         """A backward begins that reads v and lets go of it piece by piece."""
         if self._recorder is not None:
