@@ -363,8 +363,7 @@ class Checkpointable(RotorNames, LikeItsModel):
         if course.expected is None:
             return course.captured.started(step.forward(value))
         result = step.follow(course.expected, given, lambda: course.captured.own(plain, value))
-        assert self._courses.request is not None
-        course.followed(step.astray, step.unknown, step.unknown_bytes, self._courses.request.mem_limit)
+        self._courses.followed(course, step)
         return course.captured.started(result)
 
     @contextmanager

@@ -150,3 +150,66 @@ def test_a_layer_that_is_left_out_for_good_is_planned_for() -> None:
     for _ in range(3):
         wrapped(x).sum().backward()
     assert len(wrapped.sequence.ops) < stages
+
+
+class Phases(Branches):
+    """Goes one of two ways, as its caller says."""
+
+    phase = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).relu()
+        h = self.left(h).relu() if self.phase else self.right(h).tanh() + h
+        return self.last(h).sin().mean(1)
+
+
+def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = Phases(), torch.randn(8, 64, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped.compute_sequence(int(0.8 * wrapped.keep_all_memory))
+    for step in range(10):
+        model.phase = step % 2
+        wrapped(x).sum().backward()
+    assert len(caplog.records) == 1, "one warning, for the first step on the other course"
+    caplog.clear()
+    for phase in (0, 1):
+        model.phase = phase
+        _, _, peaks = steps(wrapped, x, range(1))
+        assert peaks[0] <= wrapped.get_expected_memory() <= wrapped.mem_limit
+    assert not caplog.records
+
+
+def test_courses_whose_plan_does_not_fit_as_one_keep_their_own() -> None:
+    torch.manual_seed(0)
+    model, x = Phases(), torch.randn(8, 64, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped.compute_sequence(wrapped.min_mem_limit())
+    plain = [(phase, torch.autograd.grad(_loss(model, x, phase), model.first.weight)[0]) for phase in (0, 1)]
+    for step in range(12):
+        phase, gradient = plain[step % 2]
+        model.zero_grad()
+        _loss(wrapped, x, phase, model).backward()
+        assert torch.equal(model.first.weight.grad, gradient)
+
+
+def _loss(call: nn.Module, x: torch.Tensor, phase: int, model: nn.Module | None = None) -> torch.Tensor:
+    (model or call).phase = phase
+    return call(x).pow(2).sum()
+
+
+def test_a_new_shape_under_a_profiler_runs_plain(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = LayerDrop(2, -1.0), torch.randn(2, 4, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped.compute_sequence(wrapped.min_mem_limit())
+    other = torch.randn(1, 4, 64)
+    with torch.profiler.profile():
+        torch.manual_seed(0)
+        output = wrapped(other)
+    assert "profiler" in caplog.text
+    torch.manual_seed(0)
+    assert torch.equal(output, model(other))
+    stages = len(list(wrapped._courses))
+    torch.manual_seed(0)
+    assert torch.equal(output, wrapped(other))
+    assert len(list(wrapped._courses)) == stages + 1

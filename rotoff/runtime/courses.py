@@ -40,6 +40,7 @@ from ..profile.provenance import provenance
 from ..sizes import format_bytes
 from .agreement import agree_on_profile, refuse_root_shards
 from .convolutions import other_algorithms, read_conv_algorithms
+from .interpreter import Step
 from .link_pool import LinkPool
 from .options import Options
 from .plan import ExecutionPlan
@@ -67,7 +68,6 @@ class Course:
     left: bool = False
     _expected: Expected | None = None
     _astray: dict[int, int] = field(default_factory=dict)
-    warned: bool = False
     missed: int = 0
     patience: int = 4
 
@@ -80,24 +80,8 @@ class Course:
             self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]
 
-    def followed(self, astray: int | None, unknown: bool, held_bytes: int, mem_limit: int) -> None:
-        """A step was expected to take this course; `astray` tells the other one that it took, None where it did not.
-
-        unknown: whether it made calls that the course does not have. Where it left out some, the plan held, as it does by chance.
-        held_bytes: what it then held when its forward had ended.
-        """
-        if astray is None or (self.captured.random and not unknown):
-            return
-        if unknown and not self.warned:
-            self.warned = True
-            more = ""
-            if held_bytes > mem_limit:
-                more = f" (its activations took {format_bytes(held_bytes)}, and the limit is {format_bytes(mem_limit)})"
-            logger.warning(
-                "rotoff: the model's forward took another course than the planned one. Its result is that of the plain model; its bytes may"
-                " exceed the limit%s until that course is planned, which is done when it comes again",
-                more,
-            )
+    def miss(self, astray: int) -> None:
+        """A step did not take this course, as it was to; `astray` tells the one that it took."""
         self.left = True
         self.missed += 1
         self._astray[astray] = times = self._astray.get(astray, 0) + 1
@@ -148,6 +132,7 @@ class Courses:
         self._cache = cache
         self._times = MeasuredTimes() if options.interpolate and group is None else None
         self._known: OrderedDict[Any, deque[Course]] = OrderedDict()
+        self._warned = False
 
     def __iter__(self) -> Iterator[Course]:
         """Every course that is kept."""
@@ -281,6 +266,24 @@ class Courses:
             course.plan = make_plan(course.profile, self.request, self._group)
         self.latest = course
         return course
+
+    def followed(self, course: Course, step: Step) -> None:
+        """`step` has run its forward, and was expected to take `course`."""
+        if step.astray is None or (course.captured.random and not step.unknown):
+            return  # where calls are left out by chance, the plan has held
+        course.miss(step.astray)
+        if not step.unknown or self._warned:
+            return
+        self._warned = True
+        assert self.request is not None
+        told, limit = "", self.request.mem_limit
+        if step.unknown_bytes > limit:
+            told = f" (its activations took {format_bytes(step.unknown_bytes)}, and the limit is {format_bytes(limit)})"
+        logger.warning(
+            "rotoff: the model's forward took another course than the planned one. Its result is that of the plain model; its bytes may"
+            " exceed the limit%s until that course is planned, which is done when it comes again",
+            told,
+        )
 
     def _made_one(self, value: Any, known: deque[Course]) -> Course:
         """A course of all that those `known` do, and the forward for `value`, since steps go between them as they like; the first of them, where
