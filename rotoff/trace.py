@@ -1,0 +1,52 @@
+"""What the machine tells of a step: one event for each operation, and the sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .sequence import Op
+from .sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What the machine saw of one operation.
+
+    lane: "compute", "d2h", "h2d" or "host". start, end: seconds from the step's start. memory, host_memory: bytes held while it
+    runs, transients and gradients included. recompute: a forward of a stage that had run before.
+    """
+
+    op: Op
+    lane: str
+    start: float
+    end: float
+    memory: int
+    host_memory: int
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One simulated step; with parameters, a steady one of a training loop.
+
+    makespan: seconds; copies and updates on the host may end later, within the next step. peak_bytes, host_peak_bytes: the most
+    that device and host hold. events: one for each operation. d2h_bytes, h2d_bytes: bytes moved. recompute_time, idle_time:
+    seconds of the compute lane spent on forwards run again, and on waiting.
+    """
+
+    makespan: float
+    peak_bytes: int
+    host_peak_bytes: int
+    events: tuple[Event, ...]
+    d2h_bytes: int
+    h2d_bytes: int
+    recompute_time: float
+    idle_time: float
+
+    def __str__(self) -> str:
+        """The step in one line; `rotoff.render` draws it."""
+        return (
+            f"step {self.makespan:.6g} s ({self.recompute_time:.3g} s recomputed, {self.idle_time:.3g} s idle), peak"
+            f" {format_bytes(self.peak_bytes)}, host {format_bytes(self.host_peak_bytes)},"
+            f" {format_bytes(self.d2h_bytes)} to the host, {format_bytes(self.h2d_bytes)} back"
+        )
