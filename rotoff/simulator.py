@@ -76,6 +76,11 @@ class Machine:
         return sum(self.device.values()) + gradient
 
     @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters, their gradients and their states on the device."""
+        return sum(size for v, size in self.device.items() if v.of) if self.chain.parameters else 0
+
+    @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
@@ -106,6 +111,7 @@ class Machine:
             if self.next_backward == 0:
                 more = " but updates and moves of parameters" if self.chain.parameters else ""
                 raise self._error(op, f"nothing may follow B 1{more}")
+        before = self.parameter_bytes
         if op.kind in FORWARDS:
             event = self._forward(op)
         elif op.kind is OpKind.B:
@@ -116,6 +122,8 @@ class Machine:
             event = self._update_on_host(op)
         else:
             event = self._move(op)
+        if self.chain.parameters:
+            event = replace(event, parameter_memory=max(before, self.parameter_bytes))
         self.events.append(event)
         return event
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from .sequence import Op
 from .sizes import format_bytes
 
+_ROUNDING = 1e-9  # a lane that ends so much later than the step ends with it
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """What the machine saw of one operation.
 
     lane: "compute", "d2h", "h2d" or "host". start, end: seconds from the step's start. memory, host_memory: bytes held while it
-    runs, transients and gradients included. recompute: a forward of a stage that had run before.
+    runs, transients and gradients included. recompute: a forward of a stage that had run before. parameter_memory: bytes of
+    `memory` that are parameters, their gradients and their states.
     """
 
     op: Op
@@ -23,6 +26,7 @@ class Event:
     memory: int
     host_memory: int
     recompute: bool = False
+    parameter_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,20 @@ class Trace:
     h2d_bytes: int
     recompute_time: float
     idle_time: float
+
+    def spans(self, lane: str) -> list[tuple[Event, float, float]]:
+        """(event, start, end) of what a lane does, in seconds; what goes on into the next step stands at the start of this one."""
+        found: list[tuple[Event, float, float]] = []
+        for event in self.events:
+            if event.lane != lane:
+                continue
+            start, end, length = event.start, event.end, self.makespan
+            while lane != "compute" and length > 0 and end > length * (1 + _ROUNDING):
+                if start < length:
+                    found.append((event, start, length))
+                start, end = max(0.0, start - length), end - length
+            found.append((event, start, end))
+        return found
 
     def __str__(self) -> str:
         """The step in one line; `rotoff.render` draws it."""
