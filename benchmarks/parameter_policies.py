@@ -12,6 +12,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the rows go")
     parser.add_argument("--policies", nargs="+", default=list(PLACEMENTS), choices=list(PLACEMENTS))
-    parser.add_argument("--effort", type=float, default=1.0, help="seconds of search for the activations' plan")
+    parser.add_argument("--effort", type=float, default=0.5, help="seconds of search for the activations' plan")
     options = parser.parse_args()
-    rows = []
+    about = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+    rows: list[dict[str, Any]] = []
     print(f"{'chain':<22} {'limit':>7} {'updates':<7}" + "".join(f" {name:>16}" for name in options.policies))
     for build, limits in CELLS:
         chain = build()
-        for limit in limits:
-            for updates in ("during", "after"):
-                found = [cell(chain, round(limit), updates, name, options.effort) for name in options.policies]
-                rows += found
-                shown = "".join(f" {row['over'] or float('nan'):>16.3f}" for row in found)
-                print(f"{chain.name:<22} {limit / 1e9:>4g} GB {updates:<7}{shown}", flush=True)
-    if options.json:
-        about = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        for limit, updates in product(limits, ("during", "after")):
+            found = [cell(chain, round(limit), updates, name, options.effort) for name in options.policies]
+            rows += found
+            shown = "".join(f" {row['over'] or float('nan'):>16.3f}" for row in found)
+            print(f"{chain.name:<22} {limit / 1e9:>4g} GB {updates:<7}{shown}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

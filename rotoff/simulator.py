@@ -30,7 +30,7 @@ from dataclasses import replace
 
 from .chain import Chain, check_chain
 from .errors import InvalidSequenceError
-from .sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value, a, abar, g, o, w
+from .sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, g, o, w
 from .sizes import format_bytes, parse_bytes
 from .steady_step import PERIODS, AtRest, Readers, at_rest, check_end, check_group_value, check_updates, group_bytes
 from .trace import Event as Event
@@ -61,6 +61,7 @@ class Machine:
         self._whole: set[int] = set()  # groups whose gradient is whole
         self._left: set[int] = set()  # groups whose gradient has been offloaded
         self._updated: set[int] = set()
+        self._parameter_bytes = sum(self.rest.device.values())  # of parameters, their gradients and states on the device
         self._ends = [0.0]  # of the compute lane: the start of the first step, the end of each
         self._clock = {"compute": 0.0, "d2h": 0.0, "h2d": 0.0, "host": 0.0}
         self._copy_end: dict[Value, float] = {}  # value -> end of the last copy that reads or writes it
@@ -74,11 +75,6 @@ class Machine:
         """Bytes of all values on the device and of the one gradient held between operations."""
         gradient = self.chain.grad_bytes(self.next_backward) if self.backward_phase else 0
         return sum(self.device.values()) + gradient
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of parameters, their gradients and their states on the device."""
-        return sum(size for v, size in self.device.items() if v.of) if self.chain.parameters else 0
 
     @property
     def host_bytes(self) -> int:
@@ -100,7 +96,7 @@ class Machine:
         Raises:
             InvalidSequenceError: naming the operation, its index, what is missing, or the bytes over the limit.
         """
-        if op.of or op.kind in UPDATES:
+        if op.of or op.kind is OpKind.U or op.kind is OpKind.H:
             wrong = check_group_value(self.chain, op.value if op.of else g(op.stage))
             if wrong:
                 raise self._error(op, wrong)
@@ -111,7 +107,7 @@ class Machine:
             if self.next_backward == 0:
                 more = " but updates and moves of parameters" if self.chain.parameters else ""
                 raise self._error(op, f"nothing may follow B 1{more}")
-        before = self.parameter_bytes
+        before = self._parameter_bytes
         if op.kind in FORWARDS:
             event = self._forward(op)
         elif op.kind is OpKind.B:
@@ -122,8 +118,8 @@ class Machine:
             event = self._update_on_host(op)
         else:
             event = self._move(op)
-        if self.chain.parameters:
-            event = replace(event, parameter_memory=max(before, self.parameter_bytes))
+        if self._parameter_bytes or before:
+            event = replace(event, parameter_memory=max(before, self._parameter_bytes))
         self.events.append(event)
         return event
 
@@ -244,6 +240,7 @@ class Machine:
             self.device[a(i)] = self.chain.output_bytes(i)  # the caller still holds the output
         self.next_backward = i - 1
         self.device.update(begun)
+        self._parameter_bytes += sum(begun.values())
         self._whole.update(v.stage for v in self._readers.whole.get(i, ()))
         return Event(op, "compute", start, end, memory, host)
 
@@ -255,7 +252,7 @@ class Machine:
         memory, host = self._within_limit(op, self.held_bytes + group.update_transient_bytes), self.host_bytes
         start = max([self._clock["compute"]] + [self._copy_end.get(v, 0.0) for v in (w(k), g(k), o(k))])
         self._clock["compute"] = end = start + group.update_time
-        del self.device[g(k)]
+        self._parameter_bytes -= self.device.pop(g(k))
         for v in (w(k), g(k), o(k)):
             self.host.pop(v, None)
         self._updated.add(k)
@@ -304,6 +301,7 @@ class Machine:
                 self._left.add(v.stage)
         elif kind is OpKind.PREFETCH:
             self.device[v] = self.host[v]
+            self._parameter_bytes += self.host[v] if v.of else 0
             self.arriving.add(v)
             lane, (start, end) = "h2d", self._copy("h2d", v)
         host = self.host_bytes
@@ -312,7 +310,8 @@ class Machine:
             self.arriving.discard(v)
         elif kind in (OpKind.FREE, OpKind.DROP):
             start, end = self._compute(0.0, [v])
-            del self.device[v]
+            size = self.device.pop(v)
+            self._parameter_bytes -= size if v.of else 0
         return Event(op, lane, start, end, memory, host)
 
     def _check_move(self, op: Op, v: Value) -> None:

@@ -64,6 +64,8 @@ def at_rest(chain: Chain, ops: Iterable[Op] = (), resident: Iterable[str] = ()) 
         InvalidSequenceError: where `resident` names what is not there.
     """
     kept = dict.fromkeys(parse_value(text) for text in resident)
+    if not chain.parameters and not kept:
+        return AtRest()
     for v in kept:
         wrong = check_group_value(chain, v)
         if wrong:

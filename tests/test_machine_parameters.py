@@ -36,6 +36,7 @@ def agree(chain: Chain, data: dict, limit: int | None = None, updates: str = "du
     assert [event.memory for event in trace.events] == expected.memory
     assert [event.host_memory for event in trace.events] == expected.host_memory
     assert [(e.lane, e.start, e.end) for e in trace.events] == expected.rows
+    assert [event.parameter_memory for event in trace.events] == expected.parameter_memory
     return True
 
 

@@ -14,12 +14,14 @@ class Illegal(Exception):
 
 
 class Verdict(NamedTuple):
-    """makespan: seconds. memory, host_memory: bytes while each operation runs. rows: lane, start and end of each, last period."""
+    """makespan: seconds. memory, host_memory: bytes while each operation runs; parameter_memory: those of w, g and o among the
+    first. rows: lane, start and end of each, last period."""
 
     makespan: float
     memory: list[int]
     host_memory: list[int]
     rows: list[tuple[str, float, float]]
+    parameter_memory: list[int]
 
 
 def judge(chain: dict[str, Any], sequence: dict[str, Any], limit: float = float("inf"), after: bool = False) -> Verdict:
@@ -39,7 +41,7 @@ def judge(chain: dict[str, Any], sequence: dict[str, Any], limit: float = float(
         _check_after(sequence)
     makespan = (ends[4] - ends[2]) / 2 if state.groups else ends[1]
     rows = [(lane, a - start, b - start) for lane, a, b in state.rows]
-    return Verdict(makespan, state.memory, state.host_memory, rows)
+    return Verdict(makespan, state.memory, state.host_memory, rows, state.parameter_memory)
 
 
 def _check_after(sequence: dict[str, Any]) -> None:
@@ -108,6 +110,7 @@ class State:
         self.forms: dict[int, int] = {}
         self.memory: list[int] = []
         self.host_memory: list[int] = []
+        self.parameter_memory: list[int] = []
         self.rows: list[tuple[str, float, float]] = []
 
     def end(self) -> None:
@@ -124,6 +127,9 @@ class State:
     def held(self) -> int:
         return sum(self.sizes[v] for v in self.device) + (self.gradient(self.todo) if self.turned else 0)
 
+    def of_parameters(self) -> int:
+        return sum(self.sizes[v] for v in self.device if v[0] in "wgo")
+
     def usable(self, value: str) -> bool:
         return (self.sizes.get(value) == 0 and value[0] in "wgo") or (value in self.device and value not in self.arriving)
 
@@ -138,6 +144,7 @@ class State:
 
     def run(self, text: str) -> None:
         word, *rest = text.split()
+        theirs = self.of_parameters()
         before = sum(self.sizes[v] for v in self.host)
         if word in ("U", "H"):
             self.update(word, int(rest[0]))
@@ -150,6 +157,7 @@ class State:
             self.move(word, " ".join(rest))
             before = sum(self.sizes[v] for v in self.host)
         self.host_memory.append(before)
+        self.parameter_memory.append(max(theirs, self.of_parameters()))
 
     def _has_parameters(self, i: int) -> bool:
         return all(self.usable(f"w {k}") or not group["bytes"] for k, group in self.groups.items() if i in group["stages"])
