@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .sequence import FORWARDS, UPDATES, Op, OpKind, Sequence, parse_value
+from .sequence import FORWARDS, UPDATES, Op, OpKind, Sequence, parse_value, w
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def group_fates(sequence: Iterable[Op]) -> tuple[GroupFate, ...]:
     return tuple(
         GroupFate(
             group=k,
-            streams=fetched.count(("w", k)) > (k in on_host and any(v == (False, k, "w") for v in resident)),
+            streams=fetched.count(("w", k)) > (k in on_host and w(k) in resident),
             moves_state=("o", k) in fetched,
             on_host=k in on_host,
         )
