@@ -1,8 +1,8 @@
 """BY-HAND: the best of some 70 placements that a person would try, as a yardstick for a planner of parameters.
 
 The first r groups are resident; the next z keep their parameters on the device, and the host has their states and updates them; all
-others are streamed one operation ahead, or two. r and z go over a grid of tenths, then over the neighbours of the best of it. Where
-the host cannot update, states come in for it.
+others are streamed one operation ahead, or two. r and z go over a grid of tenths, then over the neighbours of the best, as
+long as one of them is better. Where the host cannot update, states come in for it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def by_hand(chain: Chain, mem_limit: int, updates: str = "during", effort: bool 
                 found[pair] = made.meta["makespan"]
         return min(found, key=lambda pair: found[pair], default=None)
 
-    best = try_all(grid)
-    if best is not None:
-        near = product(range(best[0] - 1, best[0] + 3), range(best[1] - 1, best[1] + 2))
+    best, centre = try_all(grid), None
+    while best is not None and best != centre:
+        centre = best
+        near = product(range(best[0] - 2, best[0] + 3), range(best[1] - 1, best[1] + 2))
         best = try_all(pair for pair in near if min(pair) >= 0 and sum(pair) <= K and pair not in found)
     chosen = grid if best is None else [best]
     placements = {f"{r} resident, {z} updated on the host": _places(chain, r, z) for r, z in chosen}
