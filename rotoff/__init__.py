@@ -24,6 +24,7 @@ from .errors import MeasureError as MeasureError
 from .errors import OptionError as OptionError
 from .errors import RotoffError as RotoffError
 from .errors import SequenceFormatError as SequenceFormatError
+from .parameters import ParameterGroup as ParameterGroup
 from .profile.devices import Device as Device
 from .profile.devices import devices as devices
 from .profile.devices import register_device as register_device

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .chain_fields import bytes_of, check_name, seconds, several
 from .errors import ChainError
-from .json_file import is_text, load_json, save_json
+from .json_file import load_json, save_json
+from .parameters import ParameterGroup
 
 FORMAT = "rotoff.chain"
 VERSION = 1
+WITH_PARAMETERS = 2
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,15 @@ class Stage:
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}" if self.name else "a stage"
         put = object.__setattr__
-        _check_name(self.name, "a stage")
-        put(self, "forward_time", _seconds(self.forward_time, "forward_time", where))
-        put(self, "backward_time", _seconds(self.backward_time, "backward_time", where))
+        check_name(self.name, "a stage")
+        put(self, "forward_time", seconds(self.forward_time, "forward_time", where))
+        put(self, "backward_time", seconds(self.backward_time, "backward_time", where))
         for name in ("output_bytes", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes"):
-            put(self, name, _bytes(getattr(self, name), name, where))
-        put(self, "grad_bytes", _bytes(_default(self.grad_bytes, self.output_bytes), "grad_bytes", where))
+            put(self, name, bytes_of(getattr(self, name), name, where))
+        put(self, "grad_bytes", bytes_of(_default(self.grad_bytes, self.output_bytes), "grad_bytes", where))
         transient = _default(self.checkpoint_transient_bytes, self.forward_transient_bytes)
-        put(self, "checkpoint_transient_bytes", _bytes(transient, "checkpoint_transient_bytes", where))
-        forms = enumerate(_several(self.forms, "forms", where, "rotoff.Form"), start=1)
+        put(self, "checkpoint_transient_bytes", bytes_of(transient, "checkpoint_transient_bytes", where))
+        forms = enumerate(several(self.forms, "forms", where, "rotoff.Form"), start=1)
         put(self, "forms", tuple(_checked_form(form, k, where) for k, form in forms))
 
     def form(self, k: int) -> Form:
@@ -90,6 +93,7 @@ class Chain:
         d2h_bandwidth, h2d_bandwidth: bytes per second from device to host and back.
         input_bytes: bytes of a_0. input_grad_bytes: bytes of δ_0 (0 where the input needs no gradient).
         duplex: whether both directions can move at once.
+        parameters: groups 1 to K of parameters, as a sequence of `ParameterGroup`; none where a limit covers activations alone.
         meta: anything worth keeping with it (model, shapes, device, versions); `extra` holds a file's unknown fields.
 
     Raises:
@@ -105,26 +109,36 @@ class Chain:
     name: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    parameters: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        _check_name(self.name, "the chain")
-        put(self, "stages", tuple(_several(self.stages, "stages", "the chain", "rotoff.Stage")))
+        check_name(self.name, "the chain")
+        put(self, "stages", tuple(several(self.stages, "stages", "the chain", "rotoff.Stage")))
         if not self.stages:
             raise ChainError("the chain has no stages; it needs at least one")
         for stage in self.stages:
             if not isinstance(stage, Stage):
                 raise ChainError(f"a stage is {stage!r}, not a rotoff.Stage")
         for name in ("d2h_bandwidth", "h2d_bandwidth"):
-            value = _seconds(getattr(self, name), name, "the chain")
+            value = seconds(getattr(self, name), name, "the chain")
             if value == 0:
                 raise ChainError(f"{name} of the chain is 0; give bytes per second above 0 (mode='remat' uses no link)")
             put(self, name, value)
         for name in ("input_bytes", "input_grad_bytes"):
-            put(self, name, _bytes(getattr(self, name), name, "the chain"))
+            put(self, name, bytes_of(getattr(self, name), name, "the chain"))
         if not isinstance(self.duplex, bool):
             raise ChainError(f"duplex of the chain is {self.duplex!r}; give true or false")
-        if not math.isfinite(sum(stage.forward_time + stage.backward_time for stage in self.stages)):
+        put(self, "parameters", tuple(several(self.parameters, "parameters", "the chain", "rotoff.ParameterGroup")))
+        for k, group in enumerate(self.parameters, start=1):
+            if not isinstance(group, ParameterGroup):
+                raise ChainError(f"group {k} of the parameters is {group!r}, not a rotoff.ParameterGroup")
+            if max(group.stages) > len(self.stages):
+                raise ChainError(
+                    f"group {k} of the parameters names stage {max(group.stages)}, but the chain has stages 1 to {len(self)}"
+                )
+        updates = sum(group.update_time + (group.host_update_time or 0.0) for group in self.parameters)
+        if not math.isfinite(updates + sum(stage.forward_time + stage.backward_time for stage in self.stages)):
             raise ChainError("the times of the chain's stages come to more than 1e308 seconds; give seconds of one step")
 
     def __len__(self) -> int:
@@ -136,6 +150,16 @@ class Chain:
         if not 1 <= i <= len(self.stages):
             raise IndexError(f"the chain has stages 1 to {len(self.stages)}, not {i}")
         return self.stages[i - 1]
+
+    def group(self, k: int) -> ParameterGroup:
+        """Group k of the parameters, counted from 1."""
+        if not 1 <= k <= len(self.parameters):
+            raise IndexError(f"the chain has parameter groups 1 to {len(self.parameters)}, not {k}")
+        return self.parameters[k - 1]
+
+    def without_parameters(self) -> Chain:
+        """The same chain, whose parameters lie on the device and are charged to nobody."""
+        return replace(self, parameters=()) if self.parameters else self
 
     def output_bytes(self, i: int) -> int:
         """Bytes of a_i; a_0 is the chain's input."""
@@ -156,11 +180,12 @@ class Chain:
 
     def to_dict(self) -> dict[str, Any]:
         """The chain as the JSON object of its file format; `from_dict` is the reverse."""
-        head = {"format": FORMAT, "version": VERSION, "name": self.name}
+        head = {"format": FORMAT, "version": WITH_PARAMETERS if self.parameters else VERSION, "name": self.name}
         link = {"d2h_bandwidth": self.d2h_bandwidth, "h2d_bandwidth": self.h2d_bandwidth, "duplex": self.duplex}
         ends = {"input_bytes": self.input_bytes, "input_grad_bytes": self.input_grad_bytes}
         meta = {"meta": dict(self.meta)} if self.meta else {}
-        return {**self.extra, **head, **link, **ends, **meta, "stages": [_stage_to_dict(s) for s in self.stages]}
+        groups = {"parameters": [group.to_dict() for group in self.parameters]} if self.parameters else {}
+        return {**self.extra, **head, **link, **ends, **meta, "stages": [_stage_to_dict(s) for s in self.stages], **groups}
 
     @classmethod
     def from_dict(cls, data: Any) -> Chain:
@@ -171,20 +196,26 @@ class Chain:
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ChainError(f'not a chain: the field "format" must be "{FORMAT}"')
-        if data.get("version") != VERSION:
-            raise ChainError(f"a chain of version {data.get('version')!r}; this rotoff reads version {VERSION}")
+        version, groups = data.get("version"), data.get("parameters", [])
+        if version not in (VERSION, WITH_PARAMETERS):
+            raise ChainError(f"a chain of version {version!r}; this rotoff reads versions {VERSION} and {WITH_PARAMETERS}")
+        if version == VERSION and "parameters" in data:
+            raise ChainError(f"a chain of version {VERSION} has no parameters; give version {WITH_PARAMETERS}")
         for name in ("d2h_bandwidth", "h2d_bandwidth", "input_bytes", "stages"):
             if name not in data:
                 raise ChainError(f"the chain misses the field {name!r}")
         if not isinstance(data["stages"], list):
             raise ChainError(f"stages of the chain is {data['stages']!r}, not a list")
+        if not isinstance(groups, list):
+            raise ChainError(f"parameters of the chain is {groups!r}, not a list")
         known = {"name", "d2h_bandwidth", "h2d_bandwidth", "duplex", "input_bytes", "input_grad_bytes", "meta"}
         values = {key: data[key] for key in known if key in data}
         if not isinstance(values.get("meta", {}), Mapping):
             raise ChainError(f"meta of the chain is {values['meta']!r}, not an object")
-        extra = {key: data[key] for key in data if key not in known | {"format", "version", "stages"}}
+        extra = {key: data[key] for key in data if key not in known | {"format", "version", "stages", "parameters"}}
         stages = tuple(_stage_from_dict(item, i) for i, item in enumerate(data["stages"], start=1))
-        return cls(stages=stages, extra=extra, **values)
+        parameters = tuple(ParameterGroup.from_dict(item, k) for k, item in enumerate(groups, start=1))
+        return cls(stages=stages, parameters=parameters, extra=extra, **values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the chain as JSON to `path`, whole or not at all."""
@@ -261,48 +292,13 @@ def _checked_form(form: Form, k: int, where: str) -> Form:
     if not isinstance(form, Form):
         raise ChainError(f"{where} is {form!r}, not a rotoff.Form")
     return Form(
-        saved_bytes=_bytes(form.saved_bytes, "saved_bytes", where),
-        backward_time=_seconds(form.backward_time, "backward_time", where),
-        forward_transient_bytes=_bytes(form.forward_transient_bytes, "forward_transient_bytes", where),
-        backward_transient_bytes=_bytes(form.backward_transient_bytes, "backward_transient_bytes", where),
+        saved_bytes=bytes_of(form.saved_bytes, "saved_bytes", where),
+        backward_time=seconds(form.backward_time, "backward_time", where),
+        forward_transient_bytes=bytes_of(form.forward_transient_bytes, "forward_transient_bytes", where),
+        backward_transient_bytes=bytes_of(form.backward_transient_bytes, "backward_transient_bytes", where),
         extra=form.extra,
     )
 
 
 def _default(value: int | None, other: int) -> int:
     return other if value is None else value
-
-
-def _check_name(name: Any, where: str) -> None:
-    if not is_text(name):
-        raise ChainError(f"name of {where} is {name!r}; give text, without lone halves of surrogate pairs")
-
-
-def _several(values: Any, name: str, where: str, kind: str) -> Iterable[Any]:
-    if not isinstance(values, Iterable):
-        raise ChainError(f"{name} of {where} is {values!r}; give a sequence of {kind}")
-    return values
-
-
-def _number(value: Any, name: str, where: str) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
-        raise ChainError(f"{name} of {where} is {value!r}; give a number")
-    try:
-        real = float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        raise ChainError(f"{name} of {where} is over 1e308; give a finite number at or above 0") from None
-    if not math.isfinite(real) or real < 0:
-        raise ChainError(f"{name} of {where} is {value!r}; give a finite number at or above 0")
-    return real
-
-
-def _seconds(value: Any, name: str, where: str) -> float:
-    return _number(value, name, where)
-
-
-def _bytes(value: Any, name: str, where: str) -> int:
-    real = _number(value, name, where)
-    number = int(value)
-    if number != real and not isinstance(value, int):
-        raise ChainError(f"{name} of {where} is {value!r}; give a whole number of bytes")
-    return number

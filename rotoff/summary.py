@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .sequence import FORWARDS, Op, OpKind
+from .sequence import FORWARDS, UPDATES, Op, OpKind, Sequence, parse_value, w
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ def fates(sequence: Iterable[Op]) -> tuple[Fate, ...]:
                 forms[op.stage] = op.form
             elif op.kind is OpKind.F_ALL:
                 forms[op.stage] = 0
+        elif op.of or op.kind in UPDATES:
+            continue
         elif op.kind is OpKind.OFFLOAD:
             moved.add((op.stage, op.saved))
         elif op.kind is OpKind.DROP and op.saved:
@@ -65,6 +67,52 @@ def fates(sequence: Iterable[Op]) -> tuple[Fate, ...]:
     )
 
 
+@dataclass(frozen=True)
+class GroupFate:
+    """What becomes of one group of parameters in a step.
+
+    group: its number. streams: whether its parameters come in for uses of them, rather than once after an update on the host.
+    moves_state: whether the optimizer's state comes in for the update. on_host: whether the host updates it.
+    """
+
+    group: int
+    streams: bool
+    moves_state: bool
+    on_host: bool
+
+    @property
+    def word(self) -> str:
+        """One of "resident", "streamed", "state moved", "streamed, state moved", "updated on the host", "streamed, updated on the host"."""
+        parts = [
+            text
+            for text, said in (
+                ("streamed", self.streams),
+                ("state moved", self.moves_state),
+                ("updated on the host", self.on_host),
+            )
+            if said
+        ]
+        return ", ".join(parts) or "resident"
+
+
+def group_fates(sequence: Iterable[Op]) -> tuple[GroupFate, ...]:
+    """What becomes of every group of parameters that the sequence names, by rising number."""
+    ops = tuple(sequence)
+    resident = {parse_value(text) for text in sequence.resident} if isinstance(sequence, Sequence) else set()
+    named = {v.stage for v in resident} | {op.stage for op in ops if op.of or op.kind in UPDATES}
+    on_host = {op.stage for op in ops if op.kind is OpKind.H}
+    fetched = [(op.of, op.stage) for op in ops if op.kind is OpKind.PREFETCH]
+    return tuple(
+        GroupFate(
+            group=k,
+            streams=fetched.count(("w", k)) > (k in on_host and w(k) in resident),
+            moves_state=("o", k) in fetched,
+            on_host=k in on_host,
+        )
+        for k in sorted(named)
+    )
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Whole numbers as text, runs of them joined: ``"1-4, 7"``; ``"none"`` where there are none."""
     found: list[tuple[int, int]] = []
@@ -77,7 +125,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def in_words(sequence: Iterable[Op]) -> str:
-    """What moves and what is recomputed, such as ``"stages 1-3 moved, 4-9 recomputed"``."""
+    """What moves and what is recomputed, such as ``"stages 1-3 moved, 4-9 recomputed; parameters 1-9 resident"``."""
     made = fates(sequence)
     parts = [
         f"{ranges(numbers)} {word}"
@@ -88,4 +136,8 @@ def in_words(sequence: Iterable[Op]) -> str:
         )
         if numbers
     ]
-    return f"stages {', '.join(parts)}" if parts else "everything is kept"
+    groups: dict[str, list[int]] = {}
+    for fate in group_fates(sequence):
+        groups.setdefault(fate.word, []).append(fate.group)
+    stages = f"stages {', '.join(parts)}" if parts else "everything is kept"
+    return "; ".join([stages, *(f"parameters {ranges(numbers)} {word}" for word, numbers in groups.items())])

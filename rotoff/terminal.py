@@ -1,4 +1,6 @@
-"""A plan as text: three lanes, the curve of bytes and what becomes of every stage, on one screen whatever the number of stages.
+"""A plan as text: lanes, the curve of bytes and what becomes of every stage, on one screen whatever the number of stages.
+
+With parameters the curve's lower part (▒) is theirs, the host's updates have a lane, and every group has a letter too.
 
 Colour is used where the terminal has it: never where ``NO_COLOR`` is set (https://no-color.org) or the output is no terminal,
 always where ``FORCE_COLOR`` is set. Without colour the same picture is told by the characters alone.
@@ -10,24 +12,31 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
+from itertools import groupby
 from typing import TextIO
 
 from .chain import Chain
 from .sequence import COMPUTES, Op, OpKind
 from .sequence import Sequence as Plan
-from .simulator import Trace, simulate
+from .simulator import Event, Trace, simulate
 from .sizes import format_bytes, parse_bytes
-from .summary import Fate, fates, ranges
+from .summary import Fate, GroupFate, fates, group_fates, ranges
 
 _HEIGHT = 7  # rows of the curve
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_STYLES = {  # ANSI: forward, recompute, backward, idle, both copies, what is faint
+_PARAMETERS = "▒"
+_STYLES = {  # ANSI: forward, recompute, backward, idle, both copies, updates, copies and bytes of parameters, what is faint
     "F": "36",
     "R": "33",
     "B": "34",
     ".": "90",
     ">": "35",
     "<": "32",
+    "U": "31",
+    "H": "31",
+    "»": "95",
+    "«": "92",
+    _PARAMETERS: "33",
     "faint": "90",
     "bold": "1",
     "k": "36",
@@ -35,8 +44,21 @@ _STYLES = {  # ANSI: forward, recompute, backward, idle, both copies, what is fa
     "m": "35",
     "r": "33",
     "x": "31",
+    "p": "32",
+    "o": "32",
+    "b": "32",
+    "h": "31",
+    "z": "31",
 }
 _FATES = {"kept": "k", "reduced": "s", "moved": "m", "recomputed": "r", "moved and recomputed": "x"}
+_GROUP_FATES = {  # a letter and words for what becomes of a group of parameters
+    "resident": ("k", "resident"),
+    "streamed": ("p", "parameters streamed"),
+    "state moved": ("o", "optimizer state moved"),
+    "streamed, state moved": ("b", "parameters streamed, optimizer state moved"),
+    "updated on the host": ("h", "updated on the host"),
+    "streamed, updated on the host": ("z", "parameters streamed, updated on the host"),
+}
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -68,7 +90,7 @@ def render(
         InvalidSequenceError: where the machine refuses the sequence.
     """
     ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
-    trace = simulate(chain, ops)
+    trace = simulate(chain, sequence if isinstance(sequence, Plan) else ops)
     shown = trace if measured is None else measured
     if mem_limit is None and isinstance(sequence, Plan):
         mem_limit = sequence.mem_limit
@@ -83,13 +105,17 @@ def render(
         paint("bold", part) for part in _wrap(_headline(chain, trace, shown, mode, limit, measured is not None), columns)
     ]
     lines += ["", *_curve(shown, limit, room, left, paint)]
-    for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d")):
+    for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d"), ("on host", "host")):
         if lane == "compute" or any(event.lane == lane for event in shown.events):
             lines.append(f"{name:>{left - 1}} {paint.each(_lane(shown, lane, room))}".rstrip())
     lines.append(f"{'':>{left}}{_axis(shown.makespan, room)}")
     legend = "F forward  R forward again  B backward  . idle  > to host  < to device"
+    if chain.parameters:
+        legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
     lines += [paint("faint", f"{'':>{left}}{part}") for part in _wrap(legend, room)]
     lines += ["", *_stages(fates(ops), room, left, columns, paint)]
+    if chain.parameters:
+        lines += _groups(group_fates(sequence if isinstance(sequence, Plan) else ops), room, left, columns, paint)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -112,6 +138,13 @@ class _Paint:
                 start = n
         return "".join(made)
 
+    def bars(self, cells: str) -> str:
+        """A row of the curve: what is of parameters apart from all else."""
+        return "".join(
+            self(_PARAMETERS if theirs else "B", "".join(part))
+            for theirs, part in groupby(cells, lambda c: c == _PARAMETERS)
+        )
+
 
 def _headline(chain: Chain, trace: Trace, shown: Trace, mode: str, limit: int | None, measured: bool) -> str:
     parts = [chain.name or "chain", f"{len(chain)} stages"]
@@ -130,7 +163,7 @@ def _headline(chain: Chain, trace: Trace, shown: Trace, mode: str, limit: int | 
 def _curve(trace: Trace, limit: int | None, room: int, left: int, paint: _Paint) -> list[str]:
     """Bytes on the device, the most of each column's time, in `_HEIGHT` rows; the limit is the top where it is given."""
     top = max(limit or 0, trace.peak_bytes) or 1
-    peaks = [0] * room
+    peaks, parameters = [0] * room, [0] * room
     scale = room / trace.makespan if trace.makespan else 0.0
     clock = 0.0
     for event in trace.events:
@@ -138,19 +171,25 @@ def _curve(trace: Trace, limit: int | None, room: int, left: int, paint: _Paint)
         first = min(room - 1, int(start * scale))
         last = min(room - 1, max(first, int(end * scale - 1e-9)))
         for column in range(first, last + 1):
-            peaks[column] = max(peaks[column], event.memory)
+            if event.memory > peaks[column]:
+                peaks[column], parameters[column] = event.memory, event.parameter_memory
         clock = end
     for column in range(1, room):
-        peaks[column] = peaks[column] or peaks[column - 1]  # idle: what was held is still held
+        if not peaks[column]:  # idle: what was held is still held
+            peaks[column], parameters[column] = peaks[column - 1], parameters[column - 1]
     eighths = [-(-peak * _HEIGHT * 8 // top) for peak in peaks]
+    theirs = [round(part * _HEIGHT / top) for part in parameters]
     unit = format_bytes(top).split()[1]
     size = parse_bytes(f"1 {unit}")
     marks = {_HEIGHT: f"{top / size:.3g} {unit}", (_HEIGHT + 1) // 2: f"{top / size / 2:.3g} {unit}", 1: f"0 {unit}"}
     rows = []
     for row in range(_HEIGHT, 0, -1):
-        cells = "".join(_BLOCKS[max(0, min(8, height - 8 * (row - 1)))] for height in eighths)
+        cells = "".join(
+            _PARAMETERS if row <= lower else _BLOCKS[max(0, min(8, height - 8 * (row - 1)))]
+            for height, lower in zip(eighths, theirs, strict=True)
+        )
         mark = marks.get(row, "")
-        rows.append(f"{mark:>{left - 1}} {paint('B', cells)}")
+        rows.append(f"{mark:>{left - 1}} {paint.bars(cells)}")
     if limit is not None:
         label = f"limit {format_bytes(limit)} "
         rows.insert(0, f"{'':>{left}}{paint('faint', label + '┄' * max(0, room - len(label)))}")
@@ -161,13 +200,11 @@ def _lane(trace: Trace, lane: str, room: int) -> str:
     """One character for each column: what fills most of its time."""
     share: list[dict[str, float]] = [{} for _ in range(room)]
     scale = room / trace.makespan if trace.makespan else 0.0
-    for event in trace.events:
-        if event.lane != lane or (lane == "compute" and event.op.kind not in COMPUTES):
+    for event, begun, ended in trace.spans(lane):
+        if lane == "compute" and event.op.kind not in COMPUTES:
             continue
-        letter = {"d2h": ">", "h2d": "<"}.get(lane) or (
-            "B" if event.op.kind is OpKind.B else "R" if event.recompute else "F"
-        )
-        start, end = event.start * scale, event.end * scale
+        start, end = begun * scale, ended * scale
+        letter = _letter(event)
         for column in range(int(start), min(room, int(end) + 1)):
             part = min(end, column + 1) - max(start, column)
             share[column][letter] = share[column].get(letter, 0.0) + max(0.0, part)
@@ -181,6 +218,14 @@ def _lane(trace: Trace, lane: str, room: int) -> str:
     return "".join(cells)
 
 
+def _letter(event: Event) -> str:
+    if event.lane in ("d2h", "h2d"):
+        return {"d2h": ">»", "h2d": "<«"}[event.lane][bool(event.op.of)]
+    if event.op.kind in (OpKind.B, OpKind.U, OpKind.H):
+        return event.op.kind.value
+    return "R" if event.recompute else "F"
+
+
 def _axis(makespan: float, room: int) -> str:
     end = _time(makespan)
     middle = _time(makespan / 2)
@@ -191,11 +236,6 @@ def _axis(makespan: float, room: int) -> str:
 def _stages(made: tuple[Fate, ...], room: int, left: int, columns: int, paint: _Paint) -> list[str]:
     """A letter for each stage, and the same in words."""
     letters = "".join(_FATES[fate.word] for fate in made)
-    rows = []
-    for start in range(0, len(letters), room):
-        mark = f"{start + 1}-{min(len(letters), start + room)}"
-        rows.append(f"{'stages' if not start else '':>{left - 1}} {paint.each(letters[start : start + room])}")
-        rows[-1] += f"  {paint('faint', mark)}" if len(letters) <= room - len(mark) - 2 else ""
     words = {
         "k kept": [f.stage for f in made if f.word == "kept"],
         "s kept in a smaller form": [f.stage for f in made if f.word == "reduced"],
@@ -203,6 +243,24 @@ def _stages(made: tuple[Fate, ...], room: int, left: int, columns: int, paint: _
         "r recomputed": [f.stage for f in made if f.word == "recomputed"],
         "x moved and recomputed": [f.stage for f in made if f.word == "moved and recomputed"],
     }
+    return _row_of_letters("stages", letters, words, room, left, columns, paint)
+
+
+def _groups(made: tuple[GroupFate, ...], room: int, left: int, columns: int, paint: _Paint) -> list[str]:
+    """The same for each group of parameters."""
+    letters = "".join(_GROUP_FATES[fate.word][0] for fate in made)
+    words = {f"{letter} {text}": [f.group for f in made if f.word == word] for word, (letter, text) in _GROUP_FATES.items()}
+    return _row_of_letters("params", letters, words, room, left, columns, paint)
+
+
+def _row_of_letters(
+    name: str, letters: str, words: dict[str, list[int]], room: int, left: int, columns: int, paint: _Paint
+) -> list[str]:
+    rows = []
+    for start in range(0, len(letters), room):
+        mark = f"{start + 1}-{min(len(letters), start + room)}"
+        rows.append(f"{name if not start else '':>{left - 1}} {paint.each(letters[start : start + room])}")
+        rows[-1] += f"  {paint('faint', mark)}" if len(letters) <= room - len(mark) - 2 else ""
     for word, numbers in words.items():
         if numbers:
             text = _wrap(f"{word}: {ranges(numbers)}", columns - left)

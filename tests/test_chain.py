@@ -219,7 +219,7 @@ def test_a_missing_field_of_the_chain_is_named(name: str) -> None:
         (None, 'the field "format" must be "rotoff.chain"'),
         (without(plain_chain(), "format"), 'the field "format" must be "rotoff.chain"'),
         (plain_chain(format="rotoff.sequence"), 'the field "format" must be "rotoff.chain"'),
-        (plain_chain(version=2), "version 2; this rotoff reads version 1"),
+        (plain_chain(version=3), "version 3; this rotoff reads versions 1 and 2"),
         (without(plain_chain(), "version"), "version None"),
         (plain_chain(stages=[]), "has no stages; it needs at least one"),
         (plain_chain(stages={}), "not a list"),

@@ -41,9 +41,12 @@ def test_what_stands_side_by_side_differs_in_lightness_or_is_hatched() -> None:
     for one, other in combinations((style.FORWARD, style.RECOMPUTE, style.BACKWARD, style.IDLE), 2):
         assert abs(lightness(one.colour) - lightness(other.colour)) >= 15, (one, other)
     assert abs(lightness(style.OUTWARD.colour) - lightness(style.INWARD.colour)) >= 15
-    assert style.RECOMPUTE.hatch
-    assert style.IDLE.hatch
-    assert style.RECOMPUTE.hatch != style.IDLE.hatch
+    for one, other in ((style.OUTWARD, style.PARAMETERS_OUT), (style.INWARD, style.PARAMETERS_IN)):
+        assert abs(lightness(one.colour) - lightness(other.colour)) >= 15
+    assert abs(lightness(style.HELD) - lightness(style.PARAMETERS_HELD)) >= 15
+    hatches = {style.RECOMPUTE.hatch, style.IDLE.hatch, style.UPDATE.hatch}
+    assert "" not in hatches
+    assert len(hatches) == 3
 
 
 def test_series_differ_in_marker_so_that_colour_is_not_needed() -> None:
@@ -69,7 +72,8 @@ def test_forwards_run_again_are_marked() -> None:
 
 def test_the_curve_reaches_the_peak_and_no_more() -> None:
     trace = rotoff.simulate(CHAIN, MOVING)
-    times, device, host = held(trace)
+    times, device, host, parameters = held(trace)
+    assert not any(parameters)
     assert times == sorted(times)
     assert (times[0], times[-1]) == (0.0, trace.makespan)
     assert max(device) == trace.peak_bytes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import rotoff
 from rotoff import Op, OpKind, Sequence, SequenceFormatError
 from rotoff import sequence as ops
-from rotoff.sequence import a, abar
+from rotoff.sequence import Value, a, abar, g, o, parse_value, w
 
 TEXTS = {
     "F_all 3": ops.F_all(3),
@@ -27,6 +27,11 @@ TEXTS = {
     "prefetch abar 10": ops.prefetch(abar(10)),
     "wait abar 10": ops.wait(abar(10)),
     "drop a 7": ops.drop(a(7)),
+    "U 2": ops.U(2),
+    "H 2": ops.H(2),
+    "prefetch w 3": ops.prefetch(w(3)),
+    "offload g 3": ops.offload(g(3)),
+    "free o 3": ops.free(o(3)),
 }
 
 
@@ -37,12 +42,15 @@ def test_an_operation_is_one_line_of_text(text: str, op: Op) -> None:
     assert rotoff.parse(f"  {text.replace(' ', '   ')} ") == op
 
 
-def draw_op(kind: OpKind, stage: int, form: int, saved: bool) -> Op:
-    moves = kind in ops.TRANSFERS
-    return Op(kind, stage, form if kind is OpKind.F_SEL else 0, saved if moves else False)
+VALUES = [(False, ""), (True, ""), (False, "w"), (False, "g"), (False, "o")]
 
 
-operations = st.builds(draw_op, st.sampled_from(OpKind), st.integers(0, 10**6), st.integers(1, 9), st.booleans())
+def draw_op(kind: OpKind, stage: int, form: int, value: tuple[bool, str]) -> Op:
+    saved, of = value if kind in ops.TRANSFERS else (False, "")
+    return Op(kind, stage, form if kind is OpKind.F_SEL else 0, saved, of)
+
+
+operations = st.builds(draw_op, st.sampled_from(OpKind), st.integers(0, 10**6), st.integers(1, 9), st.sampled_from(VALUES))
 
 
 @given(operations)
@@ -55,6 +63,7 @@ def test_parse_is_the_reverse_of_str(op: Op) -> None:
     [
         *("", "F_all", "F_all x", "F_all -1", "F_all 1 2", "F_all 1.0", "f_all 1", "F_all1", "F_all ١"),
         *("F_sel 1", "F_sel 1 0", "F_sel 1 -1", "F_sel 1 x", "B", "B a 1", "B abar 1"),
+        *("U", "U w 1", "H 1 2", "U -1", "offload W 1", "offload o", "wait g x"),
         *("offload 1", "offload b 1", "offload a", "offload a x", "offload a 1 2", "load a 1", "wait Abar 1"),
     ],
 )
@@ -69,6 +78,49 @@ def test_what_is_not_an_operation(text: str) -> None:
 def test_what_is_not_text_is_no_operation(thing: Any) -> None:
     with pytest.raises(SequenceFormatError, match="is not an operation"):
         rotoff.parse(thing)
+
+
+@pytest.mark.parametrize("value", [a(0), abar(3), w(1), g(22), o(3)])
+def test_a_value_is_text_too(value: Value) -> None:
+    assert parse_value(str(value)) == value
+    assert len({value, a(3), abar(3), w(3), g(3), o(3)}) in (5, 6)
+
+
+@pytest.mark.parametrize("kind", [OpKind.B, OpKind.U, OpKind.F_ALL])
+def test_only_moves_name_values_of_groups(kind: OpKind) -> None:
+    with pytest.raises(SequenceFormatError, match="a move takes values of 'w', 'g' or 'o'"):
+        Op(kind, 1, of="w")
+    with pytest.raises(SequenceFormatError, match="no offload of a value of 'x'"):
+        Op(OpKind.OFFLOAD, 1, of="x")
+    with pytest.raises(SequenceFormatError, match="of 'w' that is saved"):
+        Op(OpKind.OFFLOAD, 1, saved=True, of="w")
+
+
+def test_a_sequence_says_what_is_resident() -> None:
+    made = Sequence.from_text("F_all 1\nB 1\nU 1", resident=["w  1", "o 1"])
+    assert made.resident == ["w 1", "o 1"]
+    assert made.to_dict()["resident"] == ["w 1", "o 1"]
+    assert Sequence.from_dict(made.to_dict()) == made
+    assert made != Sequence.from_text("F_all 1\nB 1\nU 1", resident=["w 1"])
+    assert Sequence.from_text("H 1").to_dict()["resident"] == []
+    assert "resident" not in Sequence.from_text("F_all 1\nB 1").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("resident", "sentence"),
+    [
+        ("w 1", "give a list of texts"),
+        (3, "give a list of texts"),
+        ([1], "1 is not a value"),
+        (["w"], "'w' is not a value"),
+        (["a 1"], "names a 1; between steps the device holds w and o alone"),
+        (["g 1"], "names g 1; between steps"),
+        (["w 1", "w 1"], "names w 1 twice"),
+    ],
+)
+def test_what_cannot_be_resident(resident: Any, sentence: str) -> None:
+    with pytest.raises(SequenceFormatError, match=sentence):
+        Sequence.from_text("F_all 1", resident=resident)
 
 
 def test_operations_are_frozen_values() -> None:

@@ -10,7 +10,7 @@ from ..chrome_trace import chrome_trace, save_chrome_trace
 from ..simulator import simulate
 from ..sizes import format_bytes
 from ..solver import keep_all
-from ..summary import fates
+from ..summary import fates, group_fates, ranges
 from ..terminal import has_colour, render
 from .command import (
     Command,
@@ -55,7 +55,9 @@ def _show(options: argparse.Namespace) -> int:
         words = [
             {"stage": f.stage, "name": chain.stage(f.stage).name, "fate": f.word, "runs": f.runs} for f in fates(sequence)
         ]
-        print_json({"mode": sequence.mode, "mem_limit": sequence.mem_limit, "stages": words})
+        groups = [{"group": f.group, "name": chain.group(f.group).name, "fate": f.word} for f in group_fates(sequence)]
+        told = {"mode": sequence.mode, "mem_limit": sequence.mem_limit, "stages": words}
+        print_json({**told, "parameters": groups} if chain.parameters else told)
         return 0
     colour = {"always": True, "never": False}.get(options.color, has_colour(sys.stdout))
     print(render(chain, sequence, options.mem_limit, width=options.width, colour=colour))
@@ -73,23 +75,41 @@ def stage_table(chain: Chain) -> str:
         transient = max(s.forward_transient_bytes, s.backward_transient_bytes)
         held = f"{format_bytes(s.saved_bytes):>11} {format_bytes(s.output_bytes):>11} {format_bytes(transient):>11}"
         lines.append(f"{i:>5} {name:<{wide}} {s.forward_time * 1e3:>7.4g} ms {s.backward_time * 1e3:>7.4g} ms {held}")
-    peak = simulate(chain, keep_all(chain)).peak_bytes
+    everything = simulate(chain, keep_all(chain))
     link = f"{format_bytes(chain.d2h_bandwidth)}/s to the host, {format_bytes(chain.h2d_bandwidth)}/s back"
     way = "both at once" if chain.duplex else "one at a time"
     lines += [
         "",
-        f"{chain.name or 'chain'}: {len(chain)} stages; keeping everything takes {chain.compute_time:.4g} s and"
-        f" {format_bytes(peak)}, of which the input {format_bytes(chain.input_bytes)}",
+        f"{chain.name or 'chain'}: {len(chain)} stages; keeping everything takes {everything.makespan:.4g} s and"
+        f" {format_bytes(everything.peak_bytes)}, of which the input {format_bytes(chain.input_bytes)}",
         f"link: {link}, {way}",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_group_table(chain)])
+
+
+def _group_table(chain: Chain) -> list[str]:
+    """Lines for the groups of parameters, and their sums; none where there are none."""
+    if not chain.parameters:
+        return []
+    wide = min(40, max([4, *(len(group.name) for group in chain.parameters)]))
+    head = f"{'group':>5} {'name':<{wide}} {'stages':>8} {'parameters':>11} {'gradients':>11} {'states':>11} {'update':>10}"
+    lines = ["", f"{head} {'on the host':>11}"]
+    for k, group in enumerate(chain.parameters, start=1):
+        name = group.name if len(group.name) <= wide else f"…{group.name[-wide + 1 :]}"
+        sizes = " ".join(f"{format_bytes(n):>11}" for n in (group.bytes, group.grad_bytes, group.state_bytes))
+        times = f"{group.update_time * 1e3:>7.4g} ms" if group.grad_bytes else f"{'frozen':>10}"
+        on_host = "" if group.host_update_time is None else f"{group.host_update_time * 1e3:.4g} ms"
+        lines.append(f"{k:>5} {name:<{wide}} {ranges(group.stages):>8} {sizes} {times} {on_host:>11}".rstrip())
+    sums = [sum(getattr(g, name) for g in chain.parameters) for name in ("bytes", "grad_bytes", "state_bytes")]
+    told = ", ".join(
+        f"{words} {format_bytes(n)}" for words, n in zip(("parameters", "gradients", "states"), sums, strict=True)
+    )
+    return [*lines, "", f"{told}: {format_bytes(sum(sums))} in all"]
 
 
 def _stage_rows(chain: Chain) -> dict[str, object]:
-    return {
-        **chain.to_dict(),
-        "keep_all": {"makespan": chain.compute_time, "peak_bytes": simulate(chain, keep_all(chain)).peak_bytes},
-    }
+    everything = simulate(chain, keep_all(chain))
+    return {**chain.to_dict(), "keep_all": {"makespan": everything.makespan, "peak_bytes": everything.peak_bytes}}
 
 
 def _plot_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,8 @@ from ..progress_bar import Bar
 from ..simulator import Trace, simulate
 from ..sizes import format_bytes
 from ..solver import Sweep, keep_all, solve, sweep
-from ..solver.policies import POLICIES
+from ..solver.policies import PLACEMENTS, POLICIES
+from ..steady_step import WHEN
 from ..terminal import render
 from .command import (
     Command,
@@ -53,12 +54,20 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     return {"mem_slots": options.mem_slots, "refine": refine, "host_limit": options.host_limit}
 
 
+_SYSTEMS = (*POLICIES, *PLACEMENTS)
+
+
 def _policies(text: str) -> tuple[str, ...]:
-    names = tuple(POLICIES) if text.strip() == "all" else tuple(part.strip() for part in text.split(",") if part.strip())
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no policy; policies are {', '.join(POLICIES)}, or all")
+        if name not in (*_SYSTEMS, "all"):
+            raise argparse.ArgumentTypeError(f"{name!r} is no policy; policies are {', '.join(_SYSTEMS)}, or all")
     return names
+
+
+def _chosen(policies: tuple[str, ...], chain: Chain) -> tuple[str, ...]:
+    """The systems asked for; all of those that plan what the chain has, where "all" is among them."""
+    return tuple(PLACEMENTS if chain.parameters else POLICIES) if "all" in policies else policies
 
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
@@ -109,9 +118,7 @@ def _solve_arguments(parser: argparse.ArgumentParser) -> None:
     add_chain(parser)
     parser.add_argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"')
     parser.add_argument("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)")
-    parser.add_argument(
-        "--policy", choices=tuple(POLICIES), metavar="NAME", help=f"instead of a mode: {', '.join(POLICIES)}"
-    )
+    parser.add_argument("--policy", choices=_SYSTEMS, metavar="NAME", help=f"instead of a mode: {', '.join(_SYSTEMS)}")
     parser.add_argument(
         "--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of that policy; may be repeated"
     )
@@ -167,14 +174,15 @@ def _compare(options: argparse.Namespace) -> int:
     bound = lower_bound(chain, options.mem_limit) if options.mem_limit >= least else None
     rows: list[dict[str, Any]] = []
     with Bar("comparing") as bar:
-        count = len(options.modes) + len(options.policies)
+        policies = _chosen(options.policies, chain)
+        count = len(options.modes) + len(policies)
         for n, mode in enumerate(options.modes):
             bar(n / count, mode)
             search = {"mode": mode, **_search(options)}
             rows.append(
                 {"mode": mode, "min_mem_limit": min_mem_limit(chain, mode), **_try(chain, options.mem_limit, **search)}
             )
-        for n, policy in enumerate(options.policies, start=len(options.modes)):
+        for n, policy in enumerate(policies, start=len(options.modes)):
             bar(n / count, policy)
             rows.append({"mode": policy, **_try(chain, options.mem_limit, policy=policy)})
     found = {
@@ -247,7 +255,7 @@ def _sweep(options: argparse.Namespace) -> int:
             chain,
             options.mem_limit,
             options.modes,
-            policies=options.policies,
+            policies=_chosen(options.policies, chain),
             progress=lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}"),
             **_search(options),
         )
@@ -284,6 +292,9 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mem-limit", type=size, metavar="SIZE", help="refuse what exceeds it (default: the sequence's own)"
     )
+    parser.add_argument(
+        "--updates", choices=WHEN, default="during", help="after: refuse updates of parameters before B 1 (default: during)"
+    )
     parser.add_argument("--events", action="store_true", help="also print every operation with its times and bytes")
     add_json(parser)
 
@@ -293,7 +304,7 @@ def _simulate(options: argparse.Namespace) -> int:
         raise Stop("only one of the two files can be standard input")
     chain, sequence = read_chain(options.chain), read_sequence(options.sequence)
     limit = options.mem_limit if options.mem_limit is not None else sequence.mem_limit
-    trace = simulate(chain, sequence, limit)
+    trace = simulate(chain, sequence, limit, options.updates)
     if options.json:
         print_json({**_summary(chain, trace), **({"events": _events(trace)} if options.events else {})})
         return 0

@@ -38,7 +38,12 @@ BACKWARD = Look("#0A4D80", "backward")
 IDLE = Look("#FFFFFF", "idle: compute waits for a copy", "xxxx")
 OUTWARD = Look("#E69F00", "device → host")
 INWARD = Look("#00694B", "host → device")
-LOOKS = (FORWARD, RECOMPUTE, BACKWARD, IDLE, OUTWARD, INWARD)
+UPDATE = Look("#D98FB6", "update on the device", "....")
+PARAMETERS_OUT = Look("#FBE5B0", "device → host, parameters")
+PARAMETERS_IN = Look("#8FD3BC", "host → device, parameters")
+HOST_UPDATE = Look("#CFA5BC", "update on the host")
+LOOKS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, IDLE, OUTWARD, PARAMETERS_OUT, INWARD, PARAMETERS_IN, HOST_UPDATE)
+HELD, PARAMETERS_HELD = "#DCE9F5", "#BFAFBB"  # bytes on the device: all, and those of parameters, gradients and states
 
 # One line each for what is compared: colour, marker, dashes. Markers tell them apart where colours do not.
 SERIES = (

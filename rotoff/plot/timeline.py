@@ -1,4 +1,8 @@
-"""A plan, or a step that was measured, against time: three lanes of work under the curve of bytes."""
+"""A plan, or a step that was measured, against time: lanes of work under the curve of bytes.
+
+With parameters, their bytes lie under all others, the host's updates have a lane, and what a steady step leaves to the next
+is drawn at its start.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from matplotlib.patches import Patch, Rectangle
 from ..chain import Chain
 from ..sequence import COMPUTES, Op, OpKind
 from ..sequence import Sequence as Plan
-from ..simulator import Trace, simulate
+from ..simulator import Event, Trace, simulate
 from ..sizes import format_bytes, parse_bytes
 from . import style
 from .style import Look
 
-LANES = ("compute", "d2h", "h2d")
-_NAMES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device"}
+LANES = ("compute", "d2h", "h2d", "host")
+_NAMES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device", "host": "host"}
 _THIN = 0.004  # of the width
 _LABEL_SHARE = 0.0052  # of the width for each character; a label that does not fit in its box is left out
 
@@ -53,8 +57,8 @@ def timeline(
     limit = None if limit is None else parse_bytes(limit)
     steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
     longest = max(step.makespan for _, step in steps)
-    moves = trace.d2h_bytes > 0
-    lanes = LANES if moves else LANES[:1]
+    used = {event.lane for event in trace.events} | ({"h2d"} if trace.d2h_bytes else set())
+    lanes = [lane for lane in LANES if lane in used or lane == "compute"]
 
     height = 2.6 + len(steps) * (0.42 * len(lanes) + 0.25) + 0.9
     figure = style.new_figure(10, height)
@@ -70,15 +74,15 @@ def timeline(
     style.in_units(axes[-1], "x", size, unit, "time")
     looks = [look for look in style.LOOKS if look.words in shown]
     patches = [Patch(facecolor=x.colour, hatch=x.hatch, edgecolor=style.INK, linewidth=0.5, label=x.words) for x in looks]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
+    columns = len(patches) if len(patches) <= 6 else -(-len(patches) // 2)
+    figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure
 
 
 def boxes(trace: Trace, lane: str) -> list[Box]:
     """What the lane shows: operations and copies, and on the compute lane the idle time between them."""
     if lane != "compute":
-        look = style.OUTWARD if lane == "d2h" else style.INWARD
-        return [Box(e.start, e.end, look, _value(e.op)) for e in trace.events if e.lane == lane]
+        return [Box(start, end, _look(event), _value(event.op)) for event, start, end in trace.spans(lane)]
     found: list[Box] = []
     clock = 0.0
     for event in trace.events:
@@ -87,45 +91,56 @@ def boxes(trace: Trace, lane: str) -> list[Box]:
         if event.start > clock:
             found.append(Box(clock, event.start, style.IDLE))
         clock = event.end
-        look = style.BACKWARD if event.op.kind is OpKind.B else style.RECOMPUTE if event.recompute else style.FORWARD
-        found.append(Box(event.start, event.end, look, str(event.op.stage)))
+        found.append(Box(event.start, event.end, _look(event), str(event.op.stage)))
     return found
 
 
-def held(trace: Trace) -> tuple[list[float], list[int], list[int]]:
-    """(seconds, bytes on the device, bytes on the host), each value from its time on until the next one's.
+def _look(event: Event) -> Look:
+    if event.lane == "d2h":
+        return style.PARAMETERS_OUT if event.op.of else style.OUTWARD
+    if event.lane == "h2d":
+        return style.PARAMETERS_IN if event.op.of else style.INWARD
+    alone = {OpKind.B: style.BACKWARD, OpKind.U: style.UPDATE, OpKind.H: style.HOST_UPDATE}
+    return alone.get(event.op.kind, style.RECOMPUTE if event.recompute else style.FORWARD)
+
+
+def held(trace: Trace) -> tuple[list[float], list[int], list[int], list[int]]:
+    """(seconds, bytes on the device, on the host, of parameters on the device), each from its time on until the next one's.
 
     Program order decides bytes: a copy's are taken when the compute lane issues it, not when the copy runs. Of operations
     that take no time, only what they leave behind is shown, and a peak where they make one.
     """
-    instants: dict[float, list[tuple[int, int]]] = {}
+    instants: dict[float, list[tuple[int, int, int]]] = {}
     clock = 0.0
     for event in trace.events:
         if event.lane == "compute":
             clock = max(clock, event.start)
-        instants.setdefault(clock, []).append((event.memory, event.host_memory))
+        instants.setdefault(clock, []).append((event.memory, event.host_memory, event.parameter_memory))
         if event.lane == "compute":
             clock = event.end
-    points: list[tuple[float, int, int]] = []
+    points: list[tuple[float, int, int, int]] = []
     for time, seen in instants.items():
         most, last = max(seen), seen[-1]
         if most[0] > max(last[0], points[-1][1] if points else 0):
             points.append((time, *most))
         points.append((time, *last))
     points.append((clock, *points[-1][1:]))
-    return [point[0] for point in points], [point[1] for point in points], [point[2] for point in points]
+    return tuple([point[n] for point in points] for n in range(4))  # type: ignore[return-value]
 
 
 def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | None) -> None:
     several = len(steps) > 1
     most = max([limit or 0, *(max(t.peak_bytes, t.host_peak_bytes) for _, t in steps)])
     for n, (name, trace) in enumerate(steps):
-        times, device, host = held(trace)
+        times, device, host, parameters = held(trace)
         label = f"device, {name}" if several else "device"
         if n == 0:
-            axis.fill_between(times, device, step="post", color="#DCE9F5", linewidth=0)
+            axis.fill_between(times, device, step="post", color=style.HELD, linewidth=0)
         colour, dashes = (style.BACKWARD.colour, "-") if n == 0 else (style.RECOMPUTE.colour, (0, (4, 1.5)))
         axis.plot(times, device, drawstyle="steps-post", color=colour, linestyle=dashes, linewidth=1.3, label=label)
+        if any(parameters) and n == 0:
+            words = "of it parameters, gradients, states"
+            axis.fill_between(times, parameters, step="post", color=style.PARAMETERS_HELD, linewidth=0, label=words)
         if trace.host_peak_bytes and n == 0:
             axis.plot(times, host, drawstyle="steps-post", color=style.INK, linestyle=":", linewidth=1.4, label="host")
     if limit is not None:
@@ -171,15 +186,16 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
 
 
 def _value(op: Op) -> str:
-    return f"{'ā' if op.saved else 'a'}{op.stage}"
+    if op.kind is OpKind.H:
+        return str(op.stage)
+    return f"{op.of or ('ā' if op.saved else 'a')}{op.stage}"
 
 
 def _title(chain: Chain, sequence: Iterable[Op], trace: Trace) -> str:
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     name = " · ".join(part for part in (chain.name, f"mode {mode}" if mode else "") if part)
-    over = (
-        f" ({100 * (trace.makespan / chain.compute_time - 1):+.1f} % over keeping everything)" if chain.compute_time else ""
-    )
+    base = "forward and backward alone" if chain.parameters else "keeping everything"
+    over = f" ({100 * (trace.makespan / chain.compute_time - 1):+.1f} % over {base})" if chain.compute_time else ""
     facts = f"step {_seconds(trace.makespan)}{over}, peak {format_bytes(trace.peak_bytes)}"
     return f"{name} · {facts}" if name else facts
 

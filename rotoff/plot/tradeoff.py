@@ -37,8 +37,8 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     names = list(dict.fromkeys(row.mode for row in made))
     if len(names) > len(style.SERIES):
         raise OptionError(f"{len(names)} modes in one picture; at most {len(style.SERIES)} can be told apart")
-    peak = simulate(chain, keep_all(chain)).peak_bytes
-    base = chain.compute_time
+    everything = simulate(chain, keep_all(chain))
+    peak, base = everything.peak_bytes, everything.makespan if chain.parameters else chain.compute_time
     figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()
     axis.set_title(title or chain.name or "step time against limit", fontsize=10.5, loc="left")

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..chain import Chain, Form, Stage
 from ..errors import MeasureError
+from ..parameters import ParameterGroup
 from ..runtime.upkeep import UpkeepTimes
 from .model_profile import Compact, Profile
 from .plain_bytes import Lingering, Passing
@@ -101,8 +102,20 @@ RULES: dict[type, dict[str, Rule]] = {
         "forms": each(parts(Form)),  # of which all have the same by then: `_with_forms`
         "extra": first,
     },
+    ParameterGroup: {
+        "stages": same,
+        "bytes": max,
+        "grad_bytes": max,
+        "state_bytes": max,
+        "update_time": max,
+        "host_update_time": alike_or(None, max),
+        "update_transient_bytes": max,
+        "name": same,
+        "extra": first,
+    },
     Chain: {
         "stages": each(parts(Stage)),
+        "parameters": each(parts(ParameterGroup)),
         "d2h_bandwidth": min,
         "h2d_bandwidth": min,
         "input_bytes": max,

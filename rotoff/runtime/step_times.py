@@ -8,13 +8,14 @@ them, so they are the plan's at other times (``check=True`` compares them with w
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import MeasureError
 from ..sequence import COMPUTES
-from ..simulator import Event, Trace
+from ..simulator import Trace
 from .link import Link, Ticket
 
 
@@ -111,9 +112,7 @@ class StepTimes:
                 start, end = (self._clock.seconds(zero, mark) for mark in self._marks[index])
             else:
                 start, end = self._copies[index].span(zero)
-            events.append(
-                Event(event.op, event.lane, start, end, event.memory, event.host_memory, recompute=event.recompute)
-            )
+            events.append(replace(event, start=start, end=end))
         makespan = max(event.end for event in events)
         work = [event for event in events if event.op.kind in COMPUTES]
         return Trace(

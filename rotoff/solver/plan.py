@@ -16,6 +16,7 @@ moved in the backward phase, inputs dropped under a kept ā, checkpoints dropped
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from .._plan import Evaluator
 from ..bounds import Arrays, arrays
 from ..chain import Chain, check_chain
 from ..sequence import Op, OpKind, Sequence
+from .placement import RESIDENT, place
 
 MOVE, DROP, APART, EARLY = 1, 2, 4, 8
 CK, ALL = 0, 16  # F_sel k is ALL + 16 * k
@@ -99,10 +101,13 @@ def to_ops(rows: np.ndarray) -> tuple[Op, ...]:
 def keep_all(chain: Chain) -> Sequence:
     """Every stage keeps what it saves; nothing is moved or recomputed: ``F_all`` 1..L, ``B`` L..1.
 
+    Parameters are resident, and each group is updated on the device as soon as its gradient is whole.
+
     Raises:
         ChainError: where `chain` is none.
     """
     check_chain(chain)
     L = len(chain)
     forwards = [Op(OpKind.F_ALL, i) for i in range(1, L + 1)]
-    return Sequence((*forwards, *(Op(OpKind.B, i) for i in range(L, 0, -1))), mode="keep-all")
+    activations = (*forwards, *(Op(OpKind.B, i) for i in range(L, 0, -1)))
+    return replace(place(chain, activations, [RESIDENT] * len(chain.parameters)), mode="keep-all")

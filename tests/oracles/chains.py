@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from rotoff import Chain, Form, Stage
+from rotoff import Chain, Form, ParameterGroup, Stage
 
 SIZES = st.one_of(st.just(0), st.integers(1, 20), st.integers(1, 300))
 TIMES = st.one_of(st.just(0.0), st.integers(1, 40).map(lambda x: x / 8))
@@ -34,3 +36,23 @@ def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True, s
     speeds = st.sampled_from([1.0, 10.0, 60.0, 1000.0])
     ends = {"input_bytes": draw(SIZES), "input_grad_bytes": draw(SIZES)}
     return Chain(tuple(made), draw(speeds), draw(speeds), duplex=draw(st.booleans()), **ends)
+
+
+@st.composite
+def groups(draw: st.DrawFn, chain: Chain) -> Chain:
+    """`chain` with a group of parameters for most stages: some tied, some frozen, some without a state, some never updated on the host."""
+    L, made = len(chain), []
+    for i in range(1, L + 1):
+        kind = draw(st.sampled_from(["none", "frozen", "stateless", "plain", "plain", "plain"]))
+        if kind == "none":
+            continue
+        stages = {i} | ({draw(st.integers(1, L))} if draw(st.integers(0, 3)) == 0 else set())
+        size = draw(st.integers(1, 60))
+        costs = {} if kind == "frozen" else {"grad_bytes": size, "update_time": draw(TIMES)}
+        if costs and draw(st.booleans()):
+            costs.update(host_update_time=draw(TIMES), update_transient_bytes=draw(SIZES))
+        if kind == "plain":
+            costs.update(state_bytes=draw(st.integers(1, 200)))
+        order = draw(st.permutations(sorted(stages)))
+        made.append(ParameterGroup(tuple(order), size if draw(st.integers(0, 9)) else 0, **costs))
+    return replace(chain, parameters=tuple(made))

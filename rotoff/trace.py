@@ -1,0 +1,70 @@
+"""What the machine tells of a step: one event for each operation, and the sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .sequence import Op
+from .sizes import format_bytes
+
+_ROUNDING = 1e-9  # a lane that ends so much later than the step ends with it
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What the machine saw of one operation.
+
+    lane: "compute", "d2h", "h2d" or "host". start, end: seconds from the step's start. memory, host_memory: bytes held while it
+    runs, transients and gradients included. recompute: a forward of a stage that had run before. parameter_memory: bytes of
+    `memory` that are parameters, their gradients and their states.
+    """
+
+    op: Op
+    lane: str
+    start: float
+    end: float
+    memory: int
+    host_memory: int
+    recompute: bool = False
+    parameter_memory: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One simulated step; with parameters, a steady one of a training loop.
+
+    makespan: seconds; copies and updates on the host may end later, within the next step. peak_bytes, host_peak_bytes: the most
+    that device and host hold. events: one for each operation. d2h_bytes, h2d_bytes: bytes moved. recompute_time, idle_time:
+    seconds of the compute lane spent on forwards run again, and on waiting.
+    """
+
+    makespan: float
+    peak_bytes: int
+    host_peak_bytes: int
+    events: tuple[Event, ...]
+    d2h_bytes: int
+    h2d_bytes: int
+    recompute_time: float
+    idle_time: float
+
+    def spans(self, lane: str) -> list[tuple[Event, float, float]]:
+        """(event, start, end) of what a lane does, in seconds; what goes on into the next step stands at the start of this one."""
+        found: list[tuple[Event, float, float]] = []
+        for event in self.events:
+            if event.lane != lane:
+                continue
+            start, end, length = event.start, event.end, self.makespan
+            while lane != "compute" and length > 0 and end > length * (1 + _ROUNDING):
+                if start < length:
+                    found.append((event, start, length))
+                start, end = max(0.0, start - length), end - length
+            found.append((event, start, end))
+        return found
+
+    def __str__(self) -> str:
+        """The step in one line; `rotoff.render` draws it."""
+        return (
+            f"step {self.makespan:.6g} s ({self.recompute_time:.3g} s recomputed, {self.idle_time:.3g} s idle), peak"
+            f" {format_bytes(self.peak_bytes)}, host {format_bytes(self.host_peak_bytes)},"
+            f" {format_bytes(self.d2h_bytes)} to the host, {format_bytes(self.h2d_bytes)} back"
+        )
