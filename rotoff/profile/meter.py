@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.changes import ChangedAttributes, ChangedBuffers
 from ..capture.sharding import gathers
@@ -76,6 +77,21 @@ class Measured:
     timings: Timings | None = None
     host_bound: bool = False
 
+    @property
+    def holds_for_its_kind(self) -> bool:
+        """Whether stages that do the same on inputs that lie alike need no measuring of their own."""
+        behaviour = self.behaviour
+        fresh = all(
+            mine or given is not None for mine, (_, given, _) in zip(behaviour.own_outputs, self.lies.outputs, strict=True)
+        )
+        changes = behaviour.changed_buffers or behaviour.changed_attributes
+        return fresh and not (behaviour.varying or changes or self.casts or self.held_bytes)
+
+    def of(self, stage: StageModule) -> Measured:
+        """The same for a `stage` of its kind."""
+        behaviour = replace(self.behaviour, modes=stage.modes())
+        return replace(self, costs=replace(self.costs, name=stage.name), behaviour=behaviour)
+
     def timed(self) -> Measured:
         """With the times of all stages of its kind, once these are measured."""
         if self.timings is None:
@@ -104,6 +120,7 @@ class Meter:
         self._lasting: set[int] = set()  # storages that are there throughout the step
         self._counted: set[int] = set()  # storages of the input that stay whatever is dropped, and are counted
         self._timings: dict[Any, Timings] = {}  # by what stages of one kind have in common
+        self._measured: dict[Any, Measured] = {}  # likewise
         self._upkeep = UpkeepMeter()
         self.samples_upkeep = True
         self.checked: StageTimes | None = None  # known times of the stage that tells whether they still hold
@@ -129,17 +146,29 @@ class Meter:
         tensors, rebuild = flatten(value)
         run = Run(stage, tensors, rebuild, last)
         leaves, changes = run.leaves(), ChangedBuffers(stage)
-        outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
+        shapes: list[Any] = []  # of what autograd saves
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            shapes.append((tensor.shape, tensor.dtype))
+            return tensor
+
+        with saved_tensors_hooks(note, lambda t: t):
+            outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
         self._refuse_subclasses(stage, outputs)
         needs = [t.requires_grad for t in outputs]
-        if any(needs):
+        kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last
+        if not any(needs):
+            measured = None
+        elif kind in self._measured and (known is None or known is not self.checked):
+            measured = self._measured[kind].of(stage)
+        else:
             backward(get_edges(outputs), ones(outputs), run.targets(leaves))
             del outputs, leaves
             if self.bench.device.type == "cuda" and not any(gathers(module) for module in stage.modules):
                 self._replay(run)
             measured, outputs = self._costs(run, changes, known)
-        else:
-            measured = None
+            if measured.holds_for_its_kind:
+                self._measured[kind] = measured
         detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
         return measured, rebuild_output(detached)
 
