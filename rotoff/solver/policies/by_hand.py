@@ -1,8 +1,9 @@
 """BY-HAND: the best of some 70 placements that a person would try, as a yardstick for a planner of parameters.
 
-The first r groups are resident; the next z keep their parameters on the device, and the host has their states and updates them; all
-others are streamed one operation ahead, or two. r and z go over a grid of tenths (r over all numbers where z is 0), then over the neighbours of the best, as
-long as one of them is better. Where the host cannot update, states come in for it.
+The first r groups are resident; the next z keep their parameters on the device, and the host has their states and
+updates them; all others are streamed one operation ahead, or two. r and z go over a grid of tenths (r over all numbers
+where z is 0), then over the neighbours of the best, as long as one of them is better. Where the host cannot update,
+states come in for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def by_hand(chain: Chain, mem_limit: int, updates: str = "during", effort: bool 
     """The best placement by hand within `mem_limit` bytes, under the best plan for the activations in what it leaves.
 
     Args:
-        updates: "during" or "after". effort: `refine` of `rotoff.solve`, for the activations, once the placement is chosen.
+        updates: "during" or "after". effort: `refine` of `rotoff.solve`, for the activations, once the placement is
+            chosen.
 
     Raises:
         InfeasibleError: where no placement fits. OptionError: where there is nothing to place.
