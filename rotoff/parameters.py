@@ -1,7 +1,7 @@
 """Groups of parameters: what is used, moved and updated together, in bytes and seconds.
 
-Three values stand for group k: ``w k`` its parameters, ``g k`` their gradients, ``o k`` the optimizer's state. A value of 0 bytes
-does not exist: it is always usable and never named.
+Three values stand for group k: ``w k`` its parameters, ``g k`` their gradients, ``o k`` the optimizer's state. A value
+of 0 bytes does not exist: it is always usable and never named.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ParameterGroup:
         bytes: what those stages read.
         grad_bytes, state_bytes: of the gradients and of the optimizer's state; 0 where the parameters are frozen.
         update_time: seconds on the compute lane, with parameters, gradients and state on the device.
-        host_update_time: seconds on the host's own lane, measured with both links busy; None where the host cannot update them.
+        host_update_time: seconds on the host's own lane, measured with both links busy; None where the host cannot
+            update them.
         update_transient_bytes: charged beside the three while the device updates them.
         name: of the group. extra: a file's unknown fields.
 

@@ -178,6 +178,14 @@ def test_an_update_on_the_host_waits_for_what_stands_before_it() -> None:
     assert shown["prefetch w 1"][0] == shown["H 1"][1]
 
 
+def test_what_the_host_updates_comes_back_after_the_update() -> None:
+    text = "F_all 1; F_all 2; B 2; U 2; B 1; offload g 1; drop o 1; drop w 1; H 1; prefetch o 1; prefetch w 1; free g 1; wait w 1"
+    sequence = Sequence.from_text(f"{text}; wait o 1".split("; "), resident=["w 1", "o 1", "w 2", "o 2"])
+    shown = {str(e.op): (e.start, e.end) for e in simulate(CHAIN, sequence).events}
+    assert shown["prefetch o 1"][0] == shown["H 1"][1]
+    assert shown["prefetch w 1"][0] == shown["prefetch o 1"][1]
+
+
 # -- between steps
 
 

@@ -1,10 +1,11 @@
 """BLOCK-SWAP: a number of layers is streamed, the last ones; all others are resident.
 
 Source: what trainers of image and video models call block swapping (``--blocks_to_swap`` of kohya-ss/sd-scripts and
-musubi-tuner): "the number of blocks to swap" between the device and the host, each brought in while the one before computes.
+musubi-tuner): "the number of blocks to swap" between the device and the host, each brought in while the one before
+computes.
 
-Where interpreted: a layer is a group of parameters; its state moves with it, and the device updates. The number is the user's
-there; here it is the best one.
+Where interpreted: a layer is a group of parameters; its state moves with it, and the device updates. The number is the
+user's there; here it is the best one.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ def block_swap(
     """Block swapping within `mem_limit` bytes, under the best plan for the activations in what it leaves.
 
     Args:
-        updates: "during" or "after". blocks: how many groups are swapped; None for the best number. effort: `refine` of `rotoff.solve`, for the activations.
+        updates: "during" or "after". blocks: how many groups are swapped; None for the best number. effort: `refine` of
+            `rotoff.solve`, for the activations.
 
     Raises:
-        InfeasibleError: where nothing fits. OptionError: for a number that there is not, or where there is nothing to place.
+        InfeasibleError: where nothing fits. OptionError: for a number that there is not, or where there is nothing to
+            place.
     """
     K = len(chain.parameters)
     if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= K):

@@ -1,8 +1,9 @@
 """BY-HAND: the best of some 70 placements that a person would try, as a yardstick for a planner of parameters.
 
-The first r groups are resident; the next z keep their parameters on the device, and the host has their states and updates them; all
-others are streamed one operation ahead, or two. r and z go over a grid of tenths, then over the neighbours of the best, as
-long as one of them is better. Where the host cannot update, states come in for it.
+The first r groups are resident; the next z keep their parameters on the device, and the host has their states and
+updates them; all others are streamed one operation ahead, or two. r and z go over a grid of tenths (r over all numbers
+where z is 0), then over the neighbours of the best, as long as one of them is better. Where the host cannot update,
+states come in for it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ def by_hand(chain: Chain, mem_limit: int, updates: str = "during", effort: bool 
     """The best placement by hand within `mem_limit` bytes, under the best plan for the activations in what it leaves.
 
     Args:
-        updates: "during" or "after". effort: `refine` of `rotoff.solve`, for the activations, once the placement is chosen.
+        updates: "during" or "after". effort: `refine` of `rotoff.solve`, for the activations, once the placement is
+            chosen.
 
     Raises:
         InfeasibleError: where no placement fits. OptionError: where there is nothing to place.
     """
     K = len(chain.parameters)
     counts = sorted({round(K * n / STEPS) for n in range(STEPS + 1)})
-    grid = [(r, z) for r in counts for z in counts if r + z <= K]
+    grid = sorted({(r, z) for r in counts for z in counts if r + z <= K} | {(r, 0) for r in range(K + 1)})
     quick, found = Placed(chain, updates, refine=False), dict[tuple[int, int], float]()
 
     def try_all(pairs: Iterable[tuple[int, int]]) -> tuple[int, int] | None:

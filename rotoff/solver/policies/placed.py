@@ -1,7 +1,9 @@
-"""What the policies for parameters share: a place for each group, and the best plan for the activations in what is left.
+"""What the policies for parameters share: a place for each group, and the best plan for the activations in what is
+left.
 
-What the groups take is read off the machine: the most by which a step that keeps all activations holds more with them than
-without. The activations get the limit less that, and the difference to what the machine then sees, until nothing is left over.
+What the groups take is read off the machine: the most by which a step that keeps all activations holds more with them
+than without. The activations get the limit less that, and the difference to what the machine then sees, until nothing
+is left over.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class Placed:
     """Placements of one chain, each under the best plan for the activations in what it leaves of a limit.
 
     Args:
-        updates: "during" or "after". refine: as for `rotoff.solve`, of the activations' plans. shape: what becomes of the
-            operations that `place` makes; by default nothing.
+        updates: "during" or "after". refine: as for `rotoff.solve`, of the activations' plans. shape: what becomes of
+            the operations that `place` makes; by default nothing.
     """
 
     def __init__(

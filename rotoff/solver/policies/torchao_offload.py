@@ -1,10 +1,10 @@
 """TORCHAO: the optimizer of torchao that lies on the host (`CPUOffloadOptimizer`); parameters stay on the device.
 
-Source: torchao, `torchao/optim/cpu_offload.py`. Each gradient is copied out as soon as it is whole, on a stream of its own.
-After the backward, gradient by gradient in that order, the host updates and the parameters are copied back.
+Source: torchao, `torchao/optim/cpu_offload.py`. Each gradient is copied out as soon as it is whole, on a stream of its
+own. After the backward, gradient by gradient in that order, the host updates and the parameters are copied back.
 
-Where interpreted: with ``offload_gradients=False``, its default, gradients stay on the device until the step is over. The
-parameters' bytes are not given up meanwhile; see `zero_offload`.
+Where interpreted: with ``offload_gradients=False``, its default, gradients stay on the device until the step is over.
+The parameters' bytes are not given up meanwhile; see `zero_offload`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ def gradients_stay(ops: tuple[Op, ...]) -> tuple[Op, ...]:
 def torchao_offload(
     chain: Chain, mem_limit: int, updates: str = "after", offload_gradients: bool = False, effort: bool | float = True
 ) -> Sequence:
-    """torchao's offloaded optimizer within `mem_limit` bytes, under the best plan for the activations in what it leaves.
+    """torchao's offloaded optimizer within `mem_limit` bytes, under the best plan for the activations in what it
+    leaves.
 
     Args:
-        updates: "after" the backward, as there, or "during" it. offload_gradients: whether gradients leave the device at once.
+        updates: "after" the backward, as there, or "during" it. offload_gradients: whether gradients leave the device
+            at once.
         effort: `refine` of `rotoff.solve`, for the activations.
 
     Raises:

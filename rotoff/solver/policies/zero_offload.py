@@ -1,10 +1,12 @@
 """ZERO-OFFLOAD: parameters stay on the device; gradients go to the host, which keeps the states and updates.
 
-Source: Ren et al., *ZeRO-Offload: Democratizing Billion-Scale Model Training* (USENIX ATC 2021), section 4: gradients leave
-during the backward, the host updates once all of them are there, and the parameters come back before the next forward.
+Source: Ren et al., *ZeRO-Offload: Democratizing Billion-Scale Model Training* (USENIX ATC 2021), section 4: gradients
+leave during the backward, the host updates once all of them are there, and the parameters come back before the next
+forward.
 
-Where interpreted: one process, so nothing is partitioned, and no update is delayed by a step. The parameters' bytes are free
-between their last backward and their return, which that system does not use: nothing else is planned into them here either.
+Where interpreted: one process, so nothing is partitioned, and no update is delayed by a step. The parameters' bytes are
+free between their last backward and their return, which that system does not use: nothing else is planned into them
+here either.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def zero_offload(chain: Chain, mem_limit: int, updates: str = "after", effort: b
     """ZeRO-Offload within `mem_limit` bytes, under the best plan for the activations in what it leaves.
 
     Args:
-        updates: "after" the backward, as in the paper, or "during" it. effort: `refine` of `rotoff.solve`, for the activations.
+        updates: "after" the backward, as in the paper, or "during" it. effort: `refine` of `rotoff.solve`, for the
+            activations.
 
     Raises:
         InfeasibleError: where that does not fit. OptionError: where there is nothing to place.
