@@ -189,7 +189,7 @@ def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] 
                 problem = replace(problem, known=(*problem.known, best.codes))
         if mode != "offload":  # which keeps all that autograd saves
             share = 1.0 if best is None else FORMS_SHARE
-            shorter = replace(problem, budget=Budget(share * problem.budget.seconds))
+            shorter = replace(problem, budget=problem.budget.part(share))
             other = _searched(shorter, mode, progress)
             if best is None or (other is not None and other.makespan < best.makespan):
                 best = other
