@@ -319,7 +319,8 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
     lam, p, r = (np.zeros(2 * L) for _ in range(3))
     room = np.ascontiguousarray(1 - np.concatenate([needs_F, needs_B[::-1]]) / size)
     work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
-    rates = (size / chain.d2h_bandwidth / seconds, size / chain.h2d_bandwidth / seconds)
+    # A link that hardly moves may as well be faster: any finite rate is enough to keep all copies out.
+    rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
     costs: tuple[Any, ...] = (
         chain.duplex,
@@ -352,7 +353,7 @@ def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[flo
         c.saved[1:L].min(axis=1, where=np.arange(c.saved.shape[1]) < c.n_forms[1:L, None], initial=1 << 62),
     )
     forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())
-    most = np.finfo(np.float64).max / 1e9  # seconds of a copy over a link that hardly moves
+    most = np.finfo(np.float64).max / 1e20  # seconds of a copy over a link that hardly moves; times bytes it is finite
     with np.errstate(over="ignore"):
         link_out, link_in = (np.minimum(saved / bandwidth, most) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     top = np.array([1.0, 1.0, min(1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth, most)])

@@ -108,9 +108,7 @@ class Tables:
         return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m)) if math.isfinite(cost) else None
 
 
-def tables(
-    chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", bare: int = BARE
-) -> Tables:
+def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", bare: int = BARE) -> Tables:
     """The recurrences where N slots are `mem_limit` bytes, which hold more than a_0.
 
     reach: the most stages that are made again from one input. bare: the same where an ā is kept without its input, which they
@@ -128,9 +126,7 @@ def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> t
     return made.plan(made.slots.N)
 
 
-def proposals(
-    chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], bool]
-) -> Iterator[tuple[str, np.ndarray]]:
+def proposals(chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], bool]) -> Iterator[tuple[str, np.ndarray]]:
     """(source, plan) of optima by each rounding: at the slots of the limit, and at the most slots at which they fit."""
     if limit > chain.input_bytes:
         for rounding, share in INFLATED:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ...chain import Chain
 from ...errors import OptionError
 from ...sequence import Sequence
@@ -75,7 +77,8 @@ def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> 
     Raises:
         OptionError: for an unknown policy or option. InfeasibleError: where the policy fits nothing.
     """
-    made = check_policy(name, options)(chain, mem_limit, **options)
+    with np.errstate(over="ignore", invalid="ignore"):  # copies that never end, over links that hardly move
+        made = check_policy(name, options)(chain, mem_limit, **options)
     trace = simulate(chain, made, mem_limit)
     figures = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
     return replace(made, mode=name, mem_limit=mem_limit, meta={"source": name, **made.meta, **figures})
