@@ -100,7 +100,7 @@ cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Result *r) noexcept
     """Pass 2: program order alone decides memory."""
     cdef int32_t v, i, t, farthest
     cdef Py_ssize_t x, n_live = 0, n_gaps = 0, n_reloads = 0, best_x
-    cdef int64_t held = c.out[0], need, after, gradient = 0, over = 0
+    cdef int64_t held = c.out[0], need, gradient = 0, over = 0
     cdef bint backward = False
     cdef int32_t turn = 0
     for t in range(<int32_t>n):
@@ -109,13 +109,6 @@ cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Result *r) noexcept
         if w.kind[t] == BACK:
             _bring(w, w.saved_set[t], t, &held, &n_live, &n_reloads)
             need = c.grad[i] + c.grad[i - 1] + c.b_transient[i * c.K + w.form[t]]
-            if i == c.L and i > 1:
-                # a_L alone may outweigh the ā_L that held it; what follows B L would see that.
-                after = c.out[i] + c.grad[i - 1] - w.size[w.saved_set[t]]
-                if w.gone[t] >= 0:
-                    after -= w.size[w.gone[t]]
-                if after > need:
-                    need = after
         else:
             need = w.size[w.made[t]]
             if w.kind[t] == ALL:

@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 
 def remat_need(
@@ -11,4 +9,3 @@ def remat_need(
     f_transient: np.ndarray,
     b_transient: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]: ...
-def remat_diagonal(d: int, low: int, high: int, *arrays: Any) -> None: ...

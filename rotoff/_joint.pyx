@@ -36,6 +36,7 @@ cdef struct Costs:
     const double *early       # [i, k] max_q need_q − β_F Σ_{i≤r<q} u_F(r), real slots
     const double *held        # held_j, real slots
     const int64_t *row        # C_A of (i, j) starts at (row[i] + j) (N + 1)²
+    Py_ssize_t reach          # the longest segments in C
     double *C
     double *O                 # OC of (i, x, A, A_F, A_B)
     int8_t *R                 # whether OC_0(1, 0, 0, 0) can lead to that state
@@ -204,7 +205,7 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
                 best.A_B = <int32_t>B1
     if A + size + A_B > N:
         return
-    for j in range(i, c.L):
+    for j in range(i, c.L if c.L < i + c.reach else i + c.reach):
         stays = c.need_ck[i * L1 + j] + A + size <= N
         if c.need_ck[i * L1 + i] + A + size > N or c.need_rest[i * L1 + j] + A > N:
             break
@@ -259,6 +260,7 @@ cdef class Kernel:
         cdef Costs *c = &self.c
         c.L = costs.L
         c.N = costs.N
+        c.reach = costs.reach
         c.K = costs.K
         c.beta_F = costs.beta_F
         c.beta_B = costs.beta_B

@@ -262,6 +262,7 @@ def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 
 # With forms the dual has many more corners: a far target and much patience find up to a point more there, little elsewhere.
 PATIENCE, SHRINK, FIRST_RISE = 24000, 0.4, 0.3
+INPUT_PATIENCE, INPUT_RISE = 10000, 2.0  # once inputs are paid for: far above the best so far on a slow link, in few bytes
 SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound holds in spite of it
 ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a second
 
@@ -279,8 +280,17 @@ def lower_bound(chain: Chain, mem_limit: int | str) -> float:
     linear constraints on the intervals' lengths, with each ā_q in one of those ways or, to relax, in a mixture of them, so
     the linear program "least sum of lengths" is below the sequence's time. By weak duality so is its Lagrangian at any
     prices λ_k ≥ 0 of memory at cut k and p_k, r_k, α_k ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in
-    interval k: Σ α_k work_k − Σ λ_k room_k + Σ_q (the cheapest way of ā_q). The prices are found by an ascent from the
-    turn-around's; how well it does affects how tight the bound is, never whether it holds.
+    interval k: Σ α_k work_k − Σ λ_k room_k + Σ_q (the cheapest way of ā_q).
+
+    What is made again has inputs. Take m = 2..L-1, and the interval from the start of B_{m+1} to that of B_m, which uses a_{m-1}
+    or ā_{m-1}. Either that is held at the interval's cut, or it arrives in the interval, or F_{m-1} runs in it and so finds its
+    own input there; and so on down to a_0. So for some q < m at least |a_q| bytes are held at the cut, beyond what B_{m+1} needs
+    itself, or arrive in the interval (or q = 0), and F_{q+1}, ..., F_{m-1} run in it. What this pays and what the ways of the ā
+    pay may be the same bytes and seconds, so there each has a part of the price: λ = (λ − λ') + λ', and so r and α. Only what
+    the ways use of ā_m itself in that interval and at its cut is never the input's, and pays the whole price.
+
+    The prices are found by an ascent from the turn-around's; how well it does affects how tight the bound is, never whether it
+    holds.
 
     Raises:
         LimitError: where `mem_limit` is not a number of bytes.
@@ -316,10 +326,10 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
     entry = np.minimum(c.out, saved) * (np.arange(L + 1) < L)
     entry[0] = 0
     needs_F, needs_B = _needs_alone(chain)
-    lam, p, r = (np.zeros(2 * L) for _ in range(3))
     room = np.ascontiguousarray(1 - np.concatenate([needs_F, needs_B[::-1]]) / size)
     work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
-    rates = (size / chain.d2h_bandwidth / seconds, size / chain.h2d_bandwidth / seconds)
+    # A link that hardly moves may as well be faster: any finite rate is enough to keep all copies out.
+    rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
     costs: tuple[Any, ...] = (
         chain.duplex,
@@ -337,10 +347,16 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
     ascent = (20 * patience, FIRST_RISE, patience, SHRINK)
     best = 1.0
     for p0, r0, price in _turn_around_prices(chain, limit, room[L] * size):
-        lam[:], p[:], r[:] = 0.0, 0.0, 0.0
-        lam[L] = price * size / seconds
-        p[:L], (r if chain.duplex else p)[L:] = p0, r0
-        best = max(best, ascend(lam, p, r, *ascent, *costs) * (1 - SUM_ERROR))
+        prices = np.zeros((6, 2 * L))  # λ, p, r, and what of λ, r and α inputs pay
+        prices[0, L] = price * size / seconds
+        prices[1, :L], prices[2 if chain.duplex else 1, L:] = p0, r0
+        found = ascend(prices, *ascent, *costs, None) * (1 - SUM_ERROR)
+        if found > best:
+            best, of_best = found, prices
+    if best > 1:
+        patience = max(20, min(INPUT_PATIENCE, ASCENT_WORK // (100 * L * L)))
+        found = ascend(of_best, 20 * patience, INPUT_RISE, patience, SHRINK, *costs, c.out / size) * (1 - SUM_ERROR)
+        best = max(best, found)
     return best * seconds
 
 
@@ -352,7 +368,7 @@ def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[flo
         c.saved[1:L].min(axis=1, where=np.arange(c.saved.shape[1]) < c.n_forms[1:L, None], initial=1 << 62),
     )
     forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())
-    most = np.finfo(np.float64).max / 1e9  # seconds of a copy over a link that hardly moves
+    most = np.finfo(np.float64).max / 1e20  # seconds of a copy over a link that hardly moves; times bytes it is finite
     with np.errstate(over="ignore"):
         link_out, link_in = (np.minimum(saved / bandwidth, most) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     top = np.array([1.0, 1.0, min(1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth, most)])

@@ -27,7 +27,7 @@ WITH_PARAMETERS = 2
 class Form:
     """One way of keeping what a stage's backward needs; form 0 is all that autograd saves.
 
-    saved_bytes: bytes of ā_i in this form, its output included. backward_time: seconds of B, redo included.
+    saved_bytes: bytes of ā_i in this form, its output included, so at least `output_bytes`. backward_time: seconds of B, redo included.
     forward_transient_bytes, backward_transient_bytes: held beyond all values while F or B runs. extra: a file's unknown fields.
     """
 
@@ -46,7 +46,8 @@ class Stage:
     is `forward_transient_bytes`.
 
     Raises:
-        ChainError: naming the stage, the field and the value, for anything but finite numbers at or above 0.
+        ChainError: naming the stage, the field and the value, for anything but finite numbers at or above 0, and where
+            `saved_bytes`, of a form too, is less than `output_bytes`, which it includes.
     """
 
     name: str = ""
@@ -74,6 +75,12 @@ class Stage:
         put(self, "checkpoint_transient_bytes", bytes_of(transient, "checkpoint_transient_bytes", where))
         forms = enumerate(several(self.forms, "forms", where, "rotoff.Form"), start=1)
         put(self, "forms", tuple(_checked_form(form, k, where) for k, form in forms))
+        for k in range(1 + len(self.forms)):
+            if (saved := self.form(k).saved_bytes) < self.output_bytes:
+                raise ChainError(
+                    f"saved_bytes of {f'form {k} of ' if k else ''}{where} is {saved}, less than its output_bytes of"
+                    f" {self.output_bytes}; saved_bytes counts the output too, so add it"
+                )
 
     def form(self, k: int) -> Form:
         """Form `k` of ā: 0 is the stage's own costs (``F_all``), 1 to K its smaller forms (``F_sel``)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
@@ -227,6 +228,21 @@ def test_links_and_times_of_any_speed_are_planned_without_warnings(bandwidth: fl
         for rounding in ("up", "sums"):
             cost, _ = solve_slots(chain, 10 * 10**6, 10, rounding)
             assert cost >= chain.compute_time * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("bandwidth", "seconds"), [(1e-300, 1e307), (1e-300, 1e300), (1e300, 1e307)])
+def test_no_time_or_link_makes_a_warning(bandwidth: float, seconds: float) -> None:
+    forms = (rotoff.Form(2 * 10**9, 2 * seconds),)
+    stages = tuple(Stage("", seconds, 2 * seconds, 10**9, 3 * 10**9, forms=forms) for _ in range(3))
+    chain = Chain(stages, bandwidth, bandwidth)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mode in ("joint", "remat"):
+            limit = rotoff.min_mem_limit(chain, mode)
+            assert rotoff.lower_bound(chain, limit) <= rotoff.solve(chain, limit, mode, refine=0.001).meta["makespan"]
+        for policy in ("dynprog", "vdnn", "autoswap", "pofo"):
+            with contextlib.suppress(rotoff.RotoffError):
+                rotoff.solve(chain, 7 * 10**9, policy=policy)
 
 
 @pytest.mark.parametrize("wrong", [None, "abc", 5])

@@ -146,8 +146,8 @@ times = st.floats(0, 1e6)
 stages = st.builds(
     Stage,
     st.text(max_size=8),
-    *(times, times, sizes, sizes, st.none() | sizes, sizes, st.none() | sizes, sizes),
-    st.lists(st.builds(Form, sizes, times, sizes, sizes), max_size=2).map(tuple),
+    *(times, times, sizes, sizes.map(lambda size: 2**50 + size), st.none() | sizes, sizes, st.none() | sizes, sizes),
+    st.lists(st.builds(Form, sizes.map(lambda size: 2**50 + size), times, sizes, sizes), max_size=2).map(tuple),
 )
 bandwidths = st.floats(1e-3, 1e15)
 chains = st.builds(
@@ -308,3 +308,15 @@ def test_a_file_nested_too_deeply_is_a_chain_error(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Chain.load(tmp_path / "none.json")
+
+
+def test_a_saved_set_holds_its_output() -> None:
+    with pytest.raises(
+        ChainError, match="saved_bytes of a stage is 5, less than its output_bytes of 10; saved_bytes counts"
+    ):
+        Stage("", 1.0, 1.0, 10, 5)
+    plain = plain_stage(name="one", output_bytes=10, saved_bytes=20, forms=[{"saved_bytes": 5, "backward_time": 1.0}])
+    with pytest.raises(
+        ChainError, match="stage 1: saved_bytes of form 1 of stage 'one' is 5, less than its output_bytes of 10"
+    ):
+        Chain.from_dict(plain_chain(stages=[plain]))

@@ -11,10 +11,9 @@ from oracles.chains import chains
 from oracles.recurrences import Recurrences
 
 from rotoff import Chain, simulate
-from rotoff.bounds import arrays
 from rotoff.solver import joint, keep_all, remat
 from rotoff.solver.plan import evaluator
-from rotoff.solver.slots import ROUNDINGS, discretize
+from rotoff.solver.slots import ROUNDINGS
 
 
 def same(x: float, y: float) -> bool:
@@ -50,7 +49,7 @@ def test_joint_cost_is_the_recurrences(chain: Chain, N: int, share: float, round
 @given(chains(most=4), st.integers(5, 12), st.sampled_from([0.4, 0.7, 1.0]), st.sampled_from(ROUNDINGS))
 def test_every_state_of_the_joint_tables(chain: Chain, N: int, share: float, rounding: str) -> None:
     limit = limit_at(chain, share)
-    kernel, twin = joint.fill(joint.costs(chain, limit, N, rounding)), Recurrences(chain, limit, N, rounding)
+    kernel, twin = joint.fill(joint.costs(chain, limit, N, rounding, len(chain))), Recurrences(chain, limit, N, rounding)
     L = len(chain)
     for A in range(N + 1):
         for D in range(N + 1 - A):
@@ -62,13 +61,14 @@ def test_every_state_of_the_joint_tables(chain: Chain, N: int, share: float, rou
 @given(chains(most=6), st.integers(5, 40), st.sampled_from([0.4, 0.8]), st.sampled_from(ROUNDINGS))
 def test_every_state_of_the_remat_table(chain: Chain, N: int, share: float, rounding: str) -> None:
     limit = limit_at(chain, share)
-    tables = remat.fill(chain, discretize(arrays(chain), limit, N, rounding))
+    kernel = remat.tables(chain, limit, N, len(chain), rounding).kernel
+    base = remat.rows(len(chain), max(1, len(chain) - 1))
     twin = Recurrences(chain, limit, N, rounding)
     for m in range(N + 1):
         for i in range(1, len(chain) + 1):
-            assert same(tables.W[i, m], twin.opt_forward(i, m))
+            assert same(kernel.W[i, m], twin.opt_forward(i, m))
             for j in range(i, len(chain)):
-                assert same(tables.C[tables.base[i] + j, m], twin.opt(i, j, m))
+                assert same(kernel.C[base[i] + j, m], twin.opt(i, j, m))
 
 
 @pytest.mark.parametrize("stages", [30, 100])

@@ -57,7 +57,7 @@ def test_theorem_2_the_eager_schedule_is_optimal(chain: Chain, share: float) -> 
     assert fractional.optimum(chain, limit).makespan == pytest.approx(best, rel=1e-6, abs=1e-6)
 
 
-@given(chains(least=2, forms=False, sane=True), SHARES, st.floats(0, 1), st.floats(0, 1))
+@given(chains(least=2, forms=False), SHARES, st.floats(0, 1), st.floats(0, 1))
 def test_lemma_2_more_bytes_are_never_faster(chain: Chain, share: float, one: float, other: float) -> None:
     limit = limit_of(chain, share)
     least = max(0, fractional.peak_bytes(chain) - limit)
@@ -69,7 +69,7 @@ def test_lemma_2_more_bytes_are_never_faster(chain: Chain, share: float, one: fl
     assert all(a <= b * (1 + 1e-9) + 1e-9 for a, b in zip(times, times[1:], strict=False))
 
 
-@given(chains(least=2, forms=False, sane=True), SHARES)
+@given(chains(least=2, forms=False), SHARES)
 def test_proposition_3_and_the_relaxations_are_bounds_in_order(chain: Chain, share: float) -> None:
     limit = limit_of(chain, share)
     bound, best = fractional.offload_bound(chain, limit), fractional.optimum(chain, limit).makespan

@@ -42,7 +42,7 @@ def test_rotor_is_its_recurrence(chain, part, N):
     limit = int(simulate(chain, keep_all(chain)).peak_bytes * part)
     assume(limit > chain.input_bytes)
     program = Program(chain, limit, N)
-    literal = Literal(chain, limit, N, "up").rotor()
+    literal = Literal(chain, limit, N, "up", bare=False).rotor()
     assert program.cost == pytest.approx(literal, abs=1e-9)
     if math.isfinite(literal):
         assert simulate(chain, program.operations(), limit).makespan == pytest.approx(literal, abs=1e-9)

@@ -55,26 +55,3 @@ def test_what_moves_leaves_late_and_returns_early() -> None:
         "F_all 1, offload abar 1, F_all 2, free abar 1, F_all 3, B 3, prefetch abar 1, wait abar 1, B 2, B 1"
     )
     assert text(uniform(3), codes, 90) == "F_all 1, F_all 2, F_all 3, B 3, B 2, B 1"  # it fits, so nothing moves
-
-
-def test_an_output_larger_than_its_saved_set_counts_once_that_is_gone() -> None:
-    """a_L alone may outweigh the ā_L that held it; a free right after B L sees it."""
-    from rotoff import Stage, solve
-
-    saved, outputs = (1, 0, 1, 0), (0, 0, 0, 1)
-    stages = tuple(Stage("", 0.0, 0.0, out, size, 0) for out, size in zip(outputs, saved, strict=True))
-    chain = Chain(stages, 1.0, 1.0, duplex=False)
-    for mode in ("joint", "remat", "offload"):
-        for limit in (2, 3):
-            if limit >= min_mem_limit(chain, mode):
-                simulate(chain, solve(chain, limit, mode, refine=0.01), limit)
-
-
-def test_the_output_of_the_only_stage_counts_for_nothing_that_follows() -> None:
-    """After B 1 no operation is left that could see it."""
-    from rotoff import Stage
-
-    chain = Chain((Stage("", 1.0, 1.0, 10, 2, 0),), 1.0, 1.0)
-    trace = simulate(chain, keep_all(chain))
-    assert evaluator(chain, trace.peak_bytes, 4).evaluate(empty(chain)) == (2.0, 2, 0, 0)
-    assert trace.peak_bytes == 2

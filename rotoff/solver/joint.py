@@ -24,6 +24,8 @@ from .plan import MOVE, from_forwards
 from .slots import ROUNDINGS, clock, discretize, needed
 
 TABLE_BYTES = 4 << 30
+QUICK_WORK = 1.5e7
+QUICK_REACH = 32
 MOST_DRAINED = (
     1e12  # slots in one step: links that let more through hide every copy, and sums of more would lose what is held
 )
@@ -35,6 +37,7 @@ class Costs:
 
     L: int
     N: int
+    reach: int
     K: int
     beta_F: float
     beta_B: float
@@ -62,8 +65,8 @@ class Costs:
     row: np.ndarray
 
 
-def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
-    """The chain in slots at a limit of `mem_limit` bytes."""
+def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Costs:
+    """The chain in slots at a limit of `mem_limit` bytes, with segments of up to `reach` stages made again."""
     c, L = arrays(chain), len(chain)
     slots = discretize(c, mem_limit, N, rounding)
     N = slots.N
@@ -83,9 +86,6 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
         # Σ_{i≤r<q} u_F(r) = U(q−1) − U(i−1); Σ_{q<r≤k} u_F(r) = U(k) − U(q).
         early[i, i:L] = np.maximum.accumulate(own[i, i:L] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
         late[i, i:L] = np.maximum.accumulate(own[i, i:L] + beta_B * U[i:L]) - beta_B * U[i:L]
-    row = np.zeros(L + 2, dtype=np.int64)
-    for i in range(1, L + 1):
-        row[i] = (i - 1) * (L - 1) - (i - 1) * (i - 2) // 2 - i
     held = need.held
     fastest = np.where(np.arange(c.u_B.shape[1]) < c.n_forms[:, None], c.u_B, np.inf).min(axis=1)
     clock_B = clock(c.u_B[:, 0], beta_B)
@@ -93,6 +93,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
     return Costs(
         L=L,
         N=N,
+        reach=reach,
         K=c.saved.shape[1],
         beta_F=beta_F,
         beta_B=beta_B,
@@ -117,7 +118,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str) -> Costs:
         late=late,
         early=early,
         held=held * (N / room),
-        row=row,
+        row=remat.rows(L, reach),
     )
 
 
@@ -125,13 +126,13 @@ def fill(table: Costs) -> Kernel:
     """Both tables, in two threads, OC only at the states that its answer can lead to; the interpreter runs between rows, so
     that Ctrl-C is seen."""
     L, N, X = table.L, table.N, table.K + 1
-    C = np.full((max(1, L * (L - 1) // 2), N + 1, N + 1), math.inf)
+    C = np.full((max(1, table.row[L + 1] + L + 1), N + 1, N + 1), math.inf)
     OC = np.empty((L + 1, X, N + 1, N + 1, N + 1))  # only states that can be reached are ever read
     reached = np.zeros(OC.shape, dtype=np.int8)
     reached[1, 0, 0, 0, 0] = 1
     kernel = Kernel(table, C, OC, reached)
     with ThreadPoolExecutor(2) as pool:
-        for d in range(L - 1):
+        for d in range(min(table.reach, L - 1)):
             count = L - 1 - d
             jobs = [pool.submit(kernel.fill_backward, d, 1 + a, 1 + b) for a, b in _quarters(count)]
             _finish(jobs)
@@ -160,17 +161,22 @@ def _quarters(count: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def table_bytes(chain: Chain, N: int) -> int:
+def table_bytes(chain: Chain, N: int, reach: int) -> int:
     """Bytes of both tables."""
     L, X = len(chain), 2 + max(len(s.forms) for s in chain.stages)
-    return 8 * (L * (L - 1) // 2) * (N + 1) ** 2 + 9 * (L + 1) * X * (N + 1) ** 3
+    return 8 * (L * min(L, 2 * reach) // 2) * (N + 1) ** 2 + 9 * (L + 1) * X * (N + 1) ** 3
 
 
-def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
-    """(cost in seconds, plan) of OC_0(1, 0, 0, 0) at N slots; (infinity, None) where nothing fits."""
+def solve_slots(
+    chain: Chain, mem_limit: int, N: int, rounding: str = "up", reach: int | None = None
+) -> tuple[float, np.ndarray | None]:
+    """(cost in seconds, plan) of OC_0(1, 0, 0, 0) at N slots; (infinity, None) where nothing fits.
+
+    reach: the most stages that are made again from one input; None for any number.
+    """
     if mem_limit <= chain.input_bytes:
         return math.inf, None
-    table = costs(chain, mem_limit, N, rounding)
+    table = costs(chain, mem_limit, N, rounding, max(1, min(reach or len(chain), len(chain) - 1)))
     kernel = fill(table)
     cost = kernel.forward(1, 0, 0, 0, 0)[0]
     return cost, from_forwards(chain, _forwards(table, kernel)) if math.isfinite(cost) else None
@@ -210,29 +216,24 @@ def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
     return done
 
 
-def quick_slots(chain: Chain) -> int:
-    """N at which the tables take about a tenth of a second: enough where a search follows."""
-    return max(4, round(math.pow(1.5e7 / len(chain) ** 2, 1 / 3)))
+def quick(chain: Chain) -> tuple[int, int]:
+    """(slots, reach) with which the tables take about a tenth of a second: enough where a search follows."""
+    reach = min(len(chain), QUICK_REACH)
+    return max(4, round(math.pow(QUICK_WORK / (len(chain) * reach), 1 / 3))), reach
 
 
-def proposals(chain: Chain, limit: int, slots: int, remat_slots: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Optima of the recurrences by both roundings, and recompute plans for more memory whose values move where they must.
+def proposals(chain: Chain, limit: int, slots: int, reach: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Optima of the recurrences by both roundings.
 
     Raises:
         OptionError: where the tables would not fit in memory.
     """
-    if table_bytes(chain, slots) > TABLE_BYTES:
+    if (size := table_bytes(chain, slots, reach)) > TABLE_BYTES:
         raise OptionError(
-            f"mem_slots is {slots}: the tables of {len(chain)} stages would take {format_bytes(table_bytes(chain, slots))},"
+            f"mem_slots is {slots}: the tables of {len(chain)} stages would take {format_bytes(size)},"
             f" more than {format_bytes(TABLE_BYTES)}; give fewer slots, or leave refine on"
         )
     for rounding in ROUNDINGS:
-        _, codes = solve_slots(chain, limit, slots, rounding)
+        _, codes = solve_slots(chain, limit, slots, rounding, reach)
         if codes is not None:
             yield f"joint-{rounding}", codes
-    for inflation in (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0) if len(chain) <= 150 else (1.15, 1.75):
-        _, codes = remat.solve_slots(chain, int(limit * inflation), remat_slots, "sums")
-        if codes is not None:
-            moved = codes.copy()
-            moved[1:] |= MOVE
-            yield f"remat-{inflation}-moved", moved

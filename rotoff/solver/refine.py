@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from .plan import ALL, APART, EARLY, MOVE, evaluator, widened
 
 WIDEST = 24  # columns: deeper recompute trees are kept as they are
 DEFAULT_SECONDS = 1.0
+USUAL_STAGES, MOST_LONGER = 125, 4.0  # beyond so many stages the default effort grows with them, up to so many times
 OPERATIONS_PER_SECOND = 25e6  # what this class of machine decodes in one thread; only turns seconds into a count
 THREADS = 2
 SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is smaller, and joint searches it again
@@ -32,28 +33,39 @@ ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), 
 # over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for nothing.
 OVER_WEIGHTS = (5.0, 50.0)
 GROWTH = 10.0
+STRAYED = 3.0
 FLOAT_ERROR = 1e-12  # of a step time, as a share
 NEAREST = 0.1
+COOL_STAGES = 50  # beyond so many stages one of them is less of the step, and so is what a change may cost at first
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Effort of the search, in seconds of this class of machine; 0 for none."""
+    """Effort of the search, in seconds of this class of machine; 0 for none.
+
+    own: nobody gave a number, so long chains, whose tables take longer anyway, are searched for longer too.
+    """
 
     seconds: float
+    own: bool = False
 
     @classmethod
     def of(cls, refine: bool | float) -> Budget:
         """Read the option `refine`."""
         if isinstance(refine, bool):
-            return cls(DEFAULT_SECONDS if refine else 0.0)
+            return cls(DEFAULT_SECONDS if refine else 0.0, own=True)
         if not isinstance(refine, (int, float)) or not math.isfinite(refine) or refine < 0:
             raise OptionError(f"refine is {refine!r}; give True, False or a number of seconds")
         return cls(float(refine))
 
     def evaluations(self, chain: Chain, mode: str) -> int:
         """Plans to decode in each thread."""
-        return int(SHARE[mode] * self.seconds * OPERATIONS_PER_SECOND / (3 * len(chain) + 8))
+        longer = min(MOST_LONGER, max(1.0, len(chain) / USUAL_STAGES)) if self.own else 1.0
+        return int(SHARE[mode] * longer * self.seconds * OPERATIONS_PER_SECOND / (3 * len(chain) + 8))
+
+    def part(self, share: float) -> Budget:
+        """A share of it."""
+        return replace(self, seconds=share * self.seconds)
 
 
 def least_compute(chain: Chain) -> float:
@@ -85,6 +97,7 @@ def refined(
     masks = np.array(RULES[mode], dtype=np.int16)
     scale = chain.compute_time or 1.0
     least = least_compute(chain)
+    cooler = min(1.0, COOL_STAGES / len(chain))
     weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
     evaluators = [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)]
 
@@ -107,14 +120,16 @@ def refined(
             jobs = []
             for worker, first in enumerate(firsts):
                 start, best = pool_codes[first].copy(), pool_codes[first].copy()
-                hot = scale * heats[worker]
+                hot = scale * cooler * heats[worker]
                 seed = 1 + turn * THREADS + worker
                 args = (start, each, seed, hot, hot / 100, masks, weights[worker], best, stop)
-                jobs.append((best, pool.submit(evaluators[worker].anneal, *args)))
-            for best, job in jobs:
+                jobs.append((start, best, pool.submit(evaluators[worker].anneal, *args)))
+            for worker, (last, best, job) in enumerate(jobs):
                 if math.isfinite(_result(job, stop)):
                     pool_codes.append(best)
                     scores.append(score(best))
+                if evaluators[worker].evaluate(last)[3] and not all(excess):
+                    weights[worker] *= STRAYED
             if all(excess):
                 weights = [max(GROWTH * weight, NEAREST * scale / min(excess)) for weight in weights]
             if progress is not None:

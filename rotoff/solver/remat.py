@@ -1,33 +1,31 @@
 """Pure recompute: rotor's dynamic program with every need checked, and the plan at the smallest limit.
 
-The recurrences are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v = 0. Unlike rotor's,
-the first sweep carries no δ_L, and keeping all of stage i is checked against δ_j + ā_i + o_F(i) and its backward's need.
+The recurrences (`_remat`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v = 0. Unlike
+rotor's, the first sweep carries no δ_L, keeping all of stage i is checked against δ_j + ā_i + o_F(i) and its backward's need,
+and the ā after a swept segment may be kept in the place of its input.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from .._dp import remat_diagonal
+from .._remat import Kernel, Table
 from ..bounds import Arrays, arrays, need_tables
 from ..chain import Chain
 from .plan import CK, DROP, from_forwards, select
 from .slots import Slots, discretize
 
-
-@dataclass(frozen=True)
-class Tables:
-    """C[base[i] + j, m]: backward segments; W[i, m]: forward phase from stage i; seconds, m slots beyond the input."""
-
-    slots: Slots
-    base: np.ndarray
-    C: np.ndarray
-    W: np.ndarray
+SLOTS = 500
+REACHES = (10**9, 32, 16)  # stages made again from one input, at most
+BARE = 16  # stages made again for an ā that was kept without its input
+INFLATED = (("up", 1.05), ("sums", 1.02))  # how sizes are rounded, and the share of the limit: some of it is left unused
+FINE = 16  # slots below those of the limit that are tried one by one
+MOST = 3.0
 
 
 @dataclass(frozen=True)
@@ -54,123 +52,141 @@ def needs(c: Arrays) -> Needs:
     return Needs(c.grad + a_L, ck, c.saved + c.f_transient, b)
 
 
-def fill(chain: Chain, slots: Slots) -> Tables:
-    """Both tables at the given slots; rows of one diagonal are shared by two threads."""
-    c, L, N = arrays(chain), len(chain), slots.N
-    need = needs(c)
-    base = np.zeros(L + 2, dtype=np.int64)  # row base[i] + j for 1 <= i <= j < L
-    for i in range(1, L + 1):
-        base[i] = (i - 1) * (L - 1) - (i - 1) * (i - 2) // 2 - i
-    C = np.empty((max(1, L * (L - 1) // 2), N + 1))
-    U = np.cumsum(c.u_F)
-    shared = (C, base, U, c.u_B, c.n_forms, slots.out, slots.saved, need.held, need.ck, need.all, need.b, slots.room)
-    least = np.zeros(len(C), dtype=np.int32)
+def rows(L: int, reach: int) -> np.ndarray:
+    """Where the rows of segments (i, i) to (i, i + reach - 1), which end before L, begin in a table, less i."""
+    counts = np.minimum(reach, L - np.arange(1, L + 1))
+    return np.concatenate([[0, 0], np.cumsum(counts)]).astype(np.int64) - np.arange(L + 2)
+
+
+def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Kernel:
+    """The tables at the given slots, with segments of up to `reach` stages; those of one length are shared by two threads."""
+    c, L = arrays(chain), len(chain)
+    reach = max(1, min(reach, L - 1))
+    kernel = Kernel(c, slots, needs(c), rows(L, reach), reach, min(bare, reach))
     with ThreadPoolExecutor(2) as pool:
-        for d in range(L - 1):
+        for d in range(min(reach, L - 1)):
             count = L - 1 - d
             if count * d < 400:
-                remat_diagonal(d, 1, 1 + count, *shared, least)
+                kernel.fill(d, 1, 1 + count)
             else:
                 cuts = [1, 1 + count // 2, 1 + count]
-                list(pool.map(lambda a, b, d=d: remat_diagonal(d, a, b, *shared, least), cuts[:-1], cuts[1:]))
-    W = np.full((L + 2, N + 1), math.inf)
-    for i in range(L, 0, -1):
-        for _, first, cost in _forward_choices(c, slots, need, Tables(slots, base, C, W), U, i):
-            W[i, first:] = np.minimum(W[i, first:], cost)
-    return Tables(slots, base, C, W)
+                list(pool.map(kernel.fill, (d, d), cuts[:-1], cuts[1:]))
+    kernel.fill_forward()
+    return kernel
 
 
-def to_slots(size: int, slots: Slots) -> int:
-    """Slots for a need of `size` bytes, rounded up; at most N + 1, which fits nowhere."""
-    return min(slots.N + 1, -(-int(size) * slots.N // max(slots.room, 1)))
+def sized(chain: Chain, work: int, reaches: tuple[int, ...] = REACHES) -> tuple[int, int]:
+    """(slots, reach) with which tables take about `work` states times choices; the first reach that leaves `SLOTS` slots.
 
-
-def _forward_choices(
-    c: Arrays, slots: Slots, need: Needs, t: Tables, U: np.ndarray, i: int
-) -> Iterator[tuple[tuple[str, int], int, np.ndarray]]:
-    """(choice, first m, cost from there on) of every first operation of the forward phase at stage i.
-
-    A choice is ("all", form) or ("ck", k): F_ck i, F_∅ i+1..k.
+    Most of what is made again is short, and slots finer than the stages are worth more than long segments.
     """
-    L, N = len(c.out) - 1, slots.N
-    for x in range(int(c.n_forms[i])):
-        first = to_slots(max(need.all[i, x], need.b[i, x]), slots)
-        cost = c.u_F[i] + c.u_B[i, x]
-        size = int(slots.saved[i, x]) if i < L else 0
-        first = max(first, size)
-        if first <= N:
-            yield ("all", x), first, cost + (t.W[i + 1, first - size : N + 1 - size] if i < L else np.zeros(N + 1 - first))
-    for k in range(i, L):
-        size = int(slots.out[k])
-        first = max(to_slots(need.ck[i, k], slots), size)
-        if first <= N:
-            yield ("ck", k), first, U[k] - U[i - 1] + t.C[t.base[i] + k, first:] + t.W[k + 1, first - size : N + 1 - size]
+    L, K = len(chain), 1 + max(len(s.forms) for s in chain.stages)
+    for most in reaches:
+        reach = min(L, most)
+        d = np.arange(reach)
+        bare = np.minimum(d, BARE)
+        each = int(((L - d) * (d + K * bare + (d < BARE) * d)).sum())
+        slots = min(2 * SLOTS, work // max(1, each))
+        if slots >= SLOTS:
+            break
+    return max(8, slots), reach
 
 
-def _backward_choices(
-    c: Arrays, slots: Slots, need: Needs, t: Tables, U: np.ndarray, i: int, j: int, m: int
-) -> Iterator[tuple[tuple[str, int], float]]:
-    """(choice, cost) of every first operation of the segment i..j with m slots, in the kernel's own arithmetic."""
-    for x in range(int(c.n_forms[i])):
-        size = int(slots.saved[i, x]) if i < j else 0
-        if max(to_slots(max(need.held[j] + need.all[i, x], need.b[i, x]), slots), size) <= m:
-            cost = U[i] - U[i - 1] + c.u_B[i, x]
-            yield ("all", x), cost + (t.C[t.base[i + 1] + j, m - size] if i < j else 0.0)
-    for k in range(i, j):
-        size = int(slots.out[k])
-        if max(to_slots(need.held[j] + need.ck[i, k], slots), size) <= m:
-            yield ("ck", k), U[k] - U[i - 1] + t.C[t.base[i] + k, m] + t.C[t.base[k + 1] + j, m - size]
+@dataclass(frozen=True)
+class Tables:
+    """The recurrences of a chain at one discretization, of which any number of slots up to N can be asked."""
+
+    chain: Chain
+    slots: Slots
+    kernel: Kernel
+    reach: int
+
+    def plan(self, m: int) -> tuple[float, np.ndarray | None]:
+        """(cost in seconds, plan) of the optimum at m slots; (infinity, None) where nothing fits."""
+        L = len(self.chain)
+        cost = self.kernel.choice(Table.FORWARD, 1, L, m)[0]
+        return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m)) if math.isfinite(cost) else None
 
 
-def quick_slots(chain: Chain) -> int:
-    """N at which the tables take about a tenth of a second and stay small: enough where a search follows."""
-    L = len(chain)
-    return max(8 if L <= 600 else 4, min(500, 600_000_000 // L**3, 64_000_000 // L**2))
+def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", bare: int = BARE) -> Tables:
+    """The recurrences where N slots are `mem_limit` bytes, which hold more than a_0.
 
-
-def remat_cost(t: Tables) -> float:
-    """Seconds of the recurrences' optimum, infinite where nothing fits the slots."""
-    return float(t.W[1, t.slots.N])
+    reach: the most stages that are made again from one input. bare: the same where an ā is kept without its input, which they
+    make.
+    """
+    slots = discretize(arrays(chain), mem_limit, N, rounding)
+    return Tables(chain, slots, fill(chain, slots, reach, bare), reach)
 
 
 def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
     """(cost in seconds, plan) of the recurrences' optimum at N slots; (infinity, None) where nothing fits."""
-    c = arrays(chain)
-    if mem_limit <= int(c.out[0]):
+    if mem_limit <= chain.input_bytes:
         return math.inf, None
-    slots = discretize(c, mem_limit, N, rounding)
-    t = fill(chain, slots)
-    if not math.isfinite(remat_cost(t)):
-        return math.inf, None
-    return remat_cost(t), from_forwards(chain, _forwards(chain, t))
+    made = tables(chain, mem_limit, N, len(chain), rounding)
+    return made.plan(made.slots.N)
 
 
-def _forwards(chain: Chain, t: Tables) -> list[tuple[int, int]]:
-    """The forwards of an optimal tree in program order, as (stage, code); segments still to run wait on a stack."""
-    c, L, N, slots = arrays(chain), len(chain), t.slots.N, t.slots
-    need, U = needs(c), np.cumsum(c.u_F)
+def proposals(chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], bool]) -> Iterator[tuple[str, np.ndarray]]:
+    """(source, plan) of optima by each rounding: at the slots of the limit, and at the most slots at which they fit."""
+    if limit > chain.input_bytes:
+        for rounding, share in INFLATED:
+            made = tables(chain, int(limit * share), *sized(chain, work), rounding)
+            if made.plan(made.slots.N)[1] is None and made.reach < len(chain):
+                made = tables(chain, int(limit * share), *sized(chain, work, (len(chain),)), rounding)
+            yield from ((f"remat-{rounding}", codes) for codes in _largest(made, share, fits))
+    smallest = smallest_plan(chain, limit)
+    if smallest is not None:
+        yield "remat-smallest", smallest
+
+
+def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> Iterator[np.ndarray]:
+    """The first plan that fits, slots falling, after the one at the slots of the limit where that does not."""
+    m, step, before, N = made.slots.N, 1, math.nan, made.slots.N
+    while m > 0:
+        cost = float(made.kernel.W[1, m])
+        if cost != before:
+            before = cost
+            _, codes = made.plan(m)
+            if codes is None:
+                return
+            fit = fits(codes)
+            if fit or m == int(N / share):
+                yield codes
+            if fit:
+                return
+        step = step if m > N / share - FINE else step + 1
+        m -= step
+
+
+def inflated(chain: Chain, limit: int, work: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(source, plan) of optima for more memory, up to `MOST` times the limit."""
+    if limit > chain.input_bytes:
+        made = tables(chain, int(limit * MOST), *sized(chain, work), "sums")
+        for share in np.linspace(1.0, MOST, 17):
+            _, codes = made.plan(int(made.slots.N * share / MOST))
+            if codes is not None:
+                yield f"remat-{share:.3g}", codes
+
+
+def _forwards(kernel: Kernel, slots: Slots, L: int, m: int) -> list[tuple[int, int]]:
+    """The forwards of an optimum in program order, as (stage, code); segments still to run wait on a stack."""
     done: list[tuple[int, int]] = []
-    waiting: list[tuple[int, int, int]] = []
-    i, m = 1, N
-    while i <= L:
-        firsts = _forward_choices(c, slots, need, t, U, i)
-        options = [(float(cost[m - first]), choice) for choice, first, cost in firsts if first <= m]
-        _, (kind, x) = min(options, key=lambda option: option[0])
-        done += segment_codes(kind, i, x)
-        if kind == "all":
-            i, m = i + 1, m - (int(slots.saved[i, x]) if i < L else 0)
-        else:
-            waiting.append((i, x, m))
-            i, m = x + 1, m - int(slots.out[x])
+    waiting = [(Table.FORWARD, 1, L, m)]
     while waiting:
-        i, j, m = waiting.pop()
-        (kind, x), _ = min(_backward_choices(c, slots, need, t, U, i, j, m), key=lambda option: option[1])
-        done += segment_codes(kind, i, x)
-        if kind == "ck":
-            waiting.append((i, x, m))
-            waiting.append((x + 1, j, m - int(slots.out[x])))
-        elif i < j:
-            waiting.append((i + 1, j, m - int(slots.saved[i, x])))
+        table, i, j, m = waiting.pop()
+        if table == Table.WITHOUT and i == j:
+            continue
+        _, kind, k, form = kernel.choice(table, i, j, m)
+        left = m - int(slots.out[k] if kind == "ck" else slots.saved[k, form])
+        if kind == "bare":
+            done += [*segment_codes("ck", i, k - 1), (k, select(form) | DROP)]
+            waiting.append((Table.WITHOUT, i, k, left))
+        else:
+            done += segment_codes(kind, i, form if kind == "all" else k)
+            if kind == "ck":
+                waiting.append((Table.BACKWARD, i, k, m))
+        if k < j:
+            waiting.append((table, k + 1, j, left))
     return done
 
 

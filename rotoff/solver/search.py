@@ -18,12 +18,11 @@ from ..simulator import simulate
 from ..sizes import format_bytes, parse_bytes
 from . import joint, offload, remat
 from .host import all_moving, host_sequence
-from .plan import evaluator, keep_all, select, to_ops
+from .plan import MOVE, evaluator, keep_all, select, to_ops
 from .policies import check_policy, run
 from .refine import FLOAT_ERROR, Budget, least_compute, refined
-from .slots import ROUNDINGS
 
-REMAT_SLOTS = 500
+TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
 FORMS_SHARE = 0.6  # of the effort, for the search with smaller forms after the one without
 
 
@@ -174,6 +173,11 @@ def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] 
     forms = any(stage.forms for stage in problem.chain.stages)
     if (mode, forms) in problem.found:
         return problem.found[mode, forms]
+    if mode == "joint":
+        # As `solve` finds them for themselves, with all of their effort: these very results compete below.
+        for pure in ("offload", "remat"):
+            if problem.limit >= min_mem_limit(problem.chain, pure):
+                _best(problem, pure, None)
     if not forms:
         best = _searched(problem, mode, progress)
     else:
@@ -185,7 +189,7 @@ def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] 
                 problem = replace(problem, known=(*problem.known, best.codes))
         if mode != "offload":  # which keeps all that autograd saves
             share = 1.0 if best is None else FORMS_SHARE
-            shorter = replace(problem, budget=Budget(share * problem.budget.seconds))
+            shorter = replace(problem, budget=problem.budget.part(share))
             other = _searched(shorter, mode, progress)
             if best is None or (other is not None and other.makespan < best.makespan):
                 best = other
@@ -248,23 +252,25 @@ def _host_candidate(problem: Problem) -> Candidate | None:
 def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
     """Plans of every kind; where a search follows, tables that take long are filled with fewer slots."""
     chain, limit, quick = problem.chain, problem.limit, problem.budget.seconds > 0
-    remat_slots = min(REMAT_SLOTS, remat.quick_slots(chain)) if quick else REMAT_SLOTS
+    work = TABLE_WORK if quick else 20 * TABLE_WORK
+
+    def fits(codes: np.ndarray) -> bool:
+        return judged(chain, limit, codes, "", problem.host_limit) is not None
+
     if mode != "offload":
-        for rounding in ROUNDINGS:
-            _, codes = remat.solve_slots(chain, limit, remat_slots, rounding)
-            if codes is not None:
-                yield f"remat-{rounding}", codes
-        smallest = remat.smallest_plan(chain, limit)
-        if smallest is not None:
-            yield "remat-smallest", smallest
+        yield from remat.proposals(chain, limit, work, fits)
     if mode != "remat":
         for codes in offload.proposals(chain):
             yield "offload", codes
     if mode == "joint":
-        slots = min(problem.slots, joint.quick_slots(chain)) if quick else problem.slots
         for codes in all_moving(chain, limit):
             yield "all-moving", codes
-        yield from joint.proposals(chain, limit, slots, min(remat_slots, remat.quick_slots(chain)))
+        slots, reach = joint.quick(chain) if quick else (problem.slots, len(chain))
+        yield from joint.proposals(chain, limit, min(problem.slots, slots), reach)
+        for source, codes in remat.inflated(chain, limit, work):
+            moved = codes.copy()
+            moved[1:] |= MOVE
+            yield f"{source}-moved", moved
 
 
 def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit: int | None = None) -> Candidate | None:

@@ -13,26 +13,26 @@ TIMES = st.one_of(st.just(0.0), st.integers(1, 40).map(lambda x: x / 8))
 
 
 @st.composite
-def stages(draw: st.DrawFn, forms: bool = True, sane: bool = False) -> Stage:
-    """One stage; `sane` keeps saved_bytes at or above output_bytes in every form, as a real stage does."""
+def stages(draw: st.DrawFn, forms: bool = True) -> Stage:
+    """One stage."""
     output = draw(SIZES)
-    saved = output + draw(SIZES) if sane or draw(st.booleans()) else draw(SIZES)
+    saved = output + draw(SIZES)
     extra = {}
     if draw(st.booleans()):
         names = ("grad_bytes", "forward_transient_bytes", "checkpoint_transient_bytes", "backward_transient_bytes")
         extra = {name: draw(SIZES) for name in names}
     made = []
     for _ in range(draw(st.integers(0, 2)) if forms else 0):
-        size = draw(st.integers(output, max(output, saved)))
+        size = draw(st.integers(output, saved))
         made.append(Form(size, draw(TIMES), draw(SIZES), draw(SIZES)))
     return Stage("", draw(TIMES), draw(TIMES), output, saved, forms=tuple(made), **extra)
 
 
 @st.composite
-def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True, sane: bool = False) -> Chain:
+def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True) -> Chain:
     """A chain of `least` to `most` stages."""
     count = draw(st.integers(least, most))
-    made = [draw(stages(forms, sane)) for _ in range(count)]
+    made = [draw(stages(forms)) for _ in range(count)]
     speeds = st.sampled_from([1.0, 10.0, 60.0, 1000.0])
     ends = {"input_bytes": draw(SIZES), "input_grad_bytes": draw(SIZES)}
     return Chain(tuple(made), draw(speeds), draw(speeds), duplex=draw(st.booleans()), **ends)

@@ -6,6 +6,7 @@ Rounding follows the rule stated in `rotoff.solver.slots`; nothing else is share
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 from rotoff import Chain
@@ -20,7 +21,8 @@ def _round(x: float) -> int:
 class Recurrences:
     """Both dynamic programs of one chain at N slots of a limit of `mem_limit` bytes."""
 
-    def __init__(self, chain: Chain, mem_limit: int, N: int, rounding: str) -> None:
+    def __init__(self, chain: Chain, mem_limit: int, N: int, rounding: str, bare: bool = True) -> None:
+        self.bare = bare
         self.chain, self.N, self.L = chain, N, len(chain)
         self.room = mem_limit - chain.input_bytes
         self.beta_F = chain.d2h_bandwidth * N / self.room
@@ -43,6 +45,7 @@ class Recurrences:
         self.C = lru_cache(maxsize=None)(self._C)
         self.OC = lru_cache(maxsize=None)(self._OC)
         self.opt = lru_cache(maxsize=None)(self._opt)
+        self.opt_beside = lru_cache(maxsize=None)(self._opt_beside)
         self.opt_forward = lru_cache(maxsize=None)(self._opt_forward)
 
     def _sizes(self, sizes: list[int], rounding: str) -> list[int]:
@@ -177,31 +180,49 @@ class Recurrences:
         """OC_0(1, 0, 0, 0)."""
         return self.OC(1, 0, 0, 0, 0)
 
-    # -- rotor's Opt, every need checked
+    # -- rotor's Opt, every need checked, and the ā after a swept segment kept in the place of its input
 
     def _opt(self, i: int, j: int, m: int) -> float:
+        return self._best(i, j, m, self._held(j), self.opt)
+
+    def _opt_forward(self, i: int, m: int) -> float:
+        return self._best(i, self.L, m, 0, lambda first, _, left: self.opt_forward(first, left))
+
+    def _best(self, i: int, j: int, m: int, held: int, after: Callable[[int, int, int], float]) -> float:
+        def rest(first: int, size: int) -> float:
+            return (0.0 if first > j else after(first, j, m - size)) if m >= size else INF
+
         best = INF
         for k, form in enumerate(self.forms[i]):
-            if self._need(max(self._all(i, k) + self._held(j), self._b(i, k))) <= m:
-                left = m - self.abar[i][k]
-                rest = 0.0 if i == j else self.opt(i + 1, j, left) if left >= 0 else INF
+            if self._need(max(self._all(i, k) + held, self._b(i, k))) <= m:
+                best = min(best, self.u_F[i] + form.backward_time + rest(i + 1, 0 if i == j else self.abar[i][k]))
+        for k in range(i, j):
+            if all(self._need(self._step(i, q) + held) <= m for q in range(i, k + 1)):
+                best = min(best, sum(self.u_F[i : k + 1]) + self.opt(i, k, m) + rest(k + 1, self.a[k]))
+        if not self.bare:
+            return best
+        for k in range(i + 1, j):
+            if any(self._need(self._step(i, q) + held) > m for q in range(i, k)):
+                break
+            for x, form in enumerate(self.forms[k]):
+                size = self.abar[k][x]
+                if self._need(self._all(k, x) + self.chain.output_bytes(k - 1) + held) <= m and size <= m:
+                    seconds = sum(self.u_F[i : k + 1]) + form.backward_time
+                    best = min(best, seconds + self.opt_beside(i, k, m - size) + rest(k + 1, size))
+        return best
+
+    def _opt_beside(self, i: int, j: int, m: int) -> float:
+        """From the input of i, ā_j and δ_j to δ_{i-1}, in m slots beside ā_j, without the seconds of B j."""
+        if i == j:
+            return 0.0 if all(self._need(self._b(i, k)) - self.abar[i][k] <= m for k in range(len(self.forms[i]))) else INF
+        best = INF
+        for k, form in enumerate(self.forms[i]):
+            if self._need(max(self._all(i, k) + self._held(j), self._b(i, k))) <= m and self.abar[i][k] <= m:
+                rest = self.opt_beside(i + 1, j, m - self.abar[i][k])
                 best = min(best, self.u_F[i] + form.backward_time + rest)
         for k in range(i, j):
             if all(self._need(self._step(i, q) + self._held(j)) <= m for q in range(i, k + 1)) and self.a[k] <= m:
-                rest = self.opt(i, k, m) + self.opt(k + 1, j, m - self.a[k])
-                best = min(best, sum(self.u_F[i : k + 1]) + rest)
-        return best
-
-    def _opt_forward(self, i: int, m: int) -> float:
-        best = INF
-        for k, form in enumerate(self.forms[i]):
-            if self._need(max(self._all(i, k), self._b(i, k))) <= m:
-                left = m - self.abar[i][k]
-                rest = 0.0 if i == self.L else self.opt_forward(i + 1, left) if left >= 0 else INF
-                best = min(best, self.u_F[i] + form.backward_time + rest)
-        for k in range(i, self.L):
-            if all(self._need(self._step(i, q)) <= m for q in range(i, k + 1)) and self.a[k] <= m:
-                rest = self.opt(i, k, m) + self.opt_forward(k + 1, m - self.a[k])
+                rest = self.opt(i, k, m) + self.opt_beside(k + 1, j, m - self.a[k])
                 best = min(best, sum(self.u_F[i : k + 1]) + rest)
         return best
 

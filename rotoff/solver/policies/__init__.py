@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ...chain import Chain
 from ...errors import OptionError
 from ...sequence import Sequence
@@ -94,7 +96,8 @@ def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> 
         raise OptionError(
             f"policy {name!r} plans activations alone; give chain.without_parameters(), or one of {', '.join(PLACEMENTS)}"
         )
-    made = policy(chain, mem_limit, **options)
+    with np.errstate(over="ignore", invalid="ignore"):  # copies that never end, over links that hardly move
+        made = policy(chain, mem_limit, **options)
     trace = simulate(chain, made, mem_limit)
     figures = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
     return replace(made, mode=name, mem_limit=mem_limit, meta={"source": name, **made.meta, **figures})

@@ -18,10 +18,11 @@ bytes from there. a_L, which the machine charges from its making on, is added to
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
-from ..._dp import remat_diagonal
+from ..._remat import Kernel, Table
 from ...bounds import arrays
 from ...chain import Chain
 from ...errors import InfeasibleError, OptionError
@@ -38,21 +39,16 @@ class Program:
 
     def __init__(self, chain: Chain, mem_limit: int, N: int) -> None:
         self.c, self.L, self.N = arrays(chain), len(chain), N
-        self.u = np.cumsum(self.c.u_F)
         self.need = remat.needs(self.c)
         self.slots: Slots = discretize(self.c, mem_limit, N, "up")
         L = self.L
-        # Row of (i, j) is base[i] + j; segments may end at L, unlike those of `remat`, whose last sweep is a forward phase.
-        self.base = np.array([0, *((i - 1) * L - (i - 1) * (i - 2) // 2 - i for i in range(1, L + 2))], dtype=np.int64)
-        self.C = np.empty((L * (L + 1) // 2, N + 1))
-        one_form = np.ones_like(self.c.n_forms)
-        least = np.zeros(len(self.C), dtype=np.int32)
+        # Segments may end at L, unlike those of `remat`, whose last sweep is a forward phase.
+        base = np.array([0, *((i - 1) * L - (i - 1) * (i - 2) // 2 - i for i in range(1, L + 2))], dtype=np.int64)
+        one_form = replace(self.c, n_forms=np.ones_like(self.c.n_forms))
+        self.kernel = Kernel(one_form, self.slots, self.need, base, L, 0)
         for d in range(L):
-            remat_diagonal(
-                *(d, 1, L + 1 - d, self.C, self.base, self.u, self.c.u_B, one_form, self.slots.out, self.slots.saved),
-                *(self.need.held, self.need.ck, self.need.all, self.need.b, self.slots.room, least),
-            )
-        self.cost = float(self.C[self.base[1] + L, N])
+            self.kernel.fill(d, 1, L + 1 - d)
+        self.cost = self.kernel.choice(Table.BACKWARD, 1, L, N)[0]
 
     def operations(self) -> tuple[Op, ...]:
         """An optimal sequence, where `cost` is finite."""
@@ -63,8 +59,8 @@ class Program:
             if j == 0:
                 made.append(B(i))
                 continue
-            k = self._choice(i, j, m)
-            if k is None:
+            _, kind, k, _ = self.kernel.choice(Table.BACKWARD, i, j, m)
+            if kind == "all":
                 made.append(F_all(i))
                 waiting.append((i, 0, 0))
                 if i < j:
@@ -73,22 +69,6 @@ class Program:
                 made += sweep(i, k)
                 waiting += [(i, k, m), (k + 1, j, m - int(self.slots.out[k]))]
         return tuple(made)
-
-    def _choice(self, i: int, j: int, m: int) -> int | None:
-        """None for Opt_2, else s − 1 of Opt_1, at the minimum of (i, j, m); the kernel's arithmetic, so costs compare."""
-        best, chosen = math.inf, None
-        need, slots, u = self.need, self.slots, self.u
-        first = remat.to_slots(max(need.held[j] + need.all[i, 0], need.b[i, 0]), slots)
-        if max(first, int(slots.saved[i, 0]) if i < j else 0) <= m:
-            rest = self.C[self.base[i + 1] + j, m - int(slots.saved[i, 0])] if i < j else 0.0
-            best = float(u[i] - u[i - 1] + self.c.u_B[i, 0] + rest)
-        for k in range(i, j):
-            size = int(slots.out[k])
-            if max(remat.to_slots(need.held[j] + need.ck[i, k], slots), size) <= m:
-                rest = self.C[self.base[i] + k, m] + self.C[self.base[k + 1] + j, m - size]
-                if (cost := float(u[k] - u[i - 1] + rest)) < best:
-                    best, chosen = cost, k
-        return chosen
 
 
 def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
