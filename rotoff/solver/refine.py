@@ -112,7 +112,7 @@ def refined(
                 args = (start, each, seed, hot, hot / 100, masks, weights[worker], best, stop)
                 jobs.append((best, pool.submit(evaluators[worker].anneal, *args)))
             for best, job in jobs:
-                if math.isfinite(_result(job, stop)):
+                if math.isfinite(result(job, stop)):
                     pool_codes.append(best)
                     scores.append(score(best))
             if all(excess):
@@ -123,7 +123,7 @@ def refined(
     return None if scores[winner][0] else pool_codes[winner]
 
 
-def _result(job: Future[float], stop: np.ndarray) -> float:
+def result(job: Future[float], stop: np.ndarray) -> float:
     """The job's result; an interrupt meanwhile ends the kernels, which hold no lock that Ctrl-C could wait for."""
     try:
         return job.result()
