@@ -304,7 +304,7 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         if now < found:
             found = now
             best[0] = r
-        if found <= s.least * (1 + 1e-12) or now > 1.1 * enough:
+        if found <= s.least * (1 + 1e-12) or now > 2 * enough:
             break
     return found
 

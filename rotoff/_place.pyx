@@ -6,7 +6,7 @@ A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan`), th
 
 import numpy as np
 
-from libc.math cimport exp, log, pow
+from libc.math cimport log, pow, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
@@ -131,10 +131,10 @@ cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_s
                     const int8_t *stop) noexcept nogil:
     cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
     cdef Verdict r
-    cdef double cost, now, temperature, enough, found = INF
+    cdef double cost, now, temperature, enough, found = INF, light = weight, over
     cdef Py_ssize_t step, x, k, stages = (c.L + 1) * V
     _judge(c, w, p, s, codes, V, INF, weight, &r)
-    now = r.makespan + weight * _excess(&r, s)
+    now, over = r.makespan, _excess(&r, s)
     if r.over == 0 and r.host_over == 0:
         found = r.makespan
         memcpy(best, codes, n * sizeof(int16_t))
@@ -142,6 +142,7 @@ cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_s
         if stop[0]:
             break
         temperature = hot * pow(cold / hot, (<double>step) / evaluations)
+        weight = light * sqrt(hot / temperature)  # what is over at first shall fit at last
         memcpy(tried, codes, n * sizeof(int16_t))
         while True:
             if below(&state, 3) == 0:
@@ -157,11 +158,11 @@ cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_s
             tried[stages + k * GENES + FLAGS] &= rules[3]
         if memcmp(tried, codes, n * sizeof(int16_t)) == 0:
             continue
-        enough = now - temperature * log(unit(&state) + 1e-300)
+        enough = now + weight * over - temperature * log(unit(&state) + 1e-300)
         _judge(c, w, p, s, tried, V, enough, weight, &r)
         cost = r.makespan + weight * _excess(&r, s)
         if cost <= enough:
-            now = cost
+            now, over = r.makespan, _excess(&r, s)
             memcpy(codes, tried, n * sizeof(int16_t))
             if r.over == 0 and r.host_over == 0 and cost < found:
                 found = cost
@@ -275,6 +276,9 @@ cdef class Placer(Evaluator):
         with nogil:
             _judge(&self.c, &self.w, &self.p, &self.s, &codes[0], self.V, INF, 0.0, &r)
         return r.makespan, r.over, r.host_over, self.s.n
+
+    def trail(self):
+        return [self.s.trail[i] for i in range(16)]
 
     def text(self, const int16_t[::1] codes):
         """The plan's operations as rows (kind, stage or group, form, of), and the values that lie on the device between steps.
