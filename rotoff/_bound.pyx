@@ -12,30 +12,6 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 
 
-cdef struct Problem:
-    Py_ssize_t L, K
-    bint duplex
-    double out_rate, in_rate     # 1 / β in these units
-    const double *room           # [k] limit − what operation k needs itself
-    const double *work           # [k] seconds of operation k, in its fastest form
-    const double *u_F            # [q]
-    const double *saved          # [q, form]
-    const double *slower         # [q, form] backward time beyond the fastest form's
-    const double *entry          # [q] bytes of the smallest form of a_q or ā_q: part of the next operation's own need
-    const int32_t *n_forms
-
-
-cdef struct Work:
-    double *total      # running sums of λ
-    double *minus      # their negatives
-    double *alpha      # α
-    double *arrive     # [k] link in during k, less total
-    double *leave      # [k] least over a ≥ k of link out during a, and λ_0 + ... + λ_a
-    double *away       # [k] that, less total
-    int32_t *leave_at
-    double *held       # [k] bytes that begin to be held at cut k, less those that end before it
-
-
 cdef inline double _least(double x, double y) noexcept nogil:
     return x if x < y else y
 
@@ -89,8 +65,8 @@ cdef enum Way:
     AGAIN_MOVES  # made again, leaves and returns
 
 
-cdef double _value(Problem *c, const double *lam, const double *p, const double *r, double *g_lam, double *g_p, double *g_r,
-                   Work *w) noexcept nogil:
+cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, double *g_lam, double *g_p, double *g_r,
+                       double *g_host, Work *w) noexcept nogil:
     """The dual at these prices; its supergradient."""
     cdef Py_ssize_t n = 2 * c.L, k, q, f, x, first, last, made_at, left_at, back_at, in_at, at
     cdef Way way, best_way
@@ -103,6 +79,9 @@ cdef double _value(Problem *c, const double *lam, const double *p, const double 
         w.minus[k] = -total[k]
         w.arrive[k] = (r[k] if c.duplex else p[k]) * c.in_rate - total[k]
         w.held[k] = 0.0
+        if c.host != NULL:
+            w.alpha[k] -= c.host[k]
+            g_host[k] = -c.work[k]
         value += w.alpha[k] * c.work[k] - lam[k] * c.room[k]
         g_lam[k] = 0.0
         g_p[k] = -c.work[k]
@@ -178,6 +157,8 @@ cdef double _value(Problem *c, const double *lam, const double *p, const double 
         g_p[n - q] -= c.slower[x]
         if c.duplex:
             g_r[n - q] -= c.slower[x]
+        if c.host != NULL:
+            g_host[n - q] -= c.slower[x]
         made_at = first - 1
         if best_way == STAYS:
             _hold(w, first, last, size)
@@ -196,6 +177,8 @@ cdef double _value(Problem *c, const double *lam, const double *p, const double 
             g_p[made_at] -= u
             if c.duplex:
                 g_r[made_at] -= u
+            if c.host != NULL:
+                g_host[made_at] -= u
             if best_way != AGAIN_MOVES:
                 _hold(w, made_at + 1, last, size)
                 if made_at < last:
@@ -237,7 +220,7 @@ cdef double _ascend(Problem *c, double *lam, double *p, double *r, Py_ssize_t st
     cdef double value, best = -INFINITY, gap, norm, length, scale = 1.0 / n, s2 = scale * scale, over
     cdef double ahead = goal
     for step in range(steps):
-        value = _value(c, lam, p, r, g_lam, g_p, g_r, w)
+        value = dual_value(c, lam, p, r, g_lam, g_p, g_r, NULL, w)
         if value > best:
             if value > best + 0.05 * ahead:
                 stale = 0
@@ -321,6 +304,7 @@ def ascend(double[::1] lam, double[::1] p, double[::1] r, Py_ssize_t steps, doub
     c.slower = &slower[0, 0]
     c.entry = &entry[0]
     c.n_forms = &n_forms[0]
+    c.host = NULL
     w.total, w.minus, w.alpha, w.arrive = &rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0]
     w.leave, w.away, w.held, w.leave_at = &rows[4, 0], &rows[5, 0], &rows[6, 0], &leave_at[0]
     with nogil:

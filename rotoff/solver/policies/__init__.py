@@ -17,6 +17,8 @@ from ...errors import OptionError
 from ...sequence import Sequence
 from ...simulator import simulate
 from .autoswap import autoswap
+from .block_swap import block_swap
+from .by_hand import by_hand
 from .dynprog import dynprog
 from .greedy import greedy
 from .nonpersistent import nonpersistent
@@ -25,10 +27,13 @@ from .periodic import chen, periodic
 from .pofo import pofo
 from .revolve import revolve
 from .rotor import rotor
+from .streaming import streaming
 from .superneurons import superneurons
 from .tflms import tflms
+from .torchao_offload import torchao_offload
 from .vdnn import vdnn
 from .vdnn_plus_plus import vdnn_plus_plus
+from .zero_offload import zero_offload
 
 Policy = Callable[..., Sequence]
 
@@ -48,6 +53,14 @@ POLICIES: Mapping[str, Policy] = {
     "overlap": overlap,
     "superneurons": superneurons,
 }
+# Those that place parameters, under the best plan for the activations; those above plan activations alone.
+PLACEMENTS: Mapping[str, Policy] = {
+    "zero-offload": zero_offload,
+    "torchao-offload": torchao_offload,
+    "streaming": streaming,
+    "block-swap": block_swap,
+    "by-hand": by_hand,
+}
 # Those that run every forward once, so that nothing has to be restored for a replay.
 WITHOUT_RECOMPUTE = frozenset({"greedy", "dynprog", "vdnn", "vdnn++", "tflms", "autoswap", "overlap"})
 
@@ -58,9 +71,10 @@ def check_policy(name: Any, options: Mapping[str, Any] | None = None) -> Policy:
     Raises:
         OptionError: where there is none, or it has no option of a name in `options`; the sentence lists those that there are.
     """
-    policy = POLICIES.get(name) if isinstance(name, str) else None
+    policies = {**POLICIES, **PLACEMENTS}
+    policy = policies.get(name) if isinstance(name, str) else None
     if policy is None:
-        raise OptionError(f"policy is {name!r}; policies are {', '.join(POLICIES)}")
+        raise OptionError(f"policy is {name!r}; policies are {', '.join(policies)}")
     known = list(inspect.signature(policy).parameters)[2:]
     for option in options or {}:
         if option not in known:
@@ -75,7 +89,12 @@ def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> 
     Raises:
         OptionError: for an unknown policy or option. InfeasibleError: where the policy fits nothing.
     """
-    made = check_policy(name, options)(chain, mem_limit, **options)
+    policy = check_policy(name, options)
+    if name in POLICIES and chain.parameters:
+        raise OptionError(
+            f"policy {name!r} plans activations alone; give chain.without_parameters(), or one of {', '.join(PLACEMENTS)}"
+        )
+    made = policy(chain, mem_limit, **options)
     trace = simulate(chain, made, mem_limit)
     figures = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
     return replace(made, mode=name, mem_limit=mem_limit, meta={"source": name, **made.meta, **figures})

@@ -1,0 +1,35 @@
+"""BLOCK-SWAP: a number of layers is streamed, the last ones; all others are resident.
+
+Source: what trainers of image and video models call block swapping (``--blocks_to_swap`` of kohya-ss/sd-scripts and
+musubi-tuner): "the number of blocks to swap" between the device and the host, each brought in while the one before computes.
+
+Where interpreted: a layer is a group of parameters; its state moves with it, and the device updates. The number is the user's
+there; here it is the best one.
+"""
+
+from __future__ import annotations
+
+from ...chain import Chain
+from ...errors import OptionError
+from ...sequence import Sequence
+from ..placement import RESIDENT, STREAMED
+from .placed import best_of
+
+
+def block_swap(
+    chain: Chain, mem_limit: int, updates: str = "during", blocks: int | None = None, effort: bool | float = True
+) -> Sequence:
+    """Block swapping within `mem_limit` bytes, under the best plan for the activations in what it leaves.
+
+    Args:
+        updates: "during" or "after". blocks: how many groups are swapped; None for the best number. effort: `refine` of `rotoff.solve`, for the activations.
+
+    Raises:
+        InfeasibleError: where nothing fits. OptionError: for a number that there is not, or where there is nothing to place.
+    """
+    K = len(chain.parameters)
+    if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= K):
+        raise OptionError(f"blocks is {blocks!r}; give a number from 0 to {K}, the number of groups")
+    counts = range(K + 1) if blocks is None else (blocks,)
+    placements = {f"{n} of {K} swapped": [RESIDENT] * (K - n) + [STREAMED] * n for n in counts}
+    return best_of("block-swap", chain, mem_limit, placements, updates, effort)

@@ -1,0 +1,120 @@
+"""What the policies for parameters share: a place for each group, and the best plan for the activations in what is left.
+
+What the groups take is read off the machine: the most by which a step that keeps all activations holds more with them than
+without. The activations get the limit less that, and the difference to what the machine then sees, until nothing is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ...bounds import min_mem_limit
+from ...chain import Chain
+from ...errors import OptionError
+from ...sequence import Op
+from ...sequence import Sequence as Plan
+from ...simulator import Trace, simulate
+from ..placement import Place, place
+from ..plan import keep_all
+from .refusal import limit_that_works, refusal
+
+ROUNDS = 3  # of giving what is left over to the activations
+SHARES = 100  # plans for the activations are made for this many limits at most, so that placements share them
+
+Shape = Callable[[tuple[Op, ...]], tuple[Op, ...]]
+
+
+class Placed:
+    """Placements of one chain, each under the best plan for the activations in what it leaves of a limit.
+
+    Args:
+        updates: "during" or "after". refine: as for `rotoff.solve`, of the activations' plans. shape: what becomes of the
+            operations that `place` makes; by default nothing.
+    """
+
+    def __init__(
+        self, chain: Chain, updates: str = "during", refine: bool | float = True, shape: Shape | None = None
+    ) -> None:
+        self.chain, self.updates, self.refine, self.shape = chain, updates, refine, shape
+        self.activations = chain.without_parameters()
+        self._keep_all = keep_all(self.activations).ops
+        self._plain = simulate(self.activations, self._keep_all)
+        self._least = min_mem_limit(self.activations, "joint")
+        self._plans: dict[int, tuple[Op, ...]] = {}
+
+    def within(self, mem_limit: int, places: Sequence[Place], ahead: int = 1) -> Plan | None:
+        """One placement within `mem_limit` bytes, or None."""
+        everything, trace = self.everything(places, ahead)
+        if trace.peak_bytes <= mem_limit:
+            return everything
+        held = {event.op: event.memory for event in trace.events}
+        room = mem_limit - max(held[event.op] - event.memory for event in self._plain.events)
+        best: Plan | None = None
+        for _ in range(ROUNDS):
+            if room < self._least:
+                break
+            made, trace = self._placed(self._plan(room), places, ahead)
+            left = mem_limit - trace.peak_bytes
+            if left >= 0 and (best is None or trace.makespan < best.meta["makespan"]):
+                best = made
+            if 0 <= left <= self._plain.peak_bytes // SHARES:
+                break
+            room += left
+        return best
+
+    def everything(self, places: Sequence[Place], ahead: int = 1) -> tuple[Plan, Trace]:
+        """One placement of a step that keeps all activations, whatever it takes."""
+        return self._placed(self._keep_all, places, ahead)
+
+    def _placed(self, ops: tuple[Op, ...], places: Sequence[Place], ahead: int) -> tuple[Plan, Trace]:
+        made = place(self.chain, ops, places, self.updates, ahead)
+        if self.shape is not None:
+            made = replace(made, ops=self.shape(made.ops))
+        trace = simulate(self.chain, made, updates=self.updates)
+        return replace(made, meta={"makespan": trace.makespan}), trace
+
+    def _plan(self, room: int) -> tuple[Op, ...]:
+        from ..search import solve  # which imports the policies
+
+        step = max(1, self._plain.peak_bytes // SHARES)
+        limit = max(self._least, min(room, self._plain.peak_bytes) // step * step)
+        if limit not in self._plans:
+            self._plans[limit] = solve(self.activations, limit, refine=self.refine).ops
+        return self._plans[limit]
+
+
+def best_of(
+    policy: str,
+    chain: Chain,
+    mem_limit: int,
+    placements: Mapping[str, Sequence[Place]],
+    updates: str,
+    refine: bool | float,
+    shape: Shape | None = None,
+    ahead: Sequence[int] = (1,),
+) -> Plan:
+    """The fastest of `placements`, by what they are called, within `mem_limit` bytes.
+
+    Several are compared without refinement, and with the first of `ahead` alone.
+
+    Raises:
+        OptionError: where there are no parameters to place. InfeasibleError: where no placement fits.
+    """
+    if not chain.parameters:
+        raise OptionError(f"policy {policy!r} places parameters, and the chain has none")
+    quick = Placed(chain, updates, refine=False, shape=shape)
+    tried = {name: quick.within(mem_limit, places, ahead[0]) for name, places in placements.items()}
+    times = {name: made.meta["makespan"] for name, made in tried.items() if made is not None}
+    if not times:
+
+        def fits(limit: int) -> bool:
+            return any(quick.within(limit, places, ahead[0]) is not None for places in placements.values())
+
+        most = min(quick.everything(places, ahead[0])[1].peak_bytes for places in placements.values())
+        raise refusal(policy, mem_limit, limit_that_works(fits, mem_limit, most))
+    name = min(times, key=lambda name: times[name])
+    finer = Placed(chain, updates, refine, shape) if refine else quick
+    others = [tried[name], *(finer.within(mem_limit, placements[name], n) for n in ahead)]
+    made = min((one for one in others if one is not None), key=lambda one: one.meta["makespan"])
+    return replace(made, meta={"source": f"{policy}, {name}"})

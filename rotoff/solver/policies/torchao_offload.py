@@ -1,0 +1,38 @@
+"""TORCHAO: the optimizer of torchao that lies on the host (`CPUOffloadOptimizer`); parameters stay on the device.
+
+Source: torchao, `torchao/optim/cpu_offload.py`. Each gradient is copied out as soon as it is whole, on a stream of its own.
+After the backward, gradient by gradient in that order, the host updates and the parameters are copied back.
+
+Where interpreted: with ``offload_gradients=False``, its default, gradients stay on the device until the step is over. The
+parameters' bytes are not given up meanwhile; see `zero_offload`.
+"""
+
+from __future__ import annotations
+
+from ...chain import Chain
+from ...sequence import Op, OpKind, Sequence
+from ..placement import HOST_UPDATED
+from .placed import best_of
+
+
+def gradients_stay(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The same, with every gradient on the device to the end of the step."""
+    late = tuple(op for op in ops if op.kind is OpKind.FREE and op.of == "g")
+    return (*(op for op in ops if op not in late), *late)
+
+
+def torchao_offload(
+    chain: Chain, mem_limit: int, updates: str = "after", offload_gradients: bool = False, effort: bool | float = True
+) -> Sequence:
+    """torchao's offloaded optimizer within `mem_limit` bytes, under the best plan for the activations in what it leaves.
+
+    Args:
+        updates: "after" the backward, as there, or "during" it. offload_gradients: whether gradients leave the device at once.
+        effort: `refine` of `rotoff.solve`, for the activations.
+
+    Raises:
+        InfeasibleError: where that does not fit. OptionError: where there is nothing to place.
+    """
+    placements = {"all updated on the host": [HOST_UPDATED] * len(chain.parameters)}
+    shape = None if offload_gradients else gradients_stay
+    return best_of("torchao-offload", chain, mem_limit, placements, updates, effort, shape)

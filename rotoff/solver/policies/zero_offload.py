@@ -1,0 +1,37 @@
+"""ZERO-OFFLOAD: parameters stay on the device; gradients go to the host, which keeps the states and updates.
+
+Source: Ren et al., *ZeRO-Offload: Democratizing Billion-Scale Model Training* (USENIX ATC 2021), section 4: gradients leave
+during the backward, the host updates once all of them are there, and the parameters come back before the next forward.
+
+Where interpreted: one process, so nothing is partitioned, and no update is delayed by a step. The parameters' bytes are free
+between their last backward and their return, which that system does not use: nothing else is planned into them here either.
+"""
+
+from __future__ import annotations
+
+from ...chain import Chain
+from ...sequence import Op, OpKind, Sequence, wait
+from ..placement import HOST_UPDATED
+from .placed import best_of
+
+
+def together(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The same, with all parameters coming back after the last update, and a forward that waits for all of them."""
+    back = [n for n, op in enumerate(ops) if op.kind is OpKind.PREFETCH and op.of == "w"]
+    late = [ops[n] for n in back]
+    waits = {wait(op.value) for op in late}
+    others = [op for n, op in enumerate(ops) if n not in set(back) and op not in waits]
+    return (*sorted(waits, key=lambda op: op.stage), *others, *sorted(late, key=lambda op: op.stage))
+
+
+def zero_offload(chain: Chain, mem_limit: int, updates: str = "after", effort: bool | float = True) -> Sequence:
+    """ZeRO-Offload within `mem_limit` bytes, under the best plan for the activations in what it leaves.
+
+    Args:
+        updates: "after" the backward, as in the paper, or "during" it. effort: `refine` of `rotoff.solve`, for the activations.
+
+    Raises:
+        InfeasibleError: where that does not fit. OptionError: where there is nothing to place.
+    """
+    placements = {"all updated on the host": [HOST_UPDATED] * len(chain.parameters)}
+    return best_of("zero-offload", chain, mem_limit, placements, updates, effort, together)
