@@ -15,6 +15,7 @@ import numpy as np
 
 from ..bounds import min_mem_limit
 from ..chain import Chain
+from ..sequence import Sequence
 from ..simulator import simulate
 from . import remat
 from .genes import (
@@ -30,9 +31,10 @@ from .genes import (
     at_home,
     joined,
     placer,
+    to_sequence,
 )
 from .host import all_moving
-from .plan import DROP, MOVE, empty, keep_all, widened
+from .plan import DROP, MOVE, empty, keep_all, narrowed
 from .refine import FLOAT_ERROR, Budget, least_compute, result
 
 # (and, or) of the codes, and of the masks and flags of the groups.
@@ -40,6 +42,7 @@ RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16
 SCALE = 8.0  # seconds of search for one of `refine`: a plan with parameters has several times the choices
 POSITIONS_PER_SECOND = 0.6e6  # what this class of machine decodes in one thread; only turns seconds into a count
 THREADS = 2
+VISITS = 4  # columns of the stages' codes; later visits are as the last
 ROUNDS = ((1e-2, 3e-2), (3e-3, 1e-2), (3e-3, 3e-3), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 1e-3))
 WEIGHTS = (5.0, 20.0)
 GROWTH = 10.0
@@ -59,20 +62,24 @@ class Step:
 
 def searched(
     step: Step, budget: Budget, known: list[np.ndarray], progress: Callable[[float, float], None] | None = None
-) -> tuple[float, np.ndarray] | None:
-    """The best plan found and its seconds; None where none fits."""
-    width = max([4] + [codes.shape[1] for codes in known])
-    pool = _starts(step, [widened(codes, width) for codes in known], width)
-    return _annealed(step, budget, pool, width, progress) if pool else None
+) -> np.ndarray | None:
+    """The best plan found, at least as good as any of `known`; None where none fits."""
+    pool = [*known, *_starts(step)]
+    return _annealed(step, budget, pool, progress) if pool else None
+
+
+def sequence_of(chain: Chain, limit: int, updates: str, plan: np.ndarray) -> Sequence:
+    """The sequence that `plan` stands for."""
+    return to_sequence(placer(chain, limit, VISITS, updates), plan)
 
 
 # -- where the search starts
 
 
-def _starts(step: Step, known: list[np.ndarray], width: int) -> list[np.ndarray]:
+def _starts(step: Step) -> list[np.ndarray]:
     """The best placements by hand, each under the plan for the activations that suits it best."""
-    kernel = placer(step.chain, step.limit, width, step.updates, step.host_limit)
-    activations = [*known, *(widened(codes, width) for codes in _activations(step))]
+    kernel = placer(step.chain, step.limit, VISITS, step.updates, step.host_limit)
+    activations = [narrowed(codes, VISITS) for codes in _activations(step)]
     ranked: list[tuple[tuple[bool, float], int, np.ndarray]] = []
     for genes in _placements(step):
         best: tuple[tuple[bool, float], int, np.ndarray] | None = None
@@ -146,10 +153,10 @@ def _placements(step: Step) -> Iterator[np.ndarray]:
 
 
 def _annealed(
-    step: Step, budget: Budget, pool: list[np.ndarray], width: int, progress: Callable[[float, float], None] | None
-) -> tuple[float, np.ndarray] | None:
+    step: Step, budget: Budget, pool: list[np.ndarray], progress: Callable[[float, float], None] | None
+) -> np.ndarray | None:
     chain = step.chain
-    kernels = [placer(chain, step.limit, width, step.updates, step.host_limit) for _ in range(THREADS)]
+    kernels = [placer(chain, step.limit, VISITS, step.updates, step.host_limit) for _ in range(THREADS)]
     scale = chain.compute_time or 1.0
     least = least_compute(chain) * (1 + FLOAT_ERROR)
     weights = [weight * scale / max(1, step.limit) for weight in WEIGHTS]
@@ -187,4 +194,4 @@ def _annealed(
             if progress is not None:
                 progress((turn + 1) / len(ROUNDS), min(scores)[1])
     winner = min(range(len(scores)), key=lambda x: scores[x])
-    return None if scores[winner][0] else (scores[winner][1], pool[winner])
+    return None if scores[winner][0] else pool[winner]
