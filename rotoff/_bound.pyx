@@ -14,38 +14,6 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcpy
 
 
-cdef struct Problem:
-    Py_ssize_t L, K
-    bint duplex
-    double out_rate, in_rate     # 1 / β in these units
-    const double *room           # [k] limit − what operation k needs itself
-    const double *work           # [k] seconds of operation k, in its fastest form
-    const double *u_F            # [q]
-    const double *saved          # [q, form]
-    const double *slower         # [q, form] backward time beyond the fastest form's
-    const double *entry          # [q] bytes of the smallest form of a_q or ā_q: part of the next operation's own need
-    const int32_t *n_forms
-    const double *out            # [q] bytes of a_q, where something may be paid for inputs; else NULL
-
-
-cdef struct Second:
-    double *lam      # λ'
-    double *r        # r'
-    double *alpha    # α'
-
-
-cdef struct Work:
-    double *whole      # α
-    double *total      # running sums of λ
-    double *minus      # their negatives
-    double *alpha      # α − α'
-    double *arrive     # [k] link in during k, less total
-    double *leave      # [k] least over a ≥ k of link out during a, and λ_0 + ... + λ_a
-    double *away       # [k] that, less total
-    int32_t *leave_at
-    double *held       # [k] bytes that begin to be held at cut k, less those that end before it
-
-
 cdef inline double _least(double x, double y) noexcept nogil:
     return x if x < y else y
 
@@ -132,16 +100,19 @@ cdef double _inputs(Problem *c, const Second *x, Second *g) noexcept nogil:
     return value
 
 
-cdef inline void _computes(Problem *c, Py_ssize_t k, double seconds, double *g_p, double *g_r, Second *g) noexcept nogil:
+cdef inline void _computes(Problem *c, Py_ssize_t k, double seconds, double *g_p, double *g_r, double *g_host,
+                           Second *g) noexcept nogil:
     """`seconds` more are paid with α in interval k."""
     g_p[k] -= seconds
     if c.duplex:
         g_r[k] -= seconds
+    if c.host != NULL:
+        g_host[k] -= seconds
     g.r[k] -= seconds
 
 
-cdef double _value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
-                   double *g_p, double *g_r, Second *g, Work *w) noexcept nogil:
+cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
+                       double *g_p, double *g_r, double *g_host, Second *g, Work *w) noexcept nogil:
     """The dual at these prices; its supergradient."""
     cdef Py_ssize_t n = 2 * c.L, k, q, f, x, first, last, made_at, left_at, back_at, in_at, at
     cdef Way way, best_way
@@ -151,6 +122,9 @@ cdef double _value(Problem *c, const double *lam, const double *p, const double 
     for k in range(n):
         total[k] = lam[k] + (total[k - 1] if k > 0 else 0.0)
         w.whole[k] = 1.0 - p[k] - (r[k] if c.duplex else 0.0) - s.r[k]
+        if c.host != NULL:
+            w.whole[k] -= c.host[k]
+            g_host[k] = -c.work[k]
         w.alpha[k] = w.whole[k] - s.alpha[k]
         w.minus[k] = -total[k]
         w.arrive[k] = (r[k] if c.duplex else p[k]) * c.in_rate - total[k]
@@ -231,7 +205,7 @@ cdef double _value(Problem *c, const double *lam, const double *p, const double 
         # The supergradient of the way that won.
         x = q * c.K + best_form
         size = c.saved[x]
-        _computes(c, n - q, c.slower[x], g_p, g_r, g)
+        _computes(c, n - q, c.slower[x], g_p, g_r, g_host, g)
         made_at = first - 1
         if best_way == STAYS:
             _hold(w, first, last, size)
@@ -248,7 +222,7 @@ cdef double _value(Problem *c, const double *lam, const double *p, const double 
                 at = first + _least_sum_at(w.alpha + first, w.minus + first, u, size, last - first)
                 if u * w.alpha[at] + size * w.minus[at] < w.alpha[first - 1] * u + size * w.minus[first - 1] - ends:
                     made_at = at
-            _computes(c, made_at, u, g_p, g_r, g)
+            _computes(c, made_at, u, g_p, g_r, g_host, g)
             if best_way != AGAIN_LATE:
                 g.alpha[made_at] -= u
             if best_way != AGAIN_MOVES:
@@ -328,7 +302,7 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
     second.lam, second.r, second.alpha = x[3], x[4], x[5]
     second_g.lam, second_g.r, second_g.alpha = g[3], g[4], g[5]
     for step in range(steps):
-        value = _value(c, lam, p, r, &second, g[0], g[1], g[2], &second_g, w)
+        value = dual_value(c, lam, p, r, &second, g[0], g[1], g[2], NULL, &second_g, w)
         if value > best:
             if value > best + 0.05 * ahead:
                 stale = 0
@@ -425,6 +399,7 @@ def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t pati
     c.entry = &entry[0]
     c.n_forms = &n_forms[0]
     c.out = NULL if out is None else &out[0]
+    c.host = NULL
     w.total, w.minus, w.alpha, w.arrive = &rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0]
     w.leave, w.away, w.held, w.leave_at, w.whole = &rows[4, 0], &rows[5, 0], &rows[6, 0], &leave_at[0], &rows[7, 0]
     for v in range(6):

@@ -8,90 +8,10 @@ from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
 from rotoff._decode cimport Result, judge, write
-from rotoff._work cimport APART, DROP, EARLY, KIND, MOVE, Chain, Work
+from rotoff._moves cimport below, mutate, unit
+from rotoff._work cimport Chain, Work
 
 cdef double INF = float("inf")
-
-
-cdef inline uint64_t _random(uint64_t *state) noexcept nogil:
-    """xorshift64*: a fixed seed gives a fixed sequence on every machine."""
-    cdef uint64_t x = state[0]
-    x ^= x >> 12
-    x ^= x << 25
-    x ^= x >> 27
-    state[0] = x
-    return (x * <uint64_t>2685821657736338717) >> 11
-
-
-cdef inline Py_ssize_t _below(uint64_t *state, Py_ssize_t n) noexcept nogil:
-    return <Py_ssize_t>(_random(state) % <uint64_t>n)
-
-
-cdef inline double _unit(uint64_t *state) noexcept nogil:
-    return _random(state) / 9007199254740992.0
-
-
-cdef int16_t _draw_code(Chain *c, uint64_t *state, Py_ssize_t q) noexcept nogil:
-    cdef int16_t kind = 0
-    if _below(state, 2):
-        kind = <int16_t>(1 + _below(state, c.n_forms[q]))
-    return <int16_t>((kind << KIND) | (MOVE if _below(state, 2) else 0) | (DROP if _below(state, 3) == 0 else 0)
-                     | (APART if _below(state, 8) == 0 else 0)
-                     | (EARLY if _below(state, 16) == 0 else 0))
-
-
-cdef void _mutate(Chain *c, Work *w, int16_t *codes, Py_ssize_t V, uint64_t *state) noexcept nogil:
-    """One random change of a plan; `w.visits` still holds how often each stage ran in some recent plan."""
-    cdef Py_ssize_t L = c.L, q, p, v, length, choice = _below(state, 16)
-    cdef int16_t code, other
-    q = 1 + _below(state, L)
-    v = w.visits[q]
-    v = _below(state, v if 0 < v < V else V)
-    if choice < 4:
-        codes[q * V + v] ^= MOVE
-    elif choice < 6:
-        if _below(state, 4):
-            codes[q * V + v] ^= DROP
-        elif codes[q * V + v] & (APART | EARLY):
-            codes[q * V + v] &= ~(APART | EARLY)
-        else:
-            codes[q * V + v] |= MOVE | (APART if _below(state, 2) else EARLY)
-    elif choice < 9:
-        codes[q * V + v] = _draw_code(c, state, q)
-    elif choice < 11:  # swap the first visits of two near stages
-        p = q + 1 + _below(state, 4)
-        if p <= L:
-            for v in range(V):
-                code = codes[q * V + v]
-                codes[q * V + v] = codes[p * V + v]
-                codes[p * V + v] = code
-    elif choice < 13:  # a segment q..p recomputed later from the input of q
-        length = 1 + _below(state, 1 + L // 4 if L > 4 else L)
-        p = q + length
-        if p > L:
-            p = L
-        codes[q * V] = (codes[q * V] & MOVE) if q == p else 0
-        for q in range(q + 1, p):
-            codes[q * V] = DROP
-        if p < L and q + 1 < p + 1:
-            codes[(p) * V] = <int16_t>(codes[p * V] & ~DROP) if _below(state, 2) else DROP
-    elif choice < 14:  # a run of stages kept, or moved
-        length = 1 + _below(state, 1 + L // 4 if L > 4 else L)
-        code = <int16_t>((1 << KIND) | _below(state, 2))
-        for p in range(q, q + length if q + length <= L else L + 1):
-            codes[p * V] = code
-    elif choice < 15:  # a boundary shifts: a stage takes its neighbour's codes
-        p = q + (1 if _below(state, 2) else -1)
-        if 1 <= p <= L:
-            for v in range(V):
-                codes[q * V + v] = codes[p * V + v]
-    elif _below(state, 8) == 0:
-        codes[0] ^= 1
-    else:
-        p = 1 + _below(state, L)
-        other = codes[q * V] & MOVE
-        codes[q * V] = <int16_t>((codes[q * V] & ~MOVE) | (codes[p * V] & MOVE))
-        codes[p * V] = <int16_t>((codes[p * V] & ~MOVE) | other)
 
 
 cdef double _anneal(Chain *c, Work *w, int16_t *codes, Py_ssize_t n, Py_ssize_t V, Py_ssize_t evaluations, uint64_t seed,
@@ -111,16 +31,16 @@ cdef double _anneal(Chain *c, Work *w, int16_t *codes, Py_ssize_t n, Py_ssize_t 
             break
         temperature = hot * pow(cold / hot, (<double>step) / evaluations)
         memcpy(tried, codes, n * sizeof(int16_t))
-        _mutate(c, w, tried, V, &state)
-        while _below(&state, 3) == 0:
-            _mutate(c, w, tried, V, &state)
+        mutate(c, w, tried, V, &state)
+        while below(&state, 3) == 0:
+            mutate(c, w, tried, V, &state)
         for x in range(V, n):
             tried[x] = (tried[x] & keep) | force
         if memcmp(tried, codes, n * sizeof(int16_t)) == 0:
             continue
         judge(c, w, tried, V, &r)
         cost = r.makespan + weight * r.over
-        if cost <= now or _unit(&state) < exp((now - cost) / temperature):
+        if cost <= now or unit(&state) < exp((now - cost) / temperature):
             now = cost
             memcpy(codes, tried, n * sizeof(int16_t))
             if r.over == 0 and cost < found:
@@ -136,12 +56,6 @@ cdef class Evaluator:
         arrays: the chain as `rotoff.bounds.Arrays`. out_bandwidth, in_bandwidth: bytes per second. limit, host_limit: bytes
         (host_limit < 0 for none). visits: columns V of a plan. cap: the most compute operations a plan may decode to.
     """
-
-    cdef Chain c
-    cdef Work w
-    cdef readonly Py_ssize_t V
-    cdef list keep
-    cdef int32_t[::1] emitted
 
     def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit, int64_t host_limit,
                  Py_ssize_t visits, Py_ssize_t cap):

@@ -17,6 +17,8 @@ from ._dp import remat_need
 from .chain import Chain, check_chain
 from .errors import ChainError, InfeasibleError, OptionError
 from .sizes import format_bytes, parse_bytes
+from .steady_bounds import own_needs, steady_time
+from .steady_step import check_when
 
 MODES = ("joint", "remat", "offload")
 
@@ -114,7 +116,7 @@ def several(given: Any) -> tuple[Any, ...]:
     return (given,) if lone else tuple(given)
 
 
-def min_mem_limit(chain: Chain, mode: str) -> int:
+def min_mem_limit(chain: Chain, mode: str, updates: str = "during") -> int:
     """The smallest limit in bytes in which `solve` finds a sequence of `mode`; one byte less is refused.
 
     offload: every stage runs forward once (``F_all``) and everything else may be on the host, so it is the largest need of
@@ -123,17 +125,21 @@ def min_mem_limit(chain: Chain, mode: str) -> int:
     in which a saved set may also outlive its input. With large `checkpoint_transient_bytes`, or forms whose transients differ,
     there may be sequences that fit a few percent less (``policy="nonpersistent"`` finds them on short chains).
 
+    Parameters lie on the host but for what an operation reads or writes; in mode remat they stay, and no limit below the sum is
+    enough. updates: when groups that the host cannot update are, "during" the step or "after" ``B 1``.
+
     Raises:
         ChainError: where `chain` is none. OptionError: where the mode is unknown.
     """
     check_chain(chain)
     check_mode(mode)
-    return {"joint": _joint_minimum, "remat": _remat_minimum, "offload": _offload_minimum}[mode](chain)
+    check_when(updates)
+    return {"joint": _joint_minimum, "remat": _remat_minimum, "offload": _offload_minimum}[mode](chain, updates)
 
 
-def infeasible(chain: Chain, mode: str, mem_limit: int) -> InfeasibleError:
+def infeasible(chain: Chain, mode: str, mem_limit: int, updates: str = "during") -> InfeasibleError:
     """The error that names the smallest limit of `mode`."""
-    least = min_mem_limit(chain, mode)
+    least = min_mem_limit(chain, mode, updates)
     return InfeasibleError(
         f"needs at least {format_bytes(least)} ({least} bytes) in mode {mode}; the limit is {format_bytes(mem_limit)}"
         f" ({mem_limit} bytes)",
@@ -141,20 +147,26 @@ def infeasible(chain: Chain, mode: str, mem_limit: int) -> InfeasibleError:
     )
 
 
-def _offload_minimum(chain: Chain) -> int:
+def _offload_minimum(chain: Chain, updates: str) -> int:
     c, L = arrays(chain), len(chain)
-    least = 0
+    read, trained, least = own_needs(chain, updates)
     for i in range(1, L + 1):
         operands = int(c.out[0] + c.saved[i, 0] + (c.saved[i - 1, 0] if i > 1 else 0))
         gradients = int(c.grad[i] + c.grad[i - 1] + (c.out[L] if i < L else 0))
-        least = max(least, operands + int(c.f_transient[i, 0]), operands + gradients + int(c.b_transient[i, 0]))
+        forward, backward = operands + int(read[i]), operands + int(trained[i])
+        least = max(least, forward + int(c.f_transient[i, 0]), backward + gradients + int(c.b_transient[i, 0]))
     return least
 
 
-def _remat_minimum(chain: Chain) -> int:
+def _remat_minimum(chain: Chain, updates: str = "during") -> int:
     c = arrays(chain)
     _, W = need_tables(chain)
-    return int(c.out[0] + W[1])
+    return int(c.out[0] + W[1]) + _at_rest(chain)
+
+
+def _at_rest(chain: Chain) -> int:
+    """Bytes of all parameters and states, which stay in mode remat."""
+    return sum(group.bytes + group.state_bytes for group in chain.parameters)
 
 
 @lru_cache(maxsize=4)
@@ -177,7 +189,7 @@ class HostPlan:
     output_input: tuple[bool, ...]
 
 
-def host_plan(chain: Chain, mem_limit: int) -> HostPlan | None:
+def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan | None:
     """The forms and inputs with which every single operation fits `mem_limit`, or None.
 
     Each ā_i^k, and a_i where it serves, is made in the forward phase and moved out; ``B i`` then needs ā_i^k, one form of
@@ -186,17 +198,21 @@ def host_plan(chain: Chain, mem_limit: int) -> HostPlan | None:
     """
     c, L = arrays(chain), len(chain)
     room = mem_limit - int(c.out[0])
+    read, trained, update = own_needs(chain, updates)
+    if update > mem_limit:
+        return None
     # state -> (input bytes left for stage i+1, predecessor); a state is (k, a_i usable)
     levels: list[dict[tuple[int, bool], tuple[int, bool]]] = [{(0, True): (-1, True)}]
     for i in range(1, L + 1):
         level: dict[tuple[int, bool], tuple[int, bool]] = {}
         for k_before, a_before in levels[i - 1]:
             entering = _input_bytes(c, i, k_before, a_before)
-            makes_a = i < L and entering + int(c.out[i] + c.ck_transient[i]) <= room
+            makes_a = i < L and entering + int(c.out[i] + c.ck_transient[i] + read[i]) <= room
             gradients = int(c.grad[i] + c.grad[i - 1] + (c.out[L] if i < L else 0))
             for k in range(int(c.n_forms[i])):
                 kept = entering + int(c.saved[i, k])
-                forward, backward = kept + int(c.f_transient[i, k]), kept + gradients + int(c.b_transient[i, k])
+                forward = kept + int(c.f_transient[i, k] + read[i])
+                backward = kept + gradients + int(c.b_transient[i, k] + trained[i])
                 if max(forward, backward) <= room:
                     level.setdefault((k, makes_a), (k_before, a_before))
         if not level:
@@ -220,14 +236,16 @@ def _input_bytes(c: Arrays, i: int, form: int, output_usable: bool) -> int:
     return min(saved, int(c.out[i - 1])) if output_usable else saved
 
 
-def _joint_minimum(chain: Chain) -> int:
-    high = min(_offload_minimum(chain), _remat_minimum(chain))
+def _joint_minimum(chain: Chain, updates: str) -> int:
+    high = _offload_minimum(chain, updates)
+    if not chain.parameters:
+        high = min(high, _remat_minimum(chain))
     low = 0  # infeasible, and high is feasible: the smallest feasible limit lies in (low, high]
-    if host_plan(chain, 0) is not None:
+    if host_plan(chain, 0, updates) is not None:
         return 0
     while high - low > 1:
         middle = (low + high) // 2
-        if host_plan(chain, middle) is None:
+        if host_plan(chain, middle, updates) is None:
             low = middle
         else:
             high = middle
@@ -267,8 +285,39 @@ SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound hold
 ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a second
 
 
-def lower_bound(chain: Chain, mem_limit: int | str) -> float:
-    """Seconds that no sequence within `mem_limit` can beat, in any mode.
+def lower_bound(chain: Chain, mem_limit: int | str, mode: str = "joint", updates: str = "during") -> float:
+    """Seconds that no sequence within `mem_limit` can beat, in any mode; the proof is `least_time_of`'s.
+
+    With parameters it bounds the time of a steady step, which the module `steady_bounds` proves. There mode "remat", in which
+    parameters stay, is bounded by itself. updates: "after" ``B 1`` alone, or "during" the step.
+
+    Raises:
+        LimitError: where `mem_limit` is not a number of bytes. OptionError: for an unknown mode, or time of the updates.
+        InfeasibleError: where no sequence of `mode` fits.
+    """
+    check_chain(chain)
+    check_when(updates)
+    limit = parse_bytes(mem_limit)
+    if mode == "joint" and not chain.parameters:
+        return least_time_of(chain, limit)
+    if limit < min_mem_limit(chain, mode, updates):
+        raise infeasible(chain, mode, limit, updates)
+    if not chain.parameters:
+        return least_time_of(chain, limit)
+    if mode == "remat":
+        updating = sum(group.update_time for group in chain.parameters if group.grad_bytes)
+        return (least_time_of(chain.without_parameters(), limit - _at_rest(chain)) + updating) * (1 - SUM_ERROR)
+    return _steady(chain, limit, updates)
+
+
+@lru_cache(maxsize=256)
+def _steady(chain: Chain, limit: int, updates: str) -> float:
+    activations = chain.without_parameters()
+    return steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations))
+
+
+def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> float:
+    """The bound of a chain's activations, where making ā_i again takes up to ``spared[i - 1]`` seconds less than stage i's forward.
 
     Proof. Fix a sequence and cut its time where F_1, ..., F_L run first and where B_L, ..., B_1 run; these starts are in that
     order, and interval k begins with cut k. Interval k lasts at least as long as the compute in it (the operation at its cut,
@@ -291,17 +340,6 @@ def lower_bound(chain: Chain, mem_limit: int | str) -> float:
 
     The prices are found by an ascent from the turn-around's; how well it does affects how tight the bound is, never whether it
     holds.
-
-    Raises:
-        LimitError: where `mem_limit` is not a number of bytes.
-        InfeasibleError: where no sequence fits it.
-    """
-    check_chain(chain)
-    return least_time_of(chain, parse_bytes(mem_limit))
-
-
-def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> float:
-    """`lower_bound`, where making ā_i again takes up to ``spared[i - 1]`` seconds less than stage i's forward.
 
     Raises:
         InfeasibleError: where no sequence fits `limit`.

@@ -133,14 +133,19 @@ class Readers:
                 self.whole.setdefault(min(group.stages), []).append(g(k))
 
 
+def check_when(updates: str) -> None:
+    """Raise OptionError where `updates` is no time for updates."""
+    if updates not in WHEN:
+        raise OptionError(f"updates is {updates!r}; give {' or '.join(map(repr, WHEN))}")
+
+
 def check_updates(ops: Iterable[Op], resident: Iterable[str], updates: str) -> None:
     """Whether updates come when `updates` says: "during" the step, or "after" ``B 1``, with nothing but ``w`` in flight between steps.
 
     Raises:
         OptionError: for another word. InvalidSequenceError: naming the operation that comes too early.
     """
-    if updates not in WHEN:
-        raise OptionError(f"updates is {updates!r}; give {' or '.join(map(repr, WHEN))}")
+    check_when(updates)
     if updates == "during":
         return
     backward_done, kept, prefetched = False, set(resident), set()

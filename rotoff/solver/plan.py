@@ -74,6 +74,11 @@ def widened(codes: np.ndarray, visits: int) -> np.ndarray:
     return np.ascontiguousarray(np.concatenate([codes, last], axis=1))
 
 
+def narrowed(codes: np.ndarray, visits: int) -> np.ndarray:
+    """The plan in a table of exactly `visits` columns; what it says of later visits is lost."""
+    return np.ascontiguousarray(widened(codes, visits)[:, :visits])
+
+
 def evaluator(
     chain: Chain, mem_limit: int, visits: int, host_limit: int | None = None, most_ops: int | None = None
 ) -> Evaluator:
@@ -98,10 +103,10 @@ def to_ops(rows: np.ndarray) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def keep_all(chain: Chain) -> Sequence:
+def keep_all(chain: Chain, updates: str = "during") -> Sequence:
     """Every stage keeps what it saves; nothing is moved or recomputed: ``F_all`` 1..L, ``B`` L..1.
 
-    Parameters are resident, and each group is updated on the device as soon as its gradient is whole.
+    Parameters are resident, and each group is updated on the device as soon as its gradient is whole, or "after" ``B 1``.
 
     Raises:
         ChainError: where `chain` is none.
@@ -110,4 +115,4 @@ def keep_all(chain: Chain) -> Sequence:
     L = len(chain)
     forwards = [Op(OpKind.F_ALL, i) for i in range(1, L + 1)]
     activations = (*forwards, *(Op(OpKind.B, i) for i in range(L, 0, -1)))
-    return replace(place(chain, activations, [RESIDENT] * len(chain.parameters)), mode="keep-all")
+    return replace(place(chain, activations, [RESIDENT] * len(chain.parameters), updates), mode="keep-all")

@@ -125,7 +125,7 @@ def refined(
                 args = (start, each, seed, hot, hot / 100, masks, weights[worker], best, stop)
                 jobs.append((start, best, pool.submit(evaluators[worker].anneal, *args)))
             for worker, (last, best, job) in enumerate(jobs):
-                if math.isfinite(_result(job, stop)):
+                if math.isfinite(result(job, stop)):
                     pool_codes.append(best)
                     scores.append(score(best))
                 if evaluators[worker].evaluate(last)[3] and not all(excess):
@@ -138,7 +138,7 @@ def refined(
     return None if scores[winner][0] else pool_codes[winner]
 
 
-def _result(job: Future[float], stop: np.ndarray) -> float:
+def result(job: Future[float], stop: np.ndarray) -> float:
     """The job's result; an interrupt meanwhile ends the kernels, which hold no lock that Ctrl-C could wait for."""
     try:
         return job.result()

@@ -16,7 +16,8 @@ from ..errors import InfeasibleError, OptionError
 from ..sequence import Op, Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes, parse_bytes
-from . import joint, offload, remat
+from ..steady_step import check_when
+from . import joint, offload, placed_search, remat
 from .host import all_moving, host_sequence
 from .plan import MOVE, evaluator, keep_all, select, to_ops
 from .policies import check_policy, run
@@ -28,15 +29,17 @@ FORMS_SHARE = 0.6  # of the effort, for the search with smaller forms after the 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sequence that fits, its step time in seconds, its plan where it has one, and who proposed it."""
+    """A sequence that fits, its step time in seconds, its plan where it has one, who proposed it, and what lies on the device
+    between steps."""
 
     makespan: float
     ops: tuple[Op, ...]
     codes: np.ndarray | None
     source: str
+    resident: tuple[str, ...] = ()
 
 
-_OF_MODES = ("refine", "host_limit", "progress")
+_OF_MODES = ("refine", "host_limit", "progress", "updates")
 
 
 def solve(
@@ -47,6 +50,7 @@ def solve(
     refine: bool | float = True,
     host_limit: int | str | None = None,
     progress: Callable[[float, float], None] | None = None,
+    updates: str | None = None,
     *,
     policy: str | None = None,
     **options: Any,
@@ -62,13 +66,17 @@ def solve(
             seconds (the effort is a count of plans, so equal inputs give equal sequences), False for none.
         host_limit: bytes that may wait on the host at any time; None for no limit.
         progress: called now and then with (fraction of the search done, best step time in seconds).
+        updates: when groups of parameters are updated: "during" the step (the default of all modes), as soon or as late as it
+            pays, or "after" ``B 1``, as where the caller's own ``optimizer.step()`` runs then. Parameters, gradients and states
+            move in modes "joint" and "offload"; in "remat" they stay.
         policy: instead of a mode, the name of a system of the papers ("greedy", "dynprog", "vdnn", ...: see
             `rotoff.solver.policies`), which then alone decides; all arguments after `mem_limit` belong to modes.
         options: of that policy.
 
     Returns:
-        A `Sequence` with `mode` (the policy's name where one was given) and `mem_limit`; its `meta` holds the predicted
-        makespan, peak_bytes, host_peak_bytes and the source of the plan. It passes ``simulate(chain, sequence, mem_limit)``.
+        A `Sequence` with `mode` (the policy's name where one was given), `mem_limit` and `resident`; its `meta` holds the
+        predicted makespan, peak_bytes, host_peak_bytes and the source of the plan. It passes
+        ``simulate(chain, sequence, mem_limit, updates)``.
 
     Raises:
         InfeasibleError: where nothing fits; its `min_mem_limit` does (with a `host_limit`: without it, or none was found).
@@ -79,14 +87,16 @@ def solve(
     if policy is not None:
         given = {"mode": mode, "mem_slots": mem_slots, "refine": refine, "host_limit": host_limit, "progress": progress}
         check_alone(policy, given)
-        return run(policy, chain, limit, options)
+        return run(policy, chain, limit, options if updates is None else {**options, "updates": updates})
     if options:
         raise OptionError(f"{next(iter(options))} is no argument of solve; options go with a policy")
     host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
-    problem = Problem(chain, limit, host, parse_slots(mem_slots), Budget.of(refine))
+    when = "during" if updates is None else updates
+    check_when(when)
+    problem = Problem(chain, limit, host, parse_slots(mem_slots), Budget.of(refine), when)
     best = best_candidate(problem, mode, progress)
-    return as_sequence(chain, best, mode, limit)
+    return as_sequence(problem, best, mode)
 
 
 def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float], None] | None = None) -> Candidate:
@@ -96,13 +106,17 @@ def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float
         InfeasibleError: where nothing fits.
     """
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
-    everything = keep_all(chain)
-    if simulate(chain, everything).peak_bytes <= limit:
-        return Candidate(chain.compute_time, everything.ops, None, "keep-all")
-    least = min_mem_limit(chain, mode)
+    everything = keep_all(chain, problem.updates)
+    trace = simulate(chain, everything)
+    kept = Candidate(trace.makespan, everything.ops, None, "keep-all", tuple(everything.resident))
+    if trace.peak_bytes <= limit and (mode == "remat" or trace.makespan <= least_compute(chain) * (1 + FLOAT_ERROR)):
+        return kept
+    least = min_mem_limit(chain, mode, problem.updates)
     if limit < least:
-        raise infeasible(chain, mode, limit)
-    best = _best(problem, mode, progress)
+        raise infeasible(chain, mode, limit, problem.updates)
+    best = _best(problem, mode, progress) if not chain.parameters else _placed(problem, mode, progress)
+    if trace.peak_bytes <= limit and (best is None or kept.makespan <= best.makespan):
+        return kept
     if best is None:
         raise InfeasibleError(
             f"nothing found within {format_bytes(limit)} on the device and {format_bytes(host or 0)} on the host in mode"
@@ -156,6 +170,7 @@ class Problem:
     host_limit: int | None
     slots: int
     budget: Budget
+    updates: str = "during"
     known: tuple[np.ndarray, ...] = ()
     found: dict[tuple[str, bool], Candidate | None] = field(
         default_factory=dict, compare=False
@@ -288,13 +303,37 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
     return Candidate(makespan, to_ops(rows), codes, source)
 
 
-def as_sequence(chain: Chain, best: Candidate, mode: str, limit: int) -> Sequence:
+def _placed(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
+    """The best plan found for a chain with parameters; what the pure modes find competes in joint."""
+    if (mode, True) in problem.found:
+        return problem.found[mode, True]
+    chain, limit = problem.chain, problem.limit
+    known = list(problem.known)
+    for pure in ("remat", "offload") if mode == "joint" else ():
+        if limit >= min_mem_limit(chain, pure, problem.updates):
+            rival = _placed(problem, pure, None)
+            known += [rival.codes] if rival is not None and rival.codes is not None else []
+    step = placed_search.Step(chain, limit, problem.host_limit, mode, problem.updates)
+    plan = placed_search.searched(step, problem.budget, known, progress)
+    made = None if plan is None else _from_plan(problem, plan)
+    problem.found[mode, True] = made
+    return made
+
+
+def _from_plan(problem: Problem, plan: np.ndarray) -> Candidate:
+    sequence = placed_search.sequence_of(problem.chain, problem.limit, problem.updates, plan)
+    makespan = simulate(problem.chain, sequence, problem.limit, problem.updates).makespan
+    return Candidate(makespan, sequence.ops, plan, "placed", tuple(sequence.resident))
+
+
+def as_sequence(problem: Problem, best: Candidate, mode: str) -> Sequence:
     """The candidate as a sequence that has passed the machine."""
-    trace = simulate(chain, best.ops, limit)
+    made = Sequence(best.ops, mode=mode, mem_limit=problem.limit, resident=list(best.resident))
+    trace = simulate(problem.chain, made, problem.limit, problem.updates)
     meta: dict[str, Any] = {
         "makespan": trace.makespan,
         "peak_bytes": trace.peak_bytes,
         "host_peak_bytes": trace.host_peak_bytes,
         "source": best.source,
     }
-    return Sequence(best.ops, mode=mode, mem_limit=limit, meta=meta)
+    return replace(made, meta=meta)

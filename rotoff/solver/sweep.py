@@ -17,6 +17,7 @@ from ..errors import InfeasibleError
 from ..sequence import Sequence
 from ..simulator import simulate
 from ..sizes import format_bytes, parse_bytes
+from ..steady_step import check_when
 from ..whole_file import write_whole
 from .plan import keep_all
 from .policies import check_policy, run
@@ -88,6 +89,7 @@ def sweep(
     host_limit: int | str | None = None,
     progress: Callable[[float, Row], None] | None = None,
     policies: Iterable[str] | str = (),
+    updates: str = "during",
 ) -> Sweep:
     """Step time against bytes for several limits and modes.
 
@@ -97,7 +99,7 @@ def sweep(
     Args:
         limits: bytes or sizes, or one of them; by default evenly from the smallest limit of any mode to the peak of keeping everything.
         modes: any of "joint", "remat", "offload", or one of them.
-        mem_slots, refine, host_limit: as for `solve`.
+        mem_slots, refine, host_limit, updates: as for `solve`; policies that place parameters get `updates` too.
         progress: called with (fraction done, row) after each row.
         policies: systems of the papers to show beside the modes, such as "vdnn"; each limit is planned by itself.
     """
@@ -106,22 +108,23 @@ def sweep(
     systems = several(policies)
     for policy in systems:
         check_policy(policy)
-    peak = simulate(chain, keep_all(chain)).peak_bytes
+    check_when(updates)
+    peak = simulate(chain, keep_all(chain, updates)).peak_bytes
     if limits is None:
-        least = max(1, min(min_mem_limit(chain, mode) for mode in wanted))
+        least = max(1, min(min_mem_limit(chain, mode, updates) for mode in wanted))
         sizes = sorted({round(size) for size in np.linspace(least, max(least, peak), STEPS)})
     else:
         sizes = sorted({parse_bytes(limit) for limit in several(limits)})
     host = None if host_limit is None else parse_host_limit(host_limit)
     slots, budget = parse_slots(mem_slots), Budget.of(refine)
-    problems = [Problem(chain, limit, host, slots, budget) for limit in sizes]
+    problems = [Problem(chain, limit, host, slots, budget, updates) for limit in sizes]
     made: dict[str, list[tuple[Row, Sequence | None]]] = {}
     names = dict.fromkeys((*sorted(wanted, key=lambda mode: mode == "joint"), *systems))  # joint after the modes it holds
     bests: dict[str, list[Candidate | None]] = {}
     for name in names:
         made[name] = []
         for n, sequence in enumerate(_by_mode(problems, name, bests) if name in MODES else _by_policy(problems, name)):
-            made[name].append((_row(chain, sizes[n], name, sequence), sequence))
+            made[name].append((_row(chain, sizes[n], name, sequence, updates), sequence))
             if progress is not None:
                 progress(sum(map(len, made.values())) / (len(sizes) * len(names)), made[name][-1][0])
     pairs = [pair for name in (*wanted, *systems) for pair in made[name]]
@@ -144,25 +147,26 @@ def _by_mode(problems: list[Problem], mode: str, bests: dict[str, list[Candidate
                 rivals.insert(0, best_candidate(replace(problem, known=known), mode))
         best = min((made for made in rivals if made is not None), key=lambda made: made.makespan, default=None)
         bests[mode].append(best)
-        yield None if best is None else as_sequence(problem.chain, best, mode, problem.limit)
+        yield None if best is None else as_sequence(problem, best, mode)
 
 
 def _by_policy(problems: list[Problem], policy: str) -> Iterator[Sequence | None]:
     for problem in problems:
-        yield _planned(problem.chain, problem.limit, policy)
+        yield _planned(problem, policy)
 
 
-def _planned(chain: Chain, limit: int, policy: str) -> Sequence | None:
+def _planned(problem: Problem, policy: str) -> Sequence | None:
+    options = {"updates": problem.updates} if problem.chain.parameters else {}
     try:
-        return run(policy, chain, limit, {})
+        return run(policy, problem.chain, problem.limit, options)
     except InfeasibleError:
         return None
 
 
-def _row(chain: Chain, limit: int, mode: str, sequence: Sequence | None) -> Row:
+def _row(chain: Chain, limit: int, mode: str, sequence: Sequence | None, updates: str) -> Row:
     if sequence is None:
         return Row(limit, mode, None, None, None, None, None)
     makespan, least = sequence.meta["makespan"], chain.compute_time
     overhead = makespan / least - 1 if least else 0.0
-    bound = lower_bound(chain, limit)
+    bound = lower_bound(chain, limit, updates=updates)
     return Row(limit, mode, makespan, sequence.meta["peak_bytes"], sequence.meta["host_peak_bytes"], bound, overhead)

@@ -1,0 +1,40 @@
+"""The dual of a step's activations, for `_bound` itself and for `_steady_bound`, which adds the parameters."""
+
+from libc.stdint cimport int32_t
+
+
+cdef struct Problem:
+    Py_ssize_t L, K
+    bint duplex
+    double out_rate, in_rate     # 1 / β in these units
+    const double *room           # [k] limit − what operation k needs itself
+    const double *work           # [k] seconds of operation k, in its fastest form
+    const double *u_F            # [q]
+    const double *saved          # [q, form]
+    const double *slower         # [q, form] backward time beyond the fastest form's
+    const double *entry          # [q] bytes of the smallest form of a_q or ā_q: part of the next operation's own need
+    const int32_t *n_forms
+    const double *out            # [q] bytes of a_q, where something may be paid for inputs; else NULL
+    const double *host           # [k] price of the host's updates during interval k; NULL where there are none
+
+
+cdef struct Second:
+    double *lam      # λ'
+    double *r        # r'
+    double *alpha    # α'
+
+
+cdef struct Work:
+    double *whole      # α
+    double *total      # running sums of λ
+    double *minus      # their negatives
+    double *alpha      # α − α'
+    double *arrive     # [k] link in during k, less total
+    double *leave      # [k] least over a ≥ k of link out during a, and λ_0 + ... + λ_a
+    double *away       # [k] that, less total
+    int32_t *leave_at
+    double *held       # [k] bytes that begin to be held at cut k, less those that end before it
+
+
+cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
+                       double *g_p, double *g_r, double *g_host, Second *g, Work *w) noexcept nogil

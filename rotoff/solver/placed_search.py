@@ -1,0 +1,197 @@
+"""The search for chains with parameters: what people place by hand, under several plans for the activations, then annealing.
+
+Every step of it decodes a whole steady step in compiled code (`_place`). As in `solver.refine`, effort is counted in plans and random
+numbers are seeded, so equal inputs give equal sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..bounds import min_mem_limit
+from ..chain import Chain
+from ..sequence import Sequence
+from ..simulator import simulate
+from . import remat
+from .genes import (
+    AFTER_BACKWARD,
+    AFTER_UPDATE,
+    EVERYWHERE,
+    FLAGS,
+    GENES,
+    GRADIENT_LEAVES,
+    MASK,
+    ON_HOST,
+    STATE_LEAVES,
+    at_home,
+    joined,
+    placer,
+    to_sequence,
+)
+from .host import all_moving
+from .plan import DROP, MOVE, empty, keep_all, narrowed
+from .refine import FLOAT_ERROR, Budget, least_compute, result
+
+# (and, or) of the codes, and of the masks and flags of the groups.
+RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
+SCALE = 8.0  # seconds of search for one of `refine`: a plan with parameters has several times the choices
+POSITIONS_PER_SECOND = 0.6e6  # what this class of machine decodes in one thread; only turns seconds into a count
+THREADS = 2
+VISITS = 4  # columns of the stages' codes; later visits are as the last
+ROUNDS = ((1e-2, 3e-2), (3e-3, 1e-2), (3e-3, 3e-3), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 1e-3))
+WEIGHTS = (5.0, 20.0)
+GROWTH = 10.0
+KEPT = 8  # starts
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is asked: chain, limits in bytes, mode, when updates come."""
+
+    chain: Chain
+    limit: int
+    host_limit: int | None
+    mode: str
+    updates: str
+
+
+def searched(
+    step: Step, budget: Budget, known: list[np.ndarray], progress: Callable[[float, float], None] | None = None
+) -> np.ndarray | None:
+    """The best plan found, at least as good as any of `known`; None where none fits."""
+    pool = [*known, *_starts(step)]
+    return _annealed(step, budget, pool, progress) if pool else None
+
+
+def sequence_of(chain: Chain, limit: int, updates: str, plan: np.ndarray) -> Sequence:
+    """The sequence that `plan` stands for."""
+    return to_sequence(placer(chain, limit, VISITS, updates), plan)
+
+
+# -- where the search starts
+
+
+def _starts(step: Step) -> list[np.ndarray]:
+    """The best placements by hand, each under the plan for the activations that suits it best."""
+    kernel = placer(step.chain, step.limit, VISITS, step.updates, step.host_limit)
+    activations = [narrowed(codes, VISITS) for codes in _activations(step)]
+    ranked: list[tuple[tuple[bool, float], int, np.ndarray]] = []
+    for genes in _placements(step):
+        best: tuple[tuple[bool, float], int, np.ndarray] | None = None
+        for codes in activations:
+            plan = joined(codes, genes)
+            makespan, over, host_over, _ = kernel.judge(plan)
+            excess = over + host_over
+            score = (excess > 0, float(excess) if excess else makespan)
+            if best is None or score < best[0]:
+                best = (score, len(ranked), plan)
+        if best is not None:
+            ranked.append(best)
+    ranked.sort(key=lambda one: one[:2])
+    return [plan for _, _, plan in ranked[:KEPT]]
+
+
+def _activations(step: Step) -> Iterator[np.ndarray]:
+    """Plans for the activations alone that keep less and less on the device."""
+    chain = step.chain.without_parameters()
+    everything = empty(chain)
+    yield everything
+    if step.mode != "remat":
+        moved = everything.copy()
+        moved[1:] |= MOVE
+        yield moved
+    if step.mode == "offload":
+        return
+    least, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
+    slots = min(120, remat.quick_slots(chain))
+    for share in (0.75, 0.5, 0.35, 0.2, 0.1, 0.04):
+        _, codes = remat.solve_slots(chain, max(1, int(least + share * (most - least))), slots, "sums")
+        if codes is not None:
+            yield codes
+            if step.mode == "joint":
+                moved = codes.copy()
+                moved[1:] |= MOVE
+                yield moved
+    smallest = remat.smallest_plan(chain, max(1, least))
+    if smallest is not None:
+        yield smallest
+    if step.mode == "joint":
+        yield from all_moving(chain, min_mem_limit(chain, "joint"))
+
+
+def _placements(step: Step) -> Iterator[np.ndarray]:
+    """r groups at home, z with their parameters on the device and states on the host, the others streamed; 78 pairs and more."""
+    chain = step.chain
+    K, home = len(chain.parameters), at_home(step.chain)
+    yield home
+    if step.mode == "remat":
+        return
+    host = np.array([group.host_update_time is not None and group.grad_bytes > 0 for group in chain.parameters])
+    counts = sorted({round(K * n / 8) for n in range(9)})
+    for streamed_here in (False, True) if host.any() else (True,):
+        for first in (False, True):
+            order = np.arange(K) if first else np.arange(K)[::-1]
+            for r in counts:
+                for z in counts:
+                    if r + z > K or r == K or (first and not 0 < r < K):
+                        continue
+                    genes = home.copy()
+                    middle, last = order[r : r + z], order[r + z :]
+                    genes[middle, FLAGS] = np.where(host[middle], ON_HOST, STATE_LEAVES)
+                    here = ~host[last] | streamed_here
+                    genes[last, MASK] = EVERYWHERE
+                    genes[last, FLAGS] = np.where(here, STATE_LEAVES | GRADIENT_LEAVES, ON_HOST)
+                    yield genes
+
+
+# -- annealing
+
+
+def _annealed(
+    step: Step, budget: Budget, pool: list[np.ndarray], progress: Callable[[float, float], None] | None
+) -> np.ndarray | None:
+    chain = step.chain
+    kernels = [placer(chain, step.limit, VISITS, step.updates, step.host_limit) for _ in range(THREADS)]
+    scale = chain.compute_time or 1.0
+    least = least_compute(chain) * (1 + FLOAT_ERROR)
+    weights = [weight * scale / max(1, step.limit) for weight in WEIGHTS]
+    rules = np.array(RULES[step.mode], dtype=np.int16)
+    stop = np.zeros(1, dtype=np.int8)
+    positions = 2 * len(chain) + len(chain.parameters) + 8
+    each = int(SCALE * budget.seconds * POSITIONS_PER_SECOND / positions) // len(ROUNDS)
+
+    excess: list[int] = []
+
+    def score(plan: np.ndarray) -> tuple[bool, float]:
+        makespan, over, host_over, _ = kernels[0].judge(plan)
+        excess.append(over + host_over)
+        return bool(excess[-1]), makespan + weights[0] * excess[-1]
+
+    scores = [score(plan) for plan in pool]
+    with ThreadPoolExecutor(THREADS) as threads:
+        for turn, heats in enumerate(ROUNDS if each else ()):
+            if min(scores) <= (False, least):
+                break
+            order = sorted(range(len(scores)), key=lambda x: scores[x])
+            firsts = [order[0], order[(1 + turn) % len(order)] if turn % 2 else order[0]]
+            jobs = []
+            for worker, first in enumerate(firsts):
+                start, best = pool[first].copy(), pool[first].copy()
+                hot, seed = scale * heats[worker], 1 + turn * THREADS + worker
+                args = (start, each, seed, hot, hot / 100, rules, weights[worker], best, stop)
+                jobs.append((start, best, threads.submit(kernels[worker].search, *args)))
+            for last, best, job in jobs:
+                found = result(job, stop)
+                pool.append(best if math.isfinite(found) else last)
+                scores.append(score(pool[-1]))
+            if all(excess):
+                weights = [GROWTH * weight for weight in weights]
+            if progress is not None:
+                progress((turn + 1) / len(ROUNDS), min(scores)[1])
+    winner = min(range(len(scores)), key=lambda x: scores[x])
+    return None if scores[winner][0] else pool[winner]
