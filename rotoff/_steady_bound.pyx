@@ -15,6 +15,9 @@ from libc.stdint cimport int32_t
 from rotoff._bound cimport Problem, Second, Work, dual_value
 
 
+cdef double MOST_PRICE = 1e6  # of memory: where rounding makes a limit too small by a hair, the dual rises without end
+
+
 cdef struct Groups:
     Py_ssize_t K, N
     const double *w              # [k] bytes of the parameters, of the gradients (0: frozen), of the state
@@ -412,13 +415,12 @@ cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work,
 
 
 cdef void _project(double *x, Py_ssize_t N, bint duplex) noexcept nogil:
-    """The nearest prices with λ, p, r, η ≥ 0 and p + r + η ≤ 1."""
+    """The nearest prices with MOST_PRICE ≥ λ ≥ 0, p, r, η ≥ 0 and p + r + η ≤ 1."""
     cdef Py_ssize_t k, i, n
     cdef double[3] v
     cdef double over, high
     for k in range(N):
-        if x[k] < 0.0:
-            x[k] = 0.0
+        x[k] = 0.0 if x[k] < 0.0 else _min(x[k], MOST_PRICE)
         for i in range(3):
             v[i] = x[(i + 1) * N + k]
             if v[i] < 0.0 or (i == 1 and not duplex):

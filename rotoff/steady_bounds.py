@@ -62,6 +62,7 @@ PRICE_SCALE = 100.0  # of steps in λ, beside the share of one interval squared;
 ASCENT_WORK = 4_000_000_000  # evaluations times what one does: a few seconds
 MOST_LIMIT = 2**56  # bytes; more than any step holds
 SUM_ERROR = 1e-15  # of one sum, relative to what is summed
+ROOM_ERROR = 1e-12  # share of the limit that is added, so that rounding leaves room for what just fits
 
 
 def own_needs(chain: Chain, updates: str) -> tuple[np.ndarray, np.ndarray, int]:
@@ -102,10 +103,11 @@ def steady_time(chain: Chain, limit: int, updates: str, costs: Arrays, needs: tu
     N = 2 * L + 1
     patience = int(max(60, min(PATIENCE, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
     prices = np.zeros((4, N))
-    rise = FIRST_RISE * max(1.0, dual.at(prices)[0])
+    least = dual.at(prices)[0]
+    rise = FIRST_RISE * max(1.0, least)
     value = dual.ascend(prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2)
-    error = SUM_ERROR * 8 * N * (1 + prices.sum()) * sums
-    return max(0.0, value * (1 - SUM_ERROR) - error) * seconds
+    error = SUM_ERROR * 8 * N * sums
+    return max(0.0, least - error, value - error * (1 + float(prices.sum()))) * seconds
 
 
 def problem(
@@ -133,7 +135,7 @@ def problem(
     entry = np.minimum(c.out, smallest) * (np.arange(L + 1) < L)
     entry[0] = 0
     at_end = c.out[0] + c.out[L] + c.grad[0]
-    room = 1 - np.concatenate([needs[0], needs[1][::-1], [at_end]]) / size
+    room = 1 + ROOM_ERROR - np.concatenate([needs[0], needs[1][::-1], [at_end]]) / size
     cuts = [sorted([i - 1 for i in s.stages] + [2 * L - i for i in s.stages]) for s in groups]
     rates = (size / chain.d2h_bandwidth / seconds, size / chain.h2d_bandwidth / seconds)
     slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
