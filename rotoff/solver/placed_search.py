@@ -19,11 +19,8 @@ from ..sequence import Sequence
 from ..simulator import simulate
 from . import remat
 from .genes import (
-    AFTER_BACKWARD,
-    AFTER_UPDATE,
     EVERYWHERE,
     FLAGS,
-    GENES,
     GRADIENT_LEAVES,
     MASK,
     ON_HOST,
@@ -34,7 +31,7 @@ from .genes import (
     to_sequence,
 )
 from .host import all_moving
-from .plan import DROP, MOVE, empty, keep_all, narrowed
+from .plan import MOVE, empty, keep_all, narrowed
 from .refine import FLOAT_ERROR, Budget, least_compute, result
 
 # (and, or) of the codes, and of the masks and flags of the groups.
@@ -46,6 +43,7 @@ VISITS = 4  # columns of the stages' codes; later visits are as the last
 ROUNDS = ((1e-2, 3e-2), (3e-3, 1e-2), (3e-3, 3e-3), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 1e-3))
 WEIGHTS = (5.0, 20.0)
 GROWTH = 10.0
+TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hundredths of a second
 KEPT = 8  # starts
 
 
@@ -108,7 +106,7 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
     if step.mode == "offload":
         return
     least, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
-    slots = min(120, remat.quick_slots(chain))
+    slots = min(120, remat.sized(chain, TABLE_WORK, (len(chain),))[0])
     for share in (0.75, 0.5, 0.35, 0.2, 0.1, 0.04):
         _, codes = remat.solve_slots(chain, max(1, int(least + share * (most - least))), slots, "sums")
         if codes is not None:
