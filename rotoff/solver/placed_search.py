@@ -39,12 +39,15 @@ from .refine import FLOAT_ERROR, Budget, least_compute, result
 
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
-SCALE = 8.0  # seconds of search for one of `refine`: a plan with parameters has several times the choices
-POSITIONS_PER_SECOND = 0.6e6  # what this class of machine decodes in one thread; only turns seconds into a count
+EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 8 s for 34 stages, and 25 for 100
+LONGEST = 100  # stages: of longer chains fewer plans are decoded
+SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 THREADS = 2
 VISITS = 4  # columns of the stages' codes; later visits are as the last
-ROUNDS = ((1e-2, 3e-2), (3e-3, 1e-2), (3e-3, 3e-3), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 1e-3))
-WEIGHTS = (5.0, 20.0)
+# Temperatures at which the rounds start, as shares of the keep-all time; each ends a hundred times colder.
+HEATS = (3e-2, 2e-2, 1e-2, 3e-3)
+# A plan over the limit by a share x costs that many keep-all times x more at first, and ten times that at the end of a round.
+WEIGHTS = (0.5, 2.0)
 GROWTH = 10.0
 KEPT = 8  # starts
 
@@ -162,8 +165,8 @@ def _annealed(
     weights = [weight * scale / max(1, step.limit) for weight in WEIGHTS]
     rules = np.array(RULES[step.mode], dtype=np.int16)
     stop = np.zeros(1, dtype=np.int8)
-    positions = 2 * len(chain) + len(chain.parameters) + 8
-    each = int(SCALE * budget.seconds * POSITIONS_PER_SECOND / positions) // len(ROUNDS)
+    shorter = min(1.0, LONGEST / len(chain))
+    each = int(SHARE[step.mode] * budget.seconds * EFFORT * shorter) // len(HEATS)
 
     excess: list[int] = []
 
@@ -174,15 +177,15 @@ def _annealed(
 
     scores = [score(plan) for plan in pool]
     with ThreadPoolExecutor(THREADS) as threads:
-        for turn, heats in enumerate(ROUNDS if each else ()):
+        for turn, heat in enumerate(HEATS if each else ()):
             if min(scores) <= (False, least):
                 break
             order = sorted(range(len(scores)), key=lambda x: scores[x])
-            firsts = [order[0], order[(1 + turn) % len(order)] if turn % 2 else order[0]]
+            firsts = [order[0], order[1 + turn] if turn + 2 < len(HEATS) and turn + 1 < len(order) else order[0]]
             jobs = []
             for worker, first in enumerate(firsts):
                 start, best = pool[first].copy(), pool[first].copy()
-                hot, seed = scale * heats[worker], 1 + turn * THREADS + worker
+                hot, seed = scale * heat, 1 + turn * THREADS + worker
                 args = (start, each, seed, hot, hot / 100, rules, weights[worker], best, stop)
                 jobs.append((start, best, threads.submit(kernels[worker].search, *args)))
             for last, best, job in jobs:
@@ -192,6 +195,6 @@ def _annealed(
             if all(excess):
                 weights = [GROWTH * weight for weight in weights]
             if progress is not None:
-                progress((turn + 1) / len(ROUNDS), min(scores)[1])
+                progress((turn + 1) / len(HEATS), min(scores)[1])
     winner = min(range(len(scores)), key=lambda x: scores[x])
     return None if scores[winner][0] else pool[winner]
