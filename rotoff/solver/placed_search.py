@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bounds import min_mem_limit
+from ..bounds import host_plan, min_mem_limit
 from ..chain import Chain
 from ..sequence import Sequence
 from ..simulator import simulate
@@ -33,7 +33,7 @@ from .genes import (
     placer,
     to_sequence,
 )
-from .host import all_moving
+from .host import all_moving, everything_away, host_step
 from .plan import DROP, MOVE, empty, keep_all, narrowed
 from .refine import FLOAT_ERROR, Budget, least_compute, result
 
@@ -71,9 +71,22 @@ def searched(
     return _annealed(step, budget, pool, progress) if pool else None
 
 
-def sequence_of(chain: Chain, limit: int, updates: str, plan: np.ndarray) -> Sequence:
+def sequence_of(step: Step, plan: np.ndarray, visits: int = VISITS) -> Sequence:
     """The sequence that `plan` stands for."""
-    return to_sequence(placer(chain, limit, VISITS, updates), plan)
+    return to_sequence(placer(step.chain, step.limit, visits, step.updates), plan)
+
+
+def least(step: Step) -> Iterator[tuple[Sequence, str]]:
+    """What fits at the smallest limits, where the search finds nothing, and who proposed it."""
+    smallest = remat.smallest_plan(step.chain, step.limit, step.updates) if step.mode != "offload" else None
+    if smallest is not None:
+        plan, visits = joined(smallest, at_home(step.chain)), smallest.shape[1]
+        if not placer(step.chain, step.limit, visits, step.updates).judge(plan)[1]:
+            yield sequence_of(step, plan, visits), "remat-smallest"
+    if step.mode != "remat":
+        away = host_plan(step.chain, step.limit, step.updates) if step.mode == "joint" else everything_away(step.chain)
+        if away is not None:
+            yield host_step(step.chain, away, step.updates), "host"
 
 
 # -- where the search starts
@@ -110,19 +123,19 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
         yield moved
     if step.mode == "offload":
         return
-    least, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
+    smallest_limit, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
     slots = min(120, remat.quick_slots(chain))
     for share in (0.75, 0.5, 0.35, 0.2, 0.1, 0.04):
-        _, codes = remat.solve_slots(chain, max(1, int(least + share * (most - least))), slots, "sums")
+        _, codes = remat.solve_slots(chain, max(1, int(smallest_limit + share * (most - smallest_limit))), slots, "sums")
         if codes is not None:
             yield codes
             if step.mode == "joint":
                 moved = codes.copy()
                 moved[1:] |= MOVE
                 yield moved
-    smallest = remat.smallest_plan(chain, max(1, least))
-    if smallest is not None:
-        yield smallest
+    for smallest in (remat.smallest_plan(chain, smallest_limit), remat.smallest_plan(step.chain, step.limit, step.updates)):
+        if smallest is not None:
+            yield smallest
     if step.mode == "joint":
         yield from all_moving(chain, min_mem_limit(chain, "joint"))
 
