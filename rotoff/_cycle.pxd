@@ -44,8 +44,8 @@ cdef struct Cycle:
     Py_ssize_t n, n_gaps, n_order, n_events
     int32_t base       # value number of w of the first group; g and o follow, K each
     int64_t over, over_sum
-    double trail[16]
-    double least       # seconds that compute, links and host need at least
+    double least       # seconds of compute
+    double work        # seconds of all of them and of the host together
     # positions
     int32_t *act       # operation of the activations, or -1 - group
     int32_t *pos       # of each of them

@@ -60,33 +60,30 @@ cdef inline int32_t _stage_of(Groups *p, const int16_t *genes, int32_t k) noexce
     return at if at < p.first[k] else p.first[k]
 
 
-cdef void _sort(Groups *p, Cycle *s, const int16_t *genes) noexcept nogil:
-    """Groups that are updated, in the order of the updates: by place, rank and number. They are nearly sorted from last time."""
-    cdef Py_ssize_t x, y
-    cdef int32_t k, other, a, b
-    for x in range(1, s.n_order):
-        k = s.order[x]
-        a = _stage_of(p, genes, k)
-        y = x
-        while y > 0:
-            other = s.order[y - 1]
-            b = _stage_of(p, genes, other)
-            if b == a:
-                b, a = genes[k * GENES + RANK], genes[other * GENES + RANK]
-                if a == b:
-                    a, b = other, k
-                if a < b:
-                    break
-                a = _stage_of(p, genes, k)
-            elif b > a:
-                break
-            s.order[y] = other
-            y -= 1
-        s.order[y] = k
-
-
 cdef inline bint _on_host(Groups *p, const int16_t *genes, int32_t k) noexcept nogil:
     return (genes[k * GENES + FLAGS] & ON_HOST) != 0 and p.host[k] >= 0
+
+
+cdef inline int64_t _key(Groups *p, const int16_t *genes, int32_t k) noexcept nogil:
+    """Updates are in the order of these: by place, those on the host first, which nothing shall hold up, by rank and number."""
+    cdef int64_t key = -_stage_of(p, genes, k)
+    key = key * 2 + (0 if _on_host(p, genes, k) else 1)
+    return (key * 65536 + genes[k * GENES + RANK]) * 1048576 + k
+
+
+cdef void _sort(Groups *p, Cycle *s, const int16_t *genes) noexcept nogil:
+    """Put the groups that are updated in order; they are nearly so from last time."""
+    cdef Py_ssize_t x, y
+    cdef int32_t k
+    cdef int64_t key
+    for x in range(1, s.n_order):
+        k = s.order[x]
+        key = _key(p, genes, k)
+        y = x
+        while y > 0 and _key(p, genes, s.order[y - 1]) > key:
+            s.order[y] = s.order[y - 1]
+            y -= 1
+        s.order[y] = k
 
 
 cdef void _positions(Work *w, Groups *p, Cycle *s, const int16_t *genes, Py_ssize_t acts) noexcept nogil:

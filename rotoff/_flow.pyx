@@ -14,7 +14,6 @@ from rotoff._cycle cimport Cycle, Groups
 from rotoff._work cimport ALL, BACK, NONE, Chain, Work
 
 cdef double INF = float("inf")
-
 cdef enum:
     PERIODS = 4  # as in rotoff.steady_step
 
@@ -97,7 +96,7 @@ cdef void _starts(Chain *c, Cycle *s) noexcept nogil:
         cursor += s.before[s.n]
 
 
-cdef void _prefetches(Cycle *s, bint early) noexcept nogil:
+cdef void _prefetches(Cycle *s) noexcept nogil:
     """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as what is left allows."""
     cdef int32_t x, g, at, least, n1 = <int32_t>s.n + 1, floor, wraps
     cdef int64_t size
@@ -114,8 +113,6 @@ cdef void _prefetches(Cycle *s, bint early) noexcept nogil:
                 _take(s, at, size)
             s.in_at[g] = at
             g = s.wait_next[g]
-    if not early:
-        return
     floor = -2 * n1
     for x in range(<int32_t>s.n):
         g = s.wait_head[x]
@@ -264,16 +261,21 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     return (compute - second) / 2
 
 
-cdef void _least(Chain *c, Groups *p, Cycle *s) noexcept nogil:
+cdef void _work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
     """What compute, the links and the host have to do in a step, apart."""
     cdef Py_ssize_t g
-    cdef double out = 0.0, back = 0.0
+    cdef int32_t k
+    cdef double out = 0.0, back = 0.0, host = 0.0
     for g in range(s.n_gaps):
         if s.copies[g]:
             out += s.size[s.value[g]] / c.out_bandwidth
         if s.to[g] >= 0:
             back += s.size[s.value[g]] / c.in_bandwidth
-    s.least = _later(s.least, _later(out, back) if c.duplex else out + back)
+    for g in range(s.n_order):
+        k = s.order[g]
+        if s.update_at[k] == s.n or s.act[s.update_at[k]] != -1 - k:
+            host += p.host[k]
+    s.work = s.least + out + back + host
 
 
 cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int rounds, int *best) noexcept nogil:
@@ -282,7 +284,7 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
     cdef double found = INF, now
     cdef int r
     best[0] = 0
-    _least(c, p, s)
+    _work(c, p, s)
     if s.least > enough:
         return s.least
     for x in range(n1):
@@ -298,7 +300,7 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         memcpy(s.left, s.room, n1 * sizeof(int64_t))
         _frees(s)
         _starts(c, s)
-        _prefetches(s, True)
+        _prefetches(s)
         _text(c, w, p, s)
         now = _lanes(c, w, p, s)
         if now < found:

@@ -18,12 +18,16 @@ from rotoff._plan cimport Evaluator
 from rotoff._work cimport Chain, Work
 
 cdef double INF = float("inf")
+# What a second of a lane's work costs beside the step's seconds: of plans that take equally long, the one that moves less has more
+# room for what is to come.
+cdef double EASE = 0.06
 
 
 cdef struct Verdict:
     double makespan
     int64_t over, over_sum, host_over
     int rounds  # after which the best was found
+    double work
 
 
 cdef void _judge(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V, double enough, double weight,
@@ -39,6 +43,7 @@ cdef void _judge(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, P
     r.over = s.over
     r.over_sum = s.over_sum
     r.makespan = flow(c, w, p, s, enough - weight * _excess(r, s), ROUNDS, &r.rounds)
+    r.work = EASE * s.work
     if c.host_limit >= 0:
         host = host_peak(w, p, s)
         if host > c.host_limit:
@@ -134,7 +139,7 @@ cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_s
     cdef double cost, now, temperature, enough, found = INF, light = weight, over
     cdef Py_ssize_t step, x, k, stages = (c.L + 1) * V
     _judge(c, w, p, s, codes, V, INF, weight, &r)
-    now, over = r.makespan, _excess(&r, s)
+    now, over = r.makespan + r.work, _excess(&r, s)
     if r.over == 0 and r.host_over == 0:
         found = r.makespan
         memcpy(best, codes, n * sizeof(int16_t))
@@ -160,12 +165,12 @@ cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_s
             continue
         enough = now + weight * over - temperature * log(unit(&state) + 1e-300)
         _judge(c, w, p, s, tried, V, enough, weight, &r)
-        cost = r.makespan + weight * _excess(&r, s)
+        cost = r.makespan + r.work + weight * _excess(&r, s)
         if cost <= enough:
-            now, over = r.makespan, _excess(&r, s)
+            now, over = r.makespan + r.work, _excess(&r, s)
             memcpy(codes, tried, n * sizeof(int16_t))
-            if r.over == 0 and r.host_over == 0 and cost < found:
-                found = cost
+            if r.over == 0 and r.host_over == 0 and r.makespan < found:
+                found = r.makespan
                 memcpy(best, codes, n * sizeof(int16_t))
     return found
 
@@ -276,9 +281,6 @@ cdef class Placer(Evaluator):
         with nogil:
             _judge(&self.c, &self.w, &self.p, &self.s, &codes[0], self.V, INF, 0.0, &r)
         return r.makespan, r.over, r.host_over, self.s.n
-
-    def trail(self):
-        return [self.s.trail[i] for i in range(16)]
 
     def text(self, const int16_t[::1] codes):
         """The plan's operations as rows (kind, stage or group, form, of), and the values that lie on the device between steps.

@@ -6,7 +6,7 @@ Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -159,20 +159,50 @@ def _offload_minimum(chain: Chain, updates: str) -> int:
 
 
 def _remat_minimum(chain: Chain, updates: str = "during") -> int:
-    c = arrays(chain)
-    _, W = need_tables(chain)
-    return int(c.out[0] + W[1]) + _at_rest(chain)
+    c = remat_arrays(chain, updates)
+    _, W = need_tables(chain, updates)
+    least = int(c.out[0] + W[1])
+    if updates == "after" and chain.parameters:
+        gradients = sum(group.grad_bytes for group in chain.parameters)
+        transient = max(group.update_transient_bytes for group in chain.parameters if group.grad_bytes or not gradients)
+        least = max(least, int(c.out[0] + c.out[-1]) + chain.grad_bytes(0) + gradients + transient)
+    return least + at_rest_bytes(chain)
 
 
-def _at_rest(chain: Chain) -> int:
+def at_rest_bytes(chain: Chain) -> int:
     """Bytes of all parameters and states, which stay in mode remat."""
     return sum(group.bytes + group.state_bytes for group in chain.parameters)
 
 
+@lru_cache(maxsize=32)
+def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
+    """`arrays`, with the gradients of groups among those of activations, and updates beside the backward that they follow.
+
+    While δ_i is held, so are the gradients that began before B i and are not updated: they are added to δ_i. B i itself counts
+    δ_{i-1} too, so what is added to that, but is not there yet, comes off its transients, which may then be below 0.
+    """
+    c, L = arrays(chain), len(chain)
+    if not chain.parameters:
+        return c
+    grad, transient = c.grad.copy(), c.b_transient.copy()
+    held = 0
+    for i in range(L, 0, -1):
+        begun = sum(group.grad_bytes for group in chain.parameters if max(group.stages) == i)
+        done = [group for group in chain.parameters if min(group.stages) == i and group.grad_bytes and updates == "during"]
+        extra = max((group.update_transient_bytes for group in done), default=0)
+        gone = c.saved[i] + c.grad[i] - (c.out[L] if i == L else 0)  # after B i
+        left = held + begun - sum(group.grad_bytes for group in done)
+        transient[i] = np.maximum(transient[i], extra - gone) + begun - left
+        grad[i] += held
+        held = left
+    grad[0] += held
+    return replace(c, grad=grad, b_transient=transient)
+
+
 @lru_cache(maxsize=4)
-def need_tables(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
+def need_tables(chain: Chain, updates: str = "during") -> tuple[np.ndarray, np.ndarray]:
     """P and W of `_dp.remat_need` in exact bytes: what persistent recompute needs beyond the input of its first stage."""
-    c = arrays(chain)
+    c = remat_arrays(chain, updates)
     P, W = remat_need(c.out, c.grad, c.ck_transient, c.n_forms, c.saved, c.f_transient, c.b_transient)
     return P, W
 
@@ -306,7 +336,7 @@ def lower_bound(chain: Chain, mem_limit: int | str, mode: str = "joint", updates
         return least_time_of(chain, limit)
     if mode == "remat":
         updating = sum(group.update_time for group in chain.parameters if group.grad_bytes)
-        return (least_time_of(chain.without_parameters(), limit - _at_rest(chain)) + updating) * (1 - SUM_ERROR)
+        return (least_time_of(chain.without_parameters(), limit - at_rest_bytes(chain)) + updating) * (1 - SUM_ERROR)
     return _steady(chain, limit, updates)
 
 

@@ -8,7 +8,9 @@ import numpy as np
 
 from ..bounds import Arrays, HostPlan, arrays, host_plan
 from ..chain import Chain
-from ..sequence import Op, OpKind, Value, a, abar
+from ..sequence import COMPUTES, H, Op, OpKind, Sequence, U, Value, a, abar, drop, free, g, o, offload, prefetch, w, wait
+from ..steady_bounds import update_moments
+from ..steady_step import Readers, group_bytes
 from .plan import APART, EARLY, MOVE, empty, select
 
 
@@ -45,6 +47,51 @@ def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
             move(OpKind.WAIT, on_device)
         ops.append(Op(OpKind.B, i))
     return tuple(ops)
+
+
+def everything_away(chain: Chain) -> HostPlan:
+    """The plan of mode offload at its minimum: every stage runs forward once and keeps all that autograd saves."""
+    return HostPlan((0,) * (len(chain) + 1), (False,) * (len(chain) + 1))
+
+
+def host_step(chain: Chain, plan: HostPlan, updates: str) -> Sequence:
+    """The same for a chain with parameters: each comes in for every single operation, and nothing of them is resident.
+
+    The host updates what it can. The device updates the others one by one, where `bounds.min_mem_limit` says that least is held;
+    what the next backward has as its input then waits on the host once more.
+    """
+    activations = host_sequence(chain.without_parameters(), plan)
+    readers = Readers(chain)
+    moments = update_moments(chain, updates)
+    ops: list[Op] = []
+    on: Value | None = None  # of the activations, what the last move of them brought to the device
+    for op in activations:
+        weights = readers.weights.get(op.stage, []) if op.kind in COMPUTES else []
+        ops += [step for v in weights for step in (prefetch(v), wait(v))]
+        ops.append(op)
+        ops += [drop(v) for v in weights]
+        if op.kind is OpKind.WAIT:
+            on = op.value
+        if op.kind is not OpKind.B:
+            continue
+        for v in readers.whole.get(op.stage, ()):
+            ops += [offload(v), free(v)]
+        here = [k for k, stage in moments.items() if stage == op.stage]
+        aside = on if on is not None and on == abar(op.stage - 1) else None
+        again = aside is not None and any(chain.group(k).host_update_time is None for k in here)
+        ops += [free(aside)] if again and aside is not None else []
+        for k in here:
+            ops += _update(chain, k)
+        ops += [prefetch(aside), wait(aside)] if again and aside is not None else []
+    return Sequence(tuple(ops))
+
+
+def _update(chain: Chain, k: int) -> list[Op]:
+    if chain.group(k).host_update_time is not None:
+        return [H(k)]
+    moved = [v for v in (w(k), o(k)) if group_bytes(chain, v)]
+    there = [step for v in (g(k), *moved) for step in (prefetch(v), wait(v))]
+    return [*there, U(k), *(step for v in moved for step in (offload(v), free(v)))]
 
 
 def all_moving(chain: Chain, mem_limit: int) -> Iterator[np.ndarray]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bounds import min_mem_limit
+from ..bounds import host_plan, min_mem_limit
 from ..chain import Chain
 from ..sequence import Sequence
 from ..simulator import simulate
@@ -30,18 +30,21 @@ from .genes import (
     placer,
     to_sequence,
 )
-from .host import all_moving
+from .host import all_moving, everything_away, host_step
 from .plan import MOVE, empty, keep_all, narrowed
 from .refine import FLOAT_ERROR, Budget, least_compute, result
 
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
-SCALE = 8.0  # seconds of search for one of `refine`: a plan with parameters has several times the choices
-POSITIONS_PER_SECOND = 0.6e6  # what this class of machine decodes in one thread; only turns seconds into a count
+EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 8 s for 34 stages, and 25 for 100
+LONGEST = 100  # stages: of longer chains fewer plans are decoded
+SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 THREADS = 2
 VISITS = 4  # columns of the stages' codes; later visits are as the last
-ROUNDS = ((1e-2, 3e-2), (3e-3, 1e-2), (3e-3, 3e-3), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 1e-3))
-WEIGHTS = (5.0, 20.0)
+# Temperatures at which the rounds start, as shares of the keep-all time; each ends a hundred times colder.
+HEATS = (3e-2, 2e-2, 1e-2, 3e-3)
+# A plan over the limit by a share x costs that many keep-all times x more at first, and ten times that at the end of a round.
+WEIGHTS = (0.5, 2.0)
 GROWTH = 10.0
 TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hundredths of a second
 KEPT = 8  # starts
@@ -66,9 +69,22 @@ def searched(
     return _annealed(step, budget, pool, progress) if pool else None
 
 
-def sequence_of(chain: Chain, limit: int, updates: str, plan: np.ndarray) -> Sequence:
+def sequence_of(step: Step, plan: np.ndarray, visits: int = VISITS) -> Sequence:
     """The sequence that `plan` stands for."""
-    return to_sequence(placer(chain, limit, VISITS, updates), plan)
+    return to_sequence(placer(step.chain, step.limit, visits, step.updates), plan)
+
+
+def least(step: Step) -> Iterator[tuple[Sequence, str]]:
+    """What fits at the smallest limits, where the search finds nothing, and who proposed it."""
+    smallest = remat.smallest_plan(step.chain, step.limit, step.updates) if step.mode != "offload" else None
+    if smallest is not None:
+        plan, visits = joined(smallest, at_home(step.chain)), smallest.shape[1]
+        if not placer(step.chain, step.limit, visits, step.updates).judge(plan)[1]:
+            yield sequence_of(step, plan, visits), "remat-smallest"
+    if step.mode != "remat":
+        away = host_plan(step.chain, step.limit, step.updates) if step.mode == "joint" else everything_away(step.chain)
+        if away is not None:
+            yield host_step(step.chain, away, step.updates), "host"
 
 
 # -- where the search starts
@@ -105,19 +121,19 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
         yield moved
     if step.mode == "offload":
         return
-    least, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
+    smallest_limit, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
     slots = min(120, remat.sized(chain, TABLE_WORK, (len(chain),))[0])
     for share in (0.75, 0.5, 0.35, 0.2, 0.1, 0.04):
-        _, codes = remat.solve_slots(chain, max(1, int(least + share * (most - least))), slots, "sums")
+        _, codes = remat.solve_slots(chain, max(1, int(smallest_limit + share * (most - smallest_limit))), slots, "sums")
         if codes is not None:
             yield codes
             if step.mode == "joint":
                 moved = codes.copy()
                 moved[1:] |= MOVE
                 yield moved
-    smallest = remat.smallest_plan(chain, max(1, least))
-    if smallest is not None:
-        yield smallest
+    for smallest in (remat.smallest_plan(chain, smallest_limit), remat.smallest_plan(step.chain, step.limit, step.updates)):
+        if smallest is not None:
+            yield smallest
     if step.mode == "joint":
         yield from all_moving(chain, min_mem_limit(chain, "joint"))
 
@@ -160,8 +176,8 @@ def _annealed(
     weights = [weight * scale / max(1, step.limit) for weight in WEIGHTS]
     rules = np.array(RULES[step.mode], dtype=np.int16)
     stop = np.zeros(1, dtype=np.int8)
-    positions = 2 * len(chain) + len(chain.parameters) + 8
-    each = int(SCALE * budget.seconds * POSITIONS_PER_SECOND / positions) // len(ROUNDS)
+    shorter = min(1.0, LONGEST / len(chain))
+    each = int(SHARE[step.mode] * budget.seconds * EFFORT * shorter) // len(HEATS)
 
     excess: list[int] = []
 
@@ -172,15 +188,15 @@ def _annealed(
 
     scores = [score(plan) for plan in pool]
     with ThreadPoolExecutor(THREADS) as threads:
-        for turn, heats in enumerate(ROUNDS if each else ()):
+        for turn, heat in enumerate(HEATS if each else ()):
             if min(scores) <= (False, least):
                 break
             order = sorted(range(len(scores)), key=lambda x: scores[x])
-            firsts = [order[0], order[(1 + turn) % len(order)] if turn % 2 else order[0]]
+            firsts = [order[0], order[1 + turn] if turn + 2 < len(HEATS) and turn + 1 < len(order) else order[0]]
             jobs = []
             for worker, first in enumerate(firsts):
                 start, best = pool[first].copy(), pool[first].copy()
-                hot, seed = scale * heats[worker], 1 + turn * THREADS + worker
+                hot, seed = scale * heat, 1 + turn * THREADS + worker
                 args = (start, each, seed, hot, hot / 100, rules, weights[worker], best, stop)
                 jobs.append((start, best, threads.submit(kernels[worker].search, *args)))
             for last, best, job in jobs:
@@ -190,6 +206,6 @@ def _annealed(
             if all(excess):
                 weights = [GROWTH * weight for weight in weights]
             if progress is not None:
-                progress((turn + 1) / len(ROUNDS), min(scores)[1])
+                progress((turn + 1) / len(HEATS), min(scores)[1])
     winner = min(range(len(scores)), key=lambda x: scores[x])
     return None if scores[winner][0] else pool[winner]

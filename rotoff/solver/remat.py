@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._remat import Kernel, Table
-from ..bounds import Arrays, arrays, need_tables
+from ..bounds import Arrays, arrays, at_rest_bytes, need_tables, remat_arrays
 from ..chain import Chain
 from .plan import CK, DROP, from_forwards, select
 from .slots import Slots, discretize
@@ -197,14 +197,17 @@ def segment_codes(kind: str, i: int, x: int) -> list[tuple[int, int]]:
     return [(i, CK)] + [(q, CK | DROP) for q in range(i + 1, x + 1)]
 
 
-def smallest_plan(chain: Chain, mem_limit: int) -> np.ndarray | None:
-    """A recompute plan on exact bytes wherever `bounds.need_tables` says that one fits; it keeps what fits, stage by stage."""
-    c, L = arrays(chain), len(chain)
-    P, W = need_tables(chain)
+def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.ndarray | None:
+    """A recompute plan on exact bytes wherever `bounds.need_tables` says that one fits; it keeps what fits, stage by stage.
+
+    Parameters stay on the device.
+    """
+    c, L = remat_arrays(chain, updates), len(chain)
+    P, W = need_tables(chain, updates)
     need = needs(c)
     done: list[tuple[int, int]] = []
     waiting: list[tuple[str, int, int, int]] = []  # what still runs, last first: a segment i..j in m bytes, or a sweep
-    i, m = 1, mem_limit - int(c.out[0])
+    i, m = 1, mem_limit - at_rest_bytes(chain) - int(c.out[0])
     if W[1] > m:
         return None
     while i <= L:

@@ -176,6 +176,10 @@ class Problem:
         default_factory=dict, compare=False
     )  # by mode; whether with forms
 
+    def fits(self, mode: str) -> bool:
+        """Whether `mode` has a plan within the limit on the device."""
+        return self.limit >= min_mem_limit(self.chain, mode, self.updates)
+
     def without_forms(self) -> Problem:
         """The same with every stage's whole ā only."""
         chain = replace(self.chain, stages=tuple(replace(stage, forms=()) for stage in self.chain.stages))
@@ -307,23 +311,28 @@ def _placed(problem: Problem, mode: str, progress: Callable[[float, float], None
     """The best plan found for a chain with parameters; what the pure modes find competes in joint."""
     if (mode, True) in problem.found:
         return problem.found[mode, True]
-    chain, limit = problem.chain, problem.limit
-    known = list(problem.known)
-    for pure in ("remat", "offload") if mode == "joint" else ():
-        if limit >= min_mem_limit(chain, pure, problem.updates):
-            rival = _placed(problem, pure, None)
-            known += [rival.codes] if rival is not None and rival.codes is not None else []
-    step = placed_search.Step(chain, limit, problem.host_limit, mode, problem.updates)
-    plan = placed_search.searched(step, problem.budget, known, progress)
-    made = None if plan is None else _from_plan(problem, plan)
-    problem.found[mode, True] = made
-    return made
+    pure = [name for name in ("remat", "offload") if mode == "joint" and problem.fits(name)]
+    found = [made for name in pure if (made := _placed(problem, name, None)) is not None]
+    starts = [*problem.known, *(made.codes for made in found if made.codes is not None)]
+    step = placed_search.Step(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
+    plan = placed_search.searched(step, problem.budget, starts, progress)
+    if plan is not None:
+        found.append(_of_sequence(problem, placed_search.sequence_of(step, plan), "placed", plan))
+    elif not found:
+        found += [_of_sequence(problem, *made) for made in placed_search.least(step)]
+    fitting = [made for made in found if problem.host_limit is None or _host_peak(problem, made) <= problem.host_limit]
+    best = min(fitting, key=lambda made: made.makespan, default=None)
+    problem.found[mode, True] = best
+    return best
 
 
-def _from_plan(problem: Problem, plan: np.ndarray) -> Candidate:
-    sequence = placed_search.sequence_of(problem.chain, problem.limit, problem.updates, plan)
+def _of_sequence(problem: Problem, sequence: Sequence, source: str, plan: np.ndarray | None = None) -> Candidate:
     makespan = simulate(problem.chain, sequence, problem.limit, problem.updates).makespan
-    return Candidate(makespan, sequence.ops, plan, "placed", tuple(sequence.resident))
+    return Candidate(makespan, sequence.ops, plan, source, tuple(sequence.resident))
+
+
+def _host_peak(problem: Problem, made: Candidate) -> int:
+    return simulate(problem.chain, Sequence(made.ops, resident=list(made.resident))).host_peak_bytes
 
 
 def as_sequence(problem: Problem, best: Candidate, mode: str) -> Sequence:
