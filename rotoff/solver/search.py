@@ -109,7 +109,8 @@ def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float
     everything = keep_all(chain, problem.updates)
     trace = simulate(chain, everything)
     kept = Candidate(trace.makespan, everything.ops, None, "keep-all", tuple(everything.resident))
-    if trace.peak_bytes <= limit and (mode == "remat" or trace.makespan <= least_compute(chain) * (1 + FLOAT_ERROR)):
+    no_better = not chain.parameters or mode == "remat" or trace.makespan <= least_compute(chain) * (1 + FLOAT_ERROR)
+    if trace.peak_bytes <= limit and no_better:
         return kept
     least = min_mem_limit(chain, mode, problem.updates)
     if limit < least:
