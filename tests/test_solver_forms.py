@@ -132,3 +132,12 @@ def test_language_blocks_lose_much_of_their_overhead(mode: str, share: float, mo
         rotoff.solve(c, limit, mode=mode, refine=0.2).meta["makespan"] / chain.compute_time - 1 for c in (chain, plain)
     )
     assert with_forms <= most * before
+
+
+@pytest.mark.parametrize("part", [0.25, 0.35])
+def test_joint_is_as_fast_as_recompute_where_nothing_can_move(part: float) -> None:
+    """Bytes need hours on this link, and both are near the bound."""
+    chain = replace(with_forms(heterogeneous(11, 70)), d2h_bandwidth=1e3, h2d_bandwidth=1e3)
+    limit = int(part * rotoff.simulate(chain, rotoff.solver.keep_all(chain)).peak_bytes)
+    joint, remat = (rotoff.solve(chain, limit, mode=mode).meta["makespan"] for mode in ("joint", "remat"))
+    assert joint <= remat <= rotoff.lower_bound(chain, limit) + 0.01 * chain.compute_time

@@ -65,3 +65,12 @@ def test_nothing_is_tried_after_a_plan_that_nothing_can_beat(monkeypatch: pytest
     chain = even(400)
     sequence = rotoff.solve(chain, rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes // 2)
     assert sequence.meta["makespan"] == pytest.approx(chain.compute_time, rel=1e-9)
+
+
+def test_a_long_chain_is_near_the_bound() -> None:
+    """The tables are fine enough for its stages, and the search grows with it."""
+    chain = uneven(5, 400)
+    limit = int(rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes * 0.4)
+    assert (
+        rotoff.solve(chain, limit, "remat").meta["makespan"] < rotoff.lower_bound(chain, limit) + 0.03 * chain.compute_time
+    )

@@ -24,6 +24,7 @@ from .policies import check_policy, run
 from .refine import FLOAT_ERROR, Budget, least_compute, refined
 
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
+RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest, and the effort for one of them
 FORMS_SHARE = 0.6  # of the effort, for the search with smaller forms after the one without
 
 
@@ -235,11 +236,26 @@ def _searched(problem: Problem, mode: str, progress: Callable[[float, float], No
     starts = [candidate.codes for candidate in found if candidate.codes is not None][:6]
     starts += [codes for codes in plans if not any(codes is start for start in starts)][: 2 + 6 - len(starts)]
     codes = refined(chain, limit, mode, starts, problem.budget, host, progress)
-    if codes is not None:
-        made = judged(chain, limit, codes, "refined", host)
-        if made is not None and (not found or made.makespan < found[0].makespan):
-            return made
-    return found[0] if found else None
+    made = None if codes is None else judged(chain, limit, codes, "refined", host)
+    found += [made] if made is not None else []
+    found += _of_less(problem, mode, starts)
+    return min(found, key=lambda candidate: candidate.makespan, default=None)
+
+
+def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[Candidate]:
+    """Near the smallest limit, where few plans fit, what is found within fewer bytes, and from there."""
+    least = min_mem_limit(problem.chain, mode)
+    rungs = [int(least * STEP**n) for n in range(RUNGS)]
+    if mode == "offload" or not least < problem.limit <= STEP * rungs[-1]:
+        return
+    less = max(rung for rung in rungs if rung < problem.limit)
+    for limit in (less, problem.limit):
+        codes = refined(problem.chain, limit, mode, starts, problem.budget.part(LESS_SHARE), problem.host_limit)
+        made = None if codes is None else judged(problem.chain, problem.limit, codes, "less", problem.host_limit)
+        if codes is None or made is None:
+            return
+        yield made
+        starts = [codes]
 
 
 def _competitors(problem: Problem, mode: str) -> Iterator[tuple[Candidate | None, np.ndarray | None]]:
