@@ -14,6 +14,7 @@ import torch
 from test_min_mem_limit import made
 
 import rotoff
+from rotoff.chain import Stage
 from rotoff.profile.common import RULES, Told, check_rules, common_profile, own
 from rotoff.profile.model_profile import Compact, Profile
 from rotoff.profile.plain_bytes import Lingering, Passing
@@ -52,7 +53,12 @@ def shaken(value: Any, rng: random.Random) -> Any:
         return UpkeepTimes(*(shaken(one, rng) for one in value))
     if is_dataclass(value):
         named = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ("extra", "meta", "name", "duplex")}
-        return replace(value, **{name: shaken(one, rng) for name, one in named.items()})  # type: ignore[type-var]
+        made = {name: shaken(one, rng) for name, one in named.items()}
+        if isinstance(value, Stage):  # whose saved bytes count its output
+            made["saved_bytes"] = max(made["saved_bytes"], made["output_bytes"])
+            least = made["output_bytes"]
+            made["forms"] = tuple(replace(one, saved_bytes=max(one.saved_bytes, least)) for one in made["forms"])
+        return replace(value, **made)  # type: ignore[type-var]
     if isinstance(value, tuple):
         return tuple(shaken(one, rng) for one in value)
     return value

@@ -150,7 +150,7 @@ class Meter:
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             shapes.append((tensor.shape, tensor.dtype))
-            return tensor
+            return tensor.detach()  # a tensor that its own node held would never go
 
         with saved_tensors_hooks(note, lambda t: t):
             outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
