@@ -170,5 +170,9 @@ def problem(
         unpaid,
     )
     bytes_of_all = (float(sizes.sum()) + float(c.saved.sum())) / size
-    sums = float(np.abs(room).sum()) + bytes_of_all * (1 + sum(rates)) + (float(work.sum()) + float(np.abs(times).sum())) / seconds
+    sums = (
+        float(np.abs(room).sum())
+        + bytes_of_all * (1 + sum(rates))
+        + (float(work.sum()) + float(np.abs(times).sum())) / seconds
+    )
     return dual, seconds, sums

@@ -19,11 +19,8 @@ from ..sequence import Sequence
 from ..simulator import simulate
 from . import remat
 from .genes import (
-    AFTER_BACKWARD,
-    AFTER_UPDATE,
     EVERYWHERE,
     FLAGS,
-    GENES,
     GRADIENT_LEAVES,
     MASK,
     ON_HOST,
@@ -34,7 +31,7 @@ from .genes import (
     to_sequence,
 )
 from .host import all_moving, everything_away, host_step
-from .plan import DROP, MOVE, empty, keep_all, narrowed
+from .plan import MOVE, empty, keep_all, narrowed
 from .refine import FLOAT_ERROR, Budget, least_compute, result
 
 # (and, or) of the codes, and of the masks and flags of the groups.
