@@ -20,9 +20,7 @@ from .plan import KINDS as MOVES_OF_STAGES
 
 GENES, SLOTS = 4, 4
 MASK, FLAGS, AT, RANK = range(GENES)
-AFTER_UPDATE = 1 << 12
-EVERYWHERE = 2 * AFTER_UPDATE - 1
-AFTER_BACKWARD = 4  # of the first of the group's stages
+EVERYWHERE = (1 << 13) - 1  # every bit of a mask
 STATE_LEAVES, GRADIENT_LEAVES, ON_HOST = 1, 2, 4
 KINDS = (*MOVES_OF_STAGES, OpKind.U, OpKind.H)
 _OF = {1: "w", 2: "g", 3: "o"}

@@ -69,8 +69,12 @@ class Budget:
 
 
 def least_compute(chain: Chain) -> float:
-    """Seconds of every forward and backward once, each in its fastest form: no plan takes less, whatever it moves."""
-    return sum(s.forward_time + min(s.form(k).backward_time for k in range(1 + len(s.forms))) for s in chain.stages)
+    """Seconds of every forward and backward once, each in its fastest form, and of the updates that the host cannot do: no plan
+    takes less, whatever it moves."""
+    stages = sum(s.forward_time + min(s.form(k).backward_time for k in range(1 + len(s.forms))) for s in chain.stages)
+    return stages + sum(
+        group.update_time for group in chain.parameters if group.grad_bytes and group.host_update_time is None
+    )
 
 
 def refined(

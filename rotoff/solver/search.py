@@ -101,7 +101,7 @@ def solve(
 
 
 def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float], None] | None = None) -> Candidate:
-    """The best candidate of `mode`; keeping everything where that fits.
+    """The best candidate of `mode`; keeping everything where that fits and no update is faster on the host.
 
     Raises:
         InfeasibleError: where nothing fits.
@@ -109,9 +109,11 @@ def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     everything = keep_all(chain, problem.updates)
     trace = simulate(chain, everything)
-    kept = Candidate(trace.makespan, everything.ops, None, "keep-all", tuple(everything.resident))
-    no_better = not chain.parameters or mode == "remat" or trace.makespan <= least_compute(chain) * (1 + FLOAT_ERROR)
-    if trace.peak_bytes <= limit and no_better:
+    seconds = trace.makespan if chain.parameters else chain.compute_time
+    kept = Candidate(seconds, everything.ops, None, "keep-all", tuple(everything.resident))
+    # Only updates may be faster elsewhere: the host's lane is free.
+    alone = not chain.parameters or mode == "remat" or seconds <= least_compute(chain) * (1 + FLOAT_ERROR)
+    if trace.peak_bytes <= limit and alone:
         return kept
     least = min_mem_limit(chain, mode, problem.updates)
     if limit < least:

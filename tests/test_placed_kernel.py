@@ -1,0 +1,66 @@
+"""The kernel that decodes steps with parameters, against the machine: seconds, bytes and what is legal, for plans of any kind."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles.chains import chains, groups
+
+from rotoff import Chain, simulate
+from rotoff.solver.genes import at_home, joined, placer, to_sequence
+from rotoff.solver.plan import empty
+
+VISITS = 4
+
+
+def random_plan(chain: Chain, rng: random.Random) -> np.ndarray:
+    codes, genes = empty(chain, VISITS), at_home(chain)
+    for q in range(1, len(chain) + 1):
+        for v in range(VISITS):
+            kind = rng.choice([0, 1, 1, 1 + rng.randrange(1 + len(chain.stage(q).forms))])
+            codes[q, v] = kind << 4 | rng.randrange(2) | rng.choice([0, 0, 2]) | rng.choice([0] * 6 + [4, 8])
+    for gene in genes:
+        gene[:] = rng.randrange(1 << 13), rng.randrange(8), rng.randint(-1, len(chain) + 1), rng.randint(-3, 3)
+    return joined(codes, genes)
+
+
+@given(
+    chains(most=6).flatmap(groups).filter(lambda chain: chain.parameters),
+    st.integers(0, 10**9),
+    st.sampled_from(["during", "after"]),
+)
+@settings(deadline=None, max_examples=120)
+def test_what_the_kernel_says_of_a_plan_the_machine_says_of_its_sequence(chain: Chain, seed: int, updates: str) -> None:
+    rng = random.Random(seed)
+    plan = random_plan(chain, rng)
+    free = placer(chain, 2**50, VISITS, updates)
+    assert free.judge(plan)[1] == 0
+    peak = simulate(chain, to_sequence(free, plan), None, updates).peak_bytes
+    for limit in (2**50, peak, 3 * peak // 4, peak // 2):
+        kernel = placer(chain, max(1, limit), VISITS, updates, host_limit=0)
+        makespan, over, host_over, _ = kernel.judge(plan)
+        trace = simulate(chain, to_sequence(kernel, plan), None, updates)
+        assert trace.makespan == pytest.approx(makespan, rel=1e-12)
+        assert trace.host_peak_bytes == host_over
+        assert (trace.peak_bytes <= max(1, limit)) == (over == 0)
+
+
+@given(chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters), st.integers(0, 10**9))
+@settings(deadline=None, max_examples=40)
+def test_a_plan_whose_parameters_stay_moves_none(chain: Chain, seed: int) -> None:
+    genes = at_home(chain)
+    plan = random_plan(chain, random.Random(seed))
+    plan[-genes.size :] = genes.ravel()
+    sequence = to_sequence(placer(chain, 2**50, VISITS, "during"), plan)
+    assert not any(op.of for op in sequence)
+    there = [
+        (name, k)
+        for k, group in enumerate(chain.parameters, 1)
+        for name, size in (("w", group.bytes), ("o", group.state_bytes))
+        if size
+    ]
+    assert sorted(sequence.resident) == sorted(f"{name} {k}" for name, k in there)
