@@ -520,6 +520,11 @@ cdef class Dual:
         self.t.state, self.t.state_free = &rows[15, 0], &rows[16, 0]
         self.t.held, self.t.out, self.t.back = &rows[17, 0], &rows[18, 0], &rows[19, 0]
 
+    @property
+    def rate(self):
+        """Units of time for which a unit of bytes keeps both directions of the link."""
+        return self.a.out_rate + self.a.in_rate
+
     def at(self, double[:, ::1] prices):
         """(value, supergradient) at prices (λ, p, r, η), rows of 2L + 1."""
         made = np.zeros((4, self.c.N))

@@ -58,8 +58,9 @@ if TYPE_CHECKING:
 
 UNPAID = 1 / PERIODS  # the share of lives whose copies across the step's end the machine's mean does not see
 FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 700
+PRICE_SCALES = (2.0, 1.0, 0.0, 1.0, 2.0)
 PRICE_SCALE = 100.0  # of steps in λ, beside the share of one interval squared; from 30 to 300 the ascent ends alike
-ASCENT_WORK = 4_000_000_000  # evaluations times what one does: a few seconds
+ASCENT_WORK = 60_000_000_000  # of evaluations and what one does: some seconds for 100 stages
 MOST_LIMIT = 2**56  # bytes; more than any step holds
 SUM_ERROR = 1e-15  # of one sum, relative to what is summed
 ROOM_ERROR = 1e-12  # share of the limit that is added, so that rounding leaves room for what just fits
@@ -117,9 +118,12 @@ def steady_time(chain: Chain, limit: int, updates: str, costs: Arrays, needs: tu
     N = 2 * L + 1
     patience = int(max(60, min(PATIENCE, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
     prices = np.zeros((4, N))
-    least = dual.at(prices)[0]
-    rise = FIRST_RISE * max(1.0, least)
-    value = dual.ascend(prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2)
+    value = least = dual.at(prices)[0]
+    # λ is about what a copy of the whole limit costs, which is much where the links are slow.
+    slow = max(1.0, dual.rate)
+    for scale in PRICE_SCALES if slow > 2 else (1.0,):
+        rise = FIRST_RISE * max(1.0, value)
+        value = dual.ascend(prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale)
     error = SUM_ERROR * 8 * N * sums
     return max(0.0, least - error, value - error * (1 + float(prices.sum()))) * seconds
 
