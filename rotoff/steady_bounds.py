@@ -123,7 +123,9 @@ def steady_time(chain: Chain, limit: int, updates: str, costs: Arrays, needs: tu
     slow = max(1.0, dual.rate)
     for scale in PRICE_SCALES if slow > 2 else (1.0,):
         rise = FIRST_RISE * max(1.0, value)
-        value = dual.ascend(prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale)
+        value = dual.ascend(
+            prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale
+        )
     error = SUM_ERROR * 8 * N * sums
     return max(0.0, least - error, value - error * (1 + float(prices.sum()))) * seconds
 

@@ -79,7 +79,9 @@ class Prices:
         return min((cost for s, cost in costs.items() if s in ends), default=math.inf)
 
 
-def group_written_out(g: ParameterGroup, L: int, costs: Prices, updates: str, unpaid: bool, scale: tuple[float, float]) -> np.ndarray:
+def group_written_out(
+    g: ParameterGroup, L: int, costs: Prices, updates: str, unpaid: bool, scale: tuple[float, float]
+) -> np.ndarray:
     """The cheapest life of a group that the device updates, and of one that the host does; twice the same for a frozen one."""
     size, seconds = scale
     N, first = 2 * L + 1, min(g.stages)
@@ -303,5 +305,7 @@ def test_smallest_limits_by_hand() -> None:
 @settings(max_examples=15)
 def test_without_parameters_nothing_has_changed(chain: Chain) -> None:
     limit = max(1, min_mem_limit(chain, "offload"), min_mem_limit(chain, "remat"))
-    bounds = {lower_bound(chain, limit, mode, updates) for mode in ("joint", "remat", "offload") for updates in ("during", "after")}
+    bounds = {
+        lower_bound(chain, limit, mode, updates) for mode in ("joint", "remat", "offload") for updates in ("during", "after")
+    }
     assert bounds == {lower_bound(chain, limit)}
