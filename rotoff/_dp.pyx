@@ -1,14 +1,13 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Kernels of the dynamic programs: typed arrays in, cost tables out, arithmetic only.
+"""Kernel of the smallest limit of recompute: typed arrays in, tables of bytes out, arithmetic only.
 
 Rounding, checking, backtracking and threads stay in Python (`rotoff.bounds`, `rotoff.solver`). Stages count from 1, so
-row 0 of every per-stage array is unused (or stands for a_0). Infinity means that nothing fits.
+row 0 of every per-stage array is unused (or stands for a_0).
 """
 
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
-from libc.math cimport INFINITY
 
 
 def remat_need(const int64_t[::1] out, const int64_t[::1] grad, const int64_t[::1] ck_transient,

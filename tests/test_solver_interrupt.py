@@ -21,7 +21,8 @@ def with_forms(chain: rotoff.Chain) -> rotoff.Chain:
     """Four smaller forms of each stage."""
 
     def form(stage: rotoff.Stage, k: int) -> rotoff.Form:
-        return rotoff.Form(stage.saved_bytes * (5 - k) // 5, stage.backward_time + stage.forward_time * k / 5)
+        kept = stage.output_bytes + (stage.saved_bytes - stage.output_bytes) * (5 - k) // 5
+        return rotoff.Form(kept, stage.backward_time + stage.forward_time * k / 5)
 
     stages = [replace(s, forms=tuple(form(s, k) for k in range(1, 5))) for s in chain.stages]
     return replace(chain, stages=tuple(stages))

@@ -25,7 +25,7 @@ REACHES = (10**9, 32, 16)  # stages made again from one input, at most
 BARE = 16  # stages made again for an ā that was kept without its input
 INFLATED = (("up", 1.05), ("sums", 1.02))  # how sizes are rounded, and the share of the limit: some of it is left unused
 FINE = 16  # slots below those of the limit that are tried one by one
-MOST = 3.0
+SHARES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)  # of the limit, for plans whose values move where they must
 
 
 @dataclass(frozen=True)
@@ -128,19 +128,23 @@ def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> t
 
 def proposals(chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], bool]) -> Iterator[tuple[str, np.ndarray]]:
     """(source, plan) of optima by each rounding: at the slots of the limit, and at the most slots at which they fit."""
-    if limit > chain.input_bytes:
+    for reaches in (REACHES, REACHES[:1]) if limit > chain.input_bytes else ():
+        slots, reach = sized(chain, work, reaches)
+        found = False
         for rounding, share in INFLATED:
-            made = tables(chain, int(limit * share), *sized(chain, work), rounding)
-            if made.plan(made.slots.N)[1] is None and made.reach < len(chain):
-                made = tables(chain, int(limit * share), *sized(chain, work, (len(chain),)), rounding)
-            yield from ((f"remat-{rounding}", codes) for codes in _largest(made, share, fits))
+            made = tables(chain, int(limit * share), slots, reach, rounding)
+            for codes, fit in _largest(made, share, fits):
+                found |= fit
+                yield f"remat-{rounding}", codes
+        if found or reach >= len(chain):
+            break  # else in few bytes longer segments may fit, on tables with fewer slots
     smallest = smallest_plan(chain, limit)
     if smallest is not None:
         yield "remat-smallest", smallest
 
 
-def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> Iterator[np.ndarray]:
-    """The first plan that fits, slots falling, after the one at the slots of the limit where that does not."""
+def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> Iterator[tuple[np.ndarray, bool]]:
+    """(plan, whether it fits): of the first that does, slots falling, after that at the slots of the limit where it does not."""
     m, step, before, N = made.slots.N, 1, math.nan, made.slots.N
     while m > 0:
         cost = float(made.kernel.W[1, m])
@@ -151,7 +155,7 @@ def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> 
                 return
             fit = fits(codes)
             if fit or m == int(N / share):
-                yield codes
+                yield codes, fit
             if fit:
                 return
         step = step if m > N / share - FINE else step + 1
@@ -159,11 +163,11 @@ def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> 
 
 
 def inflated(chain: Chain, limit: int, work: int) -> Iterator[tuple[str, np.ndarray]]:
-    """(source, plan) of optima for more memory, up to `MOST` times the limit."""
+    """(source, plan) of optima for more memory, up to three times the limit."""
     if limit > chain.input_bytes:
-        made = tables(chain, int(limit * MOST), *sized(chain, work), "sums")
-        for share in np.linspace(1.0, MOST, 17):
-            _, codes = made.plan(int(made.slots.N * share / MOST))
+        made = tables(chain, int(limit * SHARES[-1]), *sized(chain, work), "sums")
+        for share in SHARES:
+            _, codes = made.plan(int(made.slots.N * share / SHARES[-1]))
             if codes is not None:
                 yield f"remat-{share:.3g}", codes
 
