@@ -6,7 +6,7 @@ from rotoff._work cimport Chain, Work
 cdef enum:
     ROUNDS = 4
 
-# Events, as in rotoff.solver.steps.KINDS.
+# Events, as in rotoff.solver.genes.KINDS.
 cdef enum:
     E_ALL = 0
     E_CK = 1

@@ -147,6 +147,8 @@ def check_mode_options(options: Mapping[str, Any]) -> None:
     if (host_limit := options.get("host_limit")) is not None:
         parse_host_limit(host_limit)
     Budget.of(options.get("refine", True))
+    if (updates := options.get("updates")) is not None:
+        check_when(updates)
 
 
 def parse_slots(mem_slots: Any) -> int:
