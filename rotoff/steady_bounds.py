@@ -109,7 +109,9 @@ def steady_time(chain: Chain, limit: int, updates: str, costs: Arrays, needs: tu
     slow = max(1.0, dual.rate)
     for scale in PRICE_SCALES if slow > 2 else (1.0,):
         rise = FIRST_RISE * max(1.0, value)
-        value = dual.ascend(prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale)
+        value = dual.ascend(
+            prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale
+        )
     error = SUM_ERROR * 8 * N * sums
     return max(0.0, least - error, value - error * (1 + float(prices.sum()))) * seconds
 
@@ -162,5 +164,9 @@ def problem(
         unpaid,
     )
     bytes_of_all = (float(sizes.sum()) + float(c.saved.sum())) / size
-    sums = float(np.abs(room).sum()) + bytes_of_all * (1 + sum(rates)) + (float(work.sum()) + float(np.abs(times).sum())) / seconds
+    sums = (
+        float(np.abs(room).sum())
+        + bytes_of_all * (1 + sum(rates))
+        + (float(work.sum()) + float(np.abs(times).sum())) / seconds
+    )
     return dual, seconds, sums

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.chains import chains, groups
+from oracles.every_step import fastest
 from test_machine_parameters import mutants, placed
 
 from rotoff import (
@@ -79,7 +80,9 @@ class Prices:
         return min((cost for s, cost in costs.items() if s in ends), default=math.inf)
 
 
-def group_written_out(g: ParameterGroup, L: int, costs: Prices, updates: str, unpaid: bool, scale: tuple[float, float]) -> np.ndarray:
+def group_written_out(
+    g: ParameterGroup, L: int, costs: Prices, updates: str, unpaid: bool, scale: tuple[float, float]
+) -> np.ndarray:
     """The cheapest life of a group that the device updates, and of one that the host does; twice the same for a frozen one."""
     size, seconds = scale
     N, first = 2 * L + 1, min(g.stages)
@@ -209,6 +212,19 @@ def test_no_sequence_beats_the_bound(chain: Chain, seed: int, updates: str) -> N
     assert bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("bandwidth", "update"), [(4.0, 4.0), (40.0, 0.25)])
+@pytest.mark.parametrize("stages", [(1,), (1, 2)])
+def test_no_text_of_all_beats_the_bound(stages: tuple[int, ...], bandwidth: float, update: float) -> None:
+    costs = (Stage("", 1.0, 1.0, 2, 8), Stage("", 1.0, 2.0, 0, 6))[: max(stages)]
+    chain = Chain(costs, bandwidth, bandwidth, parameters=(ParameterGroup(stages, 10, 10, 0, update, 0.5),))
+    least = min_mem_limit(chain, "offload")
+    for limit in (least, least + 6):
+        during, after = (fastest(chain, limit, when) for when in ("during", "after"))
+        assert during <= after < math.inf
+        assert lower_bound(chain, limit) <= during * (1 + 1e-9)
+        assert lower_bound(chain, limit, updates="after") <= after * (1 + 1e-9)
+
+
 def in_flight(stages: int, ahead: int, copy: float) -> tuple[Chain, Sequence]:
     """A chain of frozen groups, and a sequence in which their parameters come in `ahead` operations before their use, around the step's end."""
     frozen = tuple(ParameterGroup((i,), round(copy * 100)) for i in range(1, stages + 1))
@@ -303,5 +319,7 @@ def test_smallest_limits_by_hand() -> None:
 @settings(max_examples=15)
 def test_without_parameters_nothing_has_changed(chain: Chain) -> None:
     limit = max(1, min_mem_limit(chain, "offload"), min_mem_limit(chain, "remat"))
-    bounds = {lower_bound(chain, limit, mode, updates) for mode in ("joint", "remat", "offload") for updates in ("during", "after")}
+    bounds = {
+        lower_bound(chain, limit, mode, updates) for mode in ("joint", "remat", "offload") for updates in ("during", "after")
+    }
     assert bounds == {lower_bound(chain, limit)}
