@@ -22,7 +22,7 @@ def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float
     kinds = (*forwards, *KINDS[len(FORWARD) :]) if moves else (*forwards, OpKind.DROP)
 
     def legal(op: Op) -> bool:
-        trial = _copied(machine)
+        trial = copied(machine)
         try:
             trial.step(op)
         except InvalidSequenceError:
@@ -45,7 +45,7 @@ def random_sequence(chain: Chain, seed: int, moves: bool = True, wildness: float
     return Sequence(tuple(ops), mode="random")
 
 
-def _copied(machine: Machine) -> Machine:
+def copied(machine: Machine) -> Machine:
     """Another machine in the same state; what it holds in dicts, sets and lists is never changed itself."""
     other = copy.copy(machine)
     for name, value in vars(machine).items():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.chains import chains, groups
+from oracles.every_step import fastest
 from test_machine_parameters import mutants, placed
 
 from rotoff import (
@@ -209,6 +210,19 @@ def test_no_sequence_beats_the_bound(chain: Chain, seed: int, updates: str) -> N
         best = min(best, found)
         mutant = others.send(found <= best)
     assert bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("bandwidth", "update"), [(4.0, 4.0), (40.0, 0.25)])
+@pytest.mark.parametrize("stages", [(1,), (1, 2)])
+def test_no_text_of_all_beats_the_bound(stages: tuple[int, ...], bandwidth: float, update: float) -> None:
+    costs = (Stage("", 1.0, 1.0, 2, 8), Stage("", 1.0, 2.0, 0, 6))[: max(stages)]
+    chain = Chain(costs, bandwidth, bandwidth, parameters=(ParameterGroup(stages, 10, 10, 0, update, 0.5),))
+    least = min_mem_limit(chain, "offload")
+    for limit in (least, least + 6):
+        during, after = (fastest(chain, limit, when) for when in ("during", "after"))
+        assert during <= after < math.inf
+        assert lower_bound(chain, limit) <= during * (1 + 1e-9)
+        assert lower_bound(chain, limit, updates="after") <= after * (1 + 1e-9)
 
 
 def in_flight(stages: int, ahead: int, copy: float) -> tuple[Chain, Sequence]:
