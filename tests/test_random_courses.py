@@ -10,9 +10,23 @@ import torch
 from allocated import peak_bytes
 from torch import nn
 
-import rotoff
+import rotoff as library
 from rotoff.capture import strategy
 from rotoff.capture.tape import Tape
+
+
+@pytest.fixture
+def rotoff(request: pytest.FixtureRequest) -> Any:
+    """The library, of which each `Checkpointable` that a test makes is closed in the end."""
+
+    class Closing:
+        @staticmethod
+        def Checkpointable(model: nn.Module) -> Any:
+            wrapped = library.Checkpointable(model)
+            request.addfinalizer(wrapped.close)
+            return wrapped
+
+    return Closing
 
 
 class Layer(nn.Module):
@@ -121,7 +135,7 @@ def steps(model: nn.Module, x: torch.Tensor, seeds: range) -> tuple[list[float],
     ids=["half", "tenth", "branches"],
 )
 def test_one_plan_holds_for_every_course(
-    make: Callable[[], nn.Module], mode: str, room: float, caplog: pytest.LogCaptureFixture
+    make: Callable[[], nn.Module], mode: str, room: float, caplog: pytest.LogCaptureFixture, rotoff: Any
 ) -> None:
     torch.manual_seed(1)
     plain, x = make(), torch.randn(8, 64, 64)
@@ -137,10 +151,9 @@ def test_one_plan_holds_for_every_course(
     assert all(map(torch.equal, gradients, their_gradients))
     assert max(peaks) <= wrapped.get_expected_memory()
     assert not caplog.records  # nothing to say
-    wrapped.close()
 
 
-def test_a_layer_that_is_left_out_for_good_is_planned_for() -> None:
+def test_a_layer_that_is_left_out_for_good_is_planned_for(rotoff: Any) -> None:
     torch.manual_seed(0)
     model, x = LayerDrop(6, -1.0), torch.randn(8, 64, 64)
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
@@ -163,7 +176,7 @@ class Phases(Branches):
         return self.last(h).sin().mean(1)
 
 
-def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCaptureFixture) -> None:
+def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCaptureFixture, rotoff: Any) -> None:
     torch.manual_seed(0)
     model, x = Phases(), torch.randn(8, 64, 64)
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
@@ -180,7 +193,7 @@ def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCapture
     assert not caplog.records
 
 
-def test_courses_whose_plan_does_not_fit_as_one_keep_their_own() -> None:
+def test_courses_whose_plan_does_not_fit_as_one_keep_their_own(rotoff: Any) -> None:
     torch.manual_seed(0)
     model, x = Phases(), torch.randn(8, 64, 64)
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
@@ -198,7 +211,7 @@ def _loss(call: nn.Module, x: torch.Tensor, phase: int, model: nn.Module | None 
     return call(x).pow(2).sum()
 
 
-def test_a_new_shape_under_a_profiler_runs_plain(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_shape_under_a_profiler_runs_plain(caplog: pytest.LogCaptureFixture, rotoff: Any) -> None:
     model, x = LayerDrop(2, -1.0), torch.randn(2, 4, 64)
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
     wrapped.compute_sequence(wrapped.min_mem_limit())

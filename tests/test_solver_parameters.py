@@ -25,7 +25,7 @@ from rotoff import (
 
 MODES, WHEN = ("joint", "remat", "offload"), ("during", "after")
 LITTLE = 0.01  # of the default effort
-WITH_PARAMETERS = chains(most=5, sane=True).flatmap(groups).filter(lambda chain: chain.parameters)
+WITH_PARAMETERS = chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters)
 
 
 def transformer(layers: int = 8, host: float | None = 2.0) -> Chain:

@@ -133,12 +133,12 @@ def forwards(model: nn.Module, repeats: int | None) -> int:
     return Alike.ran
 
 
-def test_stages_of_one_kind_have_one_time_and_later_ones_need_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*[Alike() for _ in range(12)])
     monkeypatch.setattr(Series, "steady", lambda self, width: True)
-    fewest = forwards(model, 1)  # one timed run of each
-    assert forwards(model, 4) == fewest + 12 * 3
-    # three of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); one of the others
+    fewest = forwards(model, 1)  # one timed run of each kind
+    # of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); the others are as the second
+    assert forwards(model, 4) == fewest + 3 * 3
     assert forwards(model, None) == fewest + 3 * 2
     wrapped = rotoff.Checkpointable(model).measure(torch.randn(512, 256))
     stages = wrapped.chain.stages
