@@ -96,8 +96,10 @@ def test_what_begins_to_hold_tensors_is_said_by_the_check_and_measured_when_it_c
                 rotoff.ExecutionError, match=r"holds \d+ bytes .* that the step has made, and \d+ .* predicted"
             ):
                 wrapped(draw()).sum().backward()
+            wrapped.close()
             continue
         for _ in range(2):
             wrapped(draw()).sum().backward()
         with pytest.raises(rotoff.InfeasibleError):
             wrapped(draw())
+        wrapped.close()
