@@ -143,10 +143,15 @@ def hooked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y + other
 
 
+CYCLES: list[
+    Any
+] = []  # hooks that hold their own tensor: PyTorch never frees the graph of a forward that nobody ran backward
+
+
 def hooked_by_itself(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A hook that has the tensor it is on."""
     y = x * 1.5
-    y.register_hook(lambda grad: grad * y.detach().cos())
+    CYCLES.append(y.register_hook(lambda grad: grad * y.detach().cos()))
     return y + 1.0
 
 
@@ -249,6 +254,8 @@ def bytes_and_plans(net: nn.Module, name: str, mode: str) -> Iterator[tuple[Told
     for part in PARTS:
         wrapped.compute_sequence(limit := least + int(part * max(0, most - least)), mode=mode, refine=False)
         yield Told(part, limit, wrapped.get_expected_memory(), step_peak(wrapped, draw)), wrapped
+    while CYCLES:
+        CYCLES.pop().remove()
     wrapped.close()
 
 
