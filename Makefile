@@ -68,7 +68,7 @@ docs: $(VENV)/tools
 dist: $(VENV)/wheel
 
 clean:
-	rm -rf $(VENV) build dist docs/api rotoff.egg-info rotoff/_*.c
+	rm -rf $(VENV) build dist docs/api rotoff.egg-info rotoff/_dp.c rotoff/solver/kernels/*.c
 
 # An interpreter, and a torch: the one that PYTHON has if it will do, else a new one.
 $(VENV)/torch:

@@ -10,7 +10,8 @@ from setuptools import Extension, setup
 FLAGS = ["-O3", "-fno-math-errno"]
 
 kernels = [
-    Extension(path[:-4].replace("/", "."), [path], extra_compile_args=FLAGS) for path in sorted(glob("rotoff/_*.pyx"))
+    Extension(path[:-4].replace("/", "."), [path], extra_compile_args=FLAGS)
+    for path in sorted(glob("rotoff/**/*.pyx", recursive=True))
 ]
 
 setup(ext_modules=cythonize(kernels, language_level=3))

@@ -32,7 +32,7 @@ from benchmarks.grid import memory, methods, models, workloads
 from benchmarks.grid.cell import Runner
 from benchmarks.grid.run import commit, machine
 from benchmarks.prediction import keep_freed_memory
-from rotoff.bounds import least_time_of
+from rotoff.solver.bounds import least_time_of
 
 PEERS = ("checkpoint", "selective")
 SHARES = (0.6, 0.45, 0.3)

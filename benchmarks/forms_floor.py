@@ -41,10 +41,10 @@ import rotoff
 from benchmarks.grid import models
 from benchmarks.grid.run import commit
 from rotoff.capture.operations import OperationLog, record_operations
-from rotoff.profile.cuda_kernels import cuda_variants
-from rotoff.profile.devices import find
-from rotoff.profile.fake import fake_copy, fake_mode
-from rotoff.profile.roofline import Roofline
+from rotoff.profile.estimate.cuda_kernels import cuda_variants
+from rotoff.profile.estimate.devices import find
+from rotoff.profile.estimate.fake import fake_copy, fake_mode
+from rotoff.profile.estimate.roofline import Roofline
 
 SHARES = (0.6, 0.45, 0.3)
 MICROSECOND, MIB = 1e-6, 2.0**20  # units that keep the program's numbers near 1

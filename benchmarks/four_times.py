@@ -38,7 +38,7 @@ from benchmarks.grid.cell import Runner
 from benchmarks.grid.moved import moved
 from benchmarks.grid.run import commit, machine
 from benchmarks.prediction import keep_freed_memory
-from rotoff.runtime.planning import Request, least_time
+from rotoff.planning.planner import Request, least_time
 
 TIMES = 4
 

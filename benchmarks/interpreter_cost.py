@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.runtime.plan import compile_sequence
+from rotoff.runtime.execution_plan import compile_sequence
 
 STAGES, FEW_STAGES = 20, 5
 CALLS = 21

@@ -20,7 +20,7 @@ from pathlib import Path
 from solver_chains import gpt, heterogeneous, resnet
 
 from rotoff import Chain, InfeasibleError, Machine, lower_bound, simulate, solve
-from rotoff import sequence as q
+from rotoff.core import sequence as q
 from rotoff.solver import keep_all
 
 KEEP, MOVE, CHECKPOINT, MOVE_CHECKPOINT, DROP = range(5)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.profile.devices import Device
+from rotoff.profile.estimate.devices import Device
 
 try:
     import torchvision

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 import rotoff
-from rotoff.runtime.plan import expected_step
-from rotoff.whole_file import write_whole
+from rotoff.io.atomic_write import write_whole
+from rotoff.runtime.execution_plan import expected_step
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import compare_modes  # after the path that it lies on

@@ -32,14 +32,14 @@ from torch import nn
 sys.path.append(str(Path(__file__).parent.parent))  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
 from benchmarks.grid.run import commit, machine
-from rotoff.bounds import largest_operation
-from rotoff.chain import Form
-from rotoff.profile.devices import find
-from rotoff.profile.estimate import estimate_profile
-from rotoff.profile.model_profile import Profile
-from rotoff.runtime.plan import compile_sequence
-from rotoff.runtime.planning import Request, least_limit, make_plan, own_bytes
+from rotoff.core.chain import Form
+from rotoff.planning.planner import Request, least_limit, make_plan, own_bytes
+from rotoff.profile.estimate.devices import find
+from rotoff.profile.estimate.estimate import estimate_profile
+from rotoff.profile.profile import Profile
+from rotoff.runtime.execution_plan import compile_sequence
 from rotoff.solver import keep_all
+from rotoff.solver.bounds import largest_operation
 
 K40 = find("K40")
 STATES = 2  # of each parameter besides itself: gradient and momentum

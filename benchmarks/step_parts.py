@@ -30,8 +30,8 @@ import rotoff
 from benchmarks.grid import workloads
 from benchmarks.grid.run import machine
 from benchmarks.prediction import keep_freed_memory
-from rotoff.runtime import link_file
-from rotoff.runtime.plan import expected_step
+from rotoff.runtime.execution_plan import expected_step
+from rotoff.runtime.links import file as link_file
 
 WARM = 3
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .bounds import lower_bound as lower_bound
-from .bounds import min_mem_limit as min_mem_limit
-from .chain import Chain as Chain
-from .chain import Form as Form
-from .chain import Stage as Stage
-from .chrome_trace import chrome_trace as chrome_trace
-from .chrome_trace import save_chrome_trace as save_chrome_trace
+from .core.chain import Chain as Chain
+from .core.chain import Form as Form
+from .core.chain import Stage as Stage
+from .core.parameters import ParameterGroup as ParameterGroup
+from .core.sequence import Op as Op
+from .core.sequence import OpKind as OpKind
+from .core.sequence import Sequence as Sequence
+from .core.sequence import Value as Value
+from .core.sequence import parse as parse
+from .core.simulator import Machine as Machine
+from .core.simulator import Trace as Trace
+from .core.simulator import simulate as simulate
+from .core.sizes import format_bytes as format_bytes
+from .core.sizes import parse_bytes as parse_bytes
 from .errors import ChainError as ChainError
 from .errors import ExecutionError as ExecutionError
 from .errors import InfeasibleError as InfeasibleError
@@ -24,47 +31,40 @@ from .errors import MeasureError as MeasureError
 from .errors import OptionError as OptionError
 from .errors import RotoffError as RotoffError
 from .errors import SequenceFormatError as SequenceFormatError
-from .parameters import ParameterGroup as ParameterGroup
-from .profile.devices import Device as Device
-from .profile.devices import devices as devices
-from .profile.devices import register_device as register_device
-from .sequence import Op as Op
-from .sequence import OpKind as OpKind
-from .sequence import Sequence as Sequence
-from .sequence import Value as Value
-from .sequence import parse as parse
-from .simulator import Machine as Machine
-from .simulator import Trace as Trace
-from .simulator import simulate as simulate
-from .sizes import format_bytes as format_bytes
-from .sizes import parse_bytes as parse_bytes
+from .profile.estimate.devices import Device as Device
+from .profile.estimate.devices import devices as devices
+from .profile.estimate.devices import register_device as register_device
+from .report.chrome_trace import chrome_trace as chrome_trace
+from .report.chrome_trace import save_chrome_trace as save_chrome_trace
+from .report.terminal import render as render
 from .solver import Row as Row
 from .solver import Sweep as Sweep
 from .solver import keep_all as keep_all
 from .solver import solve as solve
 from .solver import sweep as sweep
-from .terminal import render as render
+from .solver.bounds import lower_bound as lower_bound
+from .solver.bounds import min_mem_limit as min_mem_limit
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .checkpointable import Checkpointable as Checkpointable
-    from .estimation import estimate as estimate
-    from .found_stages import stages as stages
-    from .in_place import attach as attach
-    from .in_place import detach as detach
-    from .planned_modes import PlannedMode as PlannedMode
-    from .planned_modes import PlannedModes as PlannedModes
-    from .planned_modes import plan as plan
+    from .tools.attach import attach as attach
+    from .tools.attach import detach as detach
+    from .tools.estimate import estimate as estimate
+    from .tools.mode_comparison import PlannedMode as PlannedMode
+    from .tools.mode_comparison import PlannedModes as PlannedModes
+    from .tools.mode_comparison import plan as plan
+    from .tools.stage_report import stages as stages
 
-__version__ = "0.1.0"
 _NEED_TORCH = {
     "Checkpointable": "checkpointable",
-    "PlannedMode": "planned_modes",
-    "PlannedModes": "planned_modes",
-    "attach": "in_place",
-    "detach": "in_place",
-    "estimate": "estimation",
-    "plan": "planned_modes",
-    "stages": "found_stages",
+    "PlannedMode": "tools.mode_comparison",
+    "PlannedModes": "tools.mode_comparison",
+    "attach": "tools.attach",
+    "detach": "tools.attach",
+    "estimate": "tools.estimate",
+    "plan": "tools.mode_comparison",
+    "stages": "tools.stage_report",
 }
 
 

@@ -1,7 +1,7 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """Kernel of the smallest limit of recompute: typed arrays in, tables of bytes out, arithmetic only.
 
-Rounding, checking, backtracking and threads stay in Python (`rotoff.bounds`, `rotoff.solver`). Stages count from 1, so
+Rounding, checking, backtracking and threads stay in Python (`rotoff.solver.bounds`, `rotoff.solver`). Stages count from 1, so
 row 0 of every per-stage array is unused (or stands for a_0).
 """
 

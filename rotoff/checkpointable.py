@@ -17,32 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .bounds import check_mode
-from .cache import Cache
 from .capture import strategy
-from .capture.backward_from import BackwardFrom
+from .capture.backward_roots import BackwardFrom
 from .capture.sharding import gathers
-from .capture.stage import flatten
 from .capture.unrepeatable import compiled
-from .chain import Chain
+from .core.chain import Chain
+from .core.sequence import Sequence
+from .core.sizes import parse_bytes
 from .errors import MeasureError, OptionError
-from .like_its_model import LikeItsModel
-from .profile.allocations import block_bytes
-from .profile.forms import Forms
-from .profile.measure import Progress
-from .profile.model_profile import Profile
-from .profile.steady import Repeats
-from .progress_bar import Bar
-from .rotor_names import NO_LIMIT, RotorNames
-from .runtime.agreement import agree_on_limit, agree_on_sample
-from .runtime.check import Checker
-from .runtime.courses import Course, Courses, device_of
-from .runtime.free_memory import free_memory
-from .runtime.interpreter import Step
-from .runtime.link_pool import LinkPool
-from .runtime.options import Options
-from .runtime.plan import ExecutionPlan
-from .runtime.planning import (
+from .io.cache import Cache
+from .io.progress import Bar
+from .module_proxy import LikeItsModel
+from .planning.distributed import agree_on_limit, agree_on_sample
+from .planning.options import Options
+from .planning.planner import (
     Request,
     check_options,
     expected_bytes,
@@ -51,9 +39,21 @@ from .runtime.planning import (
     plan_everything,
     told_bytes,
 )
+from .planning.specialization import Course, Courses, device_of
+from .profile.measure import Progress
+from .profile.profile import Profile
+from .profile.selective.variants import Forms
+from .profile.timing.convergence import Repeats
+from .report.rotor_names import NO_LIMIT, RotorNames
+from .runtime.execution_plan import ExecutionPlan
+from .runtime.interpreter import Step
+from .runtime.links.free_memory import free_memory
+from .runtime.links.pool import LinkPool
+from .runtime.memory_check import Checker
 from .runtime.step_times import Recording
-from .sequence import Sequence
-from .sizes import parse_bytes
+from .solver.bounds import check_mode
+from .tensors.storage import block_bytes
+from .tensors.tree import flatten
 
 # Where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks.
 ATTACHED = "_rotoff_attachment"
@@ -86,7 +86,7 @@ class Checkpointable(RotorNames, LikeItsModel):
             ROTOFF_CACHE says ("off", or a directory), else ``rotoff`` in the user's cache directory. None or False: nowhere.
         forms: whether plans may keep a part of what a stage saves and redo the rest; found and measured with the stages. Names
             of operations, such as ``["addmm", "bmm"]``: what these make is always kept. A function of an
-            `rotoff.profile.forms.Operation`: True where what it makes is always kept, False where never, None as it pays.
+            `rotoff.profile.selective.variants.Operation`: True where what it makes is always kept, False where never, None as it pays.
         interpolate: whether a training forward at a new batch size or sequence length takes its times from two sizes measured
             before, where these are near enough; its bytes are measured all the same. `measure` always times.
         conv_algorithms: "any": plans may have the convolutions of a stage run by other CUDA algorithms, which are slower and take
@@ -269,7 +269,7 @@ class Checkpointable(RotorNames, LikeItsModel):
 
     @property
     def kept_skips(self) -> tuple[int, ...] | None:
-        """Which of the ``profile.skips`` stay in place by the plan, by number, in place of being carried; None without a plan."""
+        """Which of the ``profile.memory.skips`` stay in place by the plan, by number, in place of being carried; None without a plan."""
         plan = self._latest.plan
         return None if plan is None else plan.kept
 

@@ -19,7 +19,7 @@ import rotoff
 # Beside the page of public names; the rest of the package is nobody's business but its own.
 MODULES = {
     "rotoff.plot": "matplotlib",
-    "rotoff.bounds": None,
+    "rotoff.solver.bounds": None,
     "rotoff.solver.policies": None,
     "rotoff.nn": "torch",
     "rotoff.cli": None,

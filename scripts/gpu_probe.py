@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.profile.allocations import record
-from rotoff.runtime import host_memory
-from rotoff.runtime.bandwidth import measure_bandwidth
-from rotoff.runtime.link_cuda import CudaLink
-from rotoff.whole_file import write_whole
+from rotoff.io.atomic_write import write_whole
+from rotoff.profile.memory.allocator import record
+from rotoff.runtime.links import pinned as host_memory
+from rotoff.runtime.links.bandwidth import measure_bandwidth
+from rotoff.runtime.links.cuda import CudaLink
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL = "--small" in sys.argv

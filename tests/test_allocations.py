@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import rotoff
-from rotoff.profile.allocations import UNSPLIT, Allocation, AllocationLog
-from rotoff.profile.form_meter import _alike
+from rotoff.profile.memory.allocator import UNSPLIT, Allocation, AllocationLog
+from rotoff.profile.selective.variant_meter import _alike
 
 MIB = 1 << 20
 STAGE = rotoff.Stage("s", 1.0, 2.0, 100, 300, forward_transient_bytes=10 * MIB, backward_transient_bytes=20 * MIB)

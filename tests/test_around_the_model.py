@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rotoff
-from rotoff.in_place import attached
+from rotoff.tools.attach import attached
 
 
 def blocks() -> nn.Sequential:

@@ -14,15 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from rotoff import (  # noqa: E402
-    Checkpointable,
-    InfeasibleError,
-    LimitError,
-    MeasureError,
-    OptionError,
-    RotoffError,
-    estimate,
-)
+from rotoff import Checkpointable, InfeasibleError, LimitError, MeasureError, OptionError, RotoffError, estimate  # noqa: E402
 
 MODES = ("joint", "remat", "offload")
 

@@ -11,12 +11,13 @@ import torch
 from allocated import peak_bytes
 
 import rotoff
-from rotoff.runtime import bandwidth, link_pool
-from rotoff.runtime.bandwidth import COLD_BYTES, measure_bandwidth
-from rotoff.runtime.link import Link
-from rotoff.runtime.link_cuda import CudaLink
-from rotoff.runtime.link_file import FileLink
-from rotoff.runtime.link_pool import LinkPool
+from rotoff.runtime.links import bandwidth
+from rotoff.runtime.links import pool as link_pool
+from rotoff.runtime.links.bandwidth import COLD_BYTES, measure_bandwidth
+from rotoff.runtime.links.base import Link
+from rotoff.runtime.links.cuda import CudaLink
+from rotoff.runtime.links.file import FileLink
+from rotoff.runtime.links.pool import LinkPool
 
 HOT, COLD, CACHE_BYTES = 12e9, 5e9, 8 << 20
 

@@ -12,9 +12,9 @@ from oracles.chains import chains
 from oracles.exhaustive import Search
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
-from rotoff._bound import ascend
-from rotoff.bounds import largest_operation
 from rotoff.solver import keep_all
+from rotoff.solver.bounds import largest_operation
+from rotoff.solver.kernels.bound import ascend
 
 
 @given(chains(), st.sampled_from([0.0, 0.1, 0.4, 0.8]))

@@ -14,10 +14,17 @@ from models import residual, same, train
 from torch import nn
 
 import rotoff
-from rotoff.cache import KEPT, Cache, default_directory
-from rotoff.profile import known_times
-from rotoff.profile.known_times import KnownForm, KnownTimes, StageTimes, TimesChanged, check_times, find_times
-from rotoff.runtime.upkeep import UpkeepTimes
+from rotoff.io.cache import KEPT, Cache, default_directory
+from rotoff.profile.timing import timing_cache as known_times
+from rotoff.profile.timing.timing_cache import (
+    KnownForm,
+    KnownTimes,
+    StageTimes,
+    TimesChanged,
+    check_times,
+    find_times,
+)
+from rotoff.runtime.overhead import UpkeepTimes
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
@@ -98,8 +105,8 @@ def test_a_second_model_of_the_same_kind_is_planned_from_the_cache(
     assert sorted(kinds) == ["plan", "times"]
     with caplog.at_level(logging.INFO, "rotoff"), monkeypatch.context() as patch:
         # nothing is timed and nothing is solved
-        patch.setattr("rotoff.profile.meter.Meter._times", None)
-        patch.setattr("rotoff.runtime.planning.solve", None)
+        patch.setattr("rotoff.profile.stage_meter.Meter._times", None)
+        patch.setattr("rotoff.planning.planner.solve", None)
         second = planned(tmp_path)
     assert second.chain == first.chain
     assert second.profile.tail_times == first.profile.tail_times

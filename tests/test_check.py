@@ -12,8 +12,8 @@ from test_runtime import with_sequence
 from torch import nn
 
 import rotoff
+from rotoff.core.sequence import OpKind
 from rotoff.runtime.interpreter import Step
-from rotoff.sequence import OpKind
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -14,12 +14,12 @@ import torch
 from test_min_mem_limit import made
 
 import rotoff
-from rotoff.chain import Stage
-from rotoff.profile.common import RULES, Told, check_rules, common_profile, own
-from rotoff.profile.model_profile import Compact, Profile
-from rotoff.profile.plain_bytes import Lingering, Passing
-from rotoff.runtime.planning import Request, least_limit, make_plan, plan_everything, told_bytes
-from rotoff.runtime.upkeep import UpkeepTimes
+from rotoff.core.chain import Stage
+from rotoff.planning.planner import Request, least_limit, make_plan, plan_everything, told_bytes
+from rotoff.planning.reduction import RULES, Told, check_rules, common_profile, own
+from rotoff.profile.memory.eager_memory import Lingering, Passing
+from rotoff.profile.profile import Compact, Profile
+from rotoff.runtime.overhead import UpkeepTimes
 
 NAMES = ("mlp", "residual", "convolutional", "frozen", "handed_on", "side_inputs", "unet", "concatenates")
 DECIDED = [name for name, rule in RULES[Profile].items() if rule is not own]

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.partition_instances import ordered_out, three_partition, times_of_all_orders, triples, two_partition
 
-from rotoff import fractional, lower_bound, simulate, solve
+from rotoff import lower_bound, simulate, solve
+from rotoff.solver import fractional
 from rotoff.solver.policies.dynprog import discretize
 from rotoff.solver.policies.dynprog import optimum as program
 

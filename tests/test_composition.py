@@ -551,7 +551,7 @@ plain = copy.deepcopy(model)
 wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
 assert all(stage.forms for stage in wrapped.chain.stages[:-1])
 text = [f"F_sel {i} 1" for i in range(1, 5)] + ["F_all 5"] + [f"B {i}" for i in range(5, 0, -1)]
-from rotoff.runtime.plan import compile_sequence
+from rotoff.runtime.execution_plan import compile_sequence
 wrapped.compute_sequence(1 << 40)
 wrapped._latest.plan = compile_sequence(wrapped.profile.chain, rotoff.Sequence.from_text(text))
 wrapped(x).sum().backward()

@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotoff
-from rotoff.capture.stage import SavedKind
-from rotoff.chain import Form
+from rotoff.core.chain import Form
+from rotoff.core.sequence import parse
 from rotoff.errors import OptionError
-from rotoff.profile.known_times import KnownForm
-from rotoff.runtime.convolutions import Algorithms, flags, forward_by, other_algorithms
-from rotoff.runtime.selective import Recipe
-from rotoff.sequence import parse
+from rotoff.profile.timing.timing_cache import KnownForm
+from rotoff.tensors.convolutions import Algorithms, flags, forward_by, other_algorithms
+from rotoff.tensors.recipe import Recipe
+from rotoff.tensors.stage import SavedKind
 
 USUAL = (True, False, False)  # enabled, deterministic, benchmark
 IN_FORCE = {Algorithms.NATIVE: (False, False, False), Algorithms.DETERMINISTIC: (True, True, False)}

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.capture.stage import StageModule
 from rotoff.profile.cuda_graphs import refuse_cuda_graphs
+from rotoff.tensors.stage import StageModule
 
 
 @pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])

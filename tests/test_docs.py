@@ -13,7 +13,7 @@ import pytest
 
 import rotoff
 from rotoff.cli import main
-from rotoff.solver import refine
+from rotoff.solver import anneal as refine
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

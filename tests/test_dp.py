@@ -12,7 +12,7 @@ from oracles.recurrences import Recurrences
 
 from rotoff import Chain, simulate
 from rotoff.solver import joint, keep_all, remat
-from rotoff.solver.plan import evaluator
+from rotoff.solver.plan_codes import evaluator
 from rotoff.solver.slots import ROUNDINGS
 
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotoff
-from rotoff.profile.cuda_kernels import cuda_variants
-from rotoff.profile.devices import find
-from rotoff.profile.estimate import estimate_profile
+from rotoff.profile.estimate.cuda_kernels import cuda_variants
+from rotoff.profile.estimate.devices import find
+from rotoff.profile.estimate.estimate import estimate_profile
 
 BYTES = (
     "output_bytes", "saved_bytes", "grad_bytes", "forward_transient_bytes", "checkpoint_transient_bytes",
@@ -241,7 +241,7 @@ def test_a_device_of_the_users_own() -> None:
     try:
         assert rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="MyBox") == chain
     finally:
-        from rotoff.profile import devices
+        from rotoff.profile.estimate.estimate import devices
 
         del devices._known["mybox"]
 

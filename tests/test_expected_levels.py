@@ -16,11 +16,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import rotoff
-from rotoff.profile.skips import choices
-from rotoff.runtime.plan import ExecutionPlan, compile_sequence
-from rotoff.runtime.planning import expected_levels
+from rotoff.core.sequence import COMPUTES, FORWARDS, OpKind
+from rotoff.planning.planner import expected_levels
+from rotoff.profile.memory.skips import choices
+from rotoff.runtime.execution_plan import ExecutionPlan, compile_sequence
 from rotoff.runtime.step_times import StepTimes
-from rotoff.sequence import COMPUTES, FORWARDS, OpKind
 
 MARK = "operation "
 OUTSIDE = -1

@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.profile import cpu_temporaries
-from rotoff.profile.allocations import Allocation, AllocationLog, record
-from rotoff.profile.fake import fake_mode
+from rotoff.profile.estimate.estimate import cpu_temporaries
+from rotoff.profile.estimate.fake import fake_mode
+from rotoff.profile.memory.allocator import Allocation, AllocationLog, record
 
 HALF, FULL = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ import pytest
 from models import fresh, plain, same, train
 
 import rotoff
-from rotoff.profile.model_profile import Profile
+from rotoff.core.sequence import Op, OpKind, parse
+from rotoff.planning.planner import Request, least_limit, make_plan, own_bytes, plan_everything
+from rotoff.profile.profile import Profile
+from rotoff.runtime.early_stop import expected_trace
 from rotoff.runtime.form_replays import replay_forms
-from rotoff.runtime.planning import Request, least_limit, make_plan, own_bytes, plan_everything
-from rotoff.runtime.tails import expected_trace
-from rotoff.sequence import Op, OpKind, parse
 
 FORMS = (rotoff.Form(saved_bytes=6, backward_time=2.4), rotoff.Form(saved_bytes=2, backward_time=2.9))
 STAGE = rotoff.Stage(name="a", forward_time=1.0, backward_time=2.0, output_bytes=2, saved_bytes=10, forms=FORMS)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from models import Attention, Residual, fresh, plain, same, train
 from random_programs import random_sequence
+from recording_link import RecordingLink
 from test_runtime import step_peak, with_sequence
 from test_step_order import Counting, Forgetful
 from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.profile.model_profile import Profile
-from rotoff.runtime.link_recording import RecordingLink
-from rotoff.sequence import Op, OpKind
+from rotoff.core.sequence import Op, OpKind
+from rotoff.profile.profile import Profile
 
 WITH_FORMS = ["mlp", "residual", "convolutional", "language", "tuples", "stateful", "side_inputs", "handed_on", "double"]
 
@@ -235,7 +235,7 @@ def test_a_mask_is_drawn_again_without_what_it_was_applied_to() -> None:
 
 
 def test_identical_stages_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rotoff.profile import form_meter
+    from rotoff.profile.selective import variant_meter as form_meter
 
     proved = []
     original = form_meter._faithful

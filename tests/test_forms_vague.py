@@ -12,9 +12,9 @@ from models import Residual
 from torch import nn
 
 import rotoff
-from rotoff.profile import form_meter
-from rotoff.profile.model_profile import StageForms
-from rotoff.runtime.plan import compile_sequence
+from rotoff.profile.profile import StageForms
+from rotoff.profile.selective import variant_meter as form_meter
+from rotoff.runtime.execution_plan import compile_sequence
 
 Vague = Callable[[int, torch.Tensor], torch.Tensor]  # the number of the run and a tensor, to what is saved beside it
 runs = count(1)

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.estimation import estimate_profile
-from rotoff.profile.devices import register_device
-from rotoff.profile.model_profile import Profile
-from rotoff.runtime import host_memory, planning
-from rotoff.runtime.host_memory import SEGMENT_BYTES, PinnedSegment, Slab, pin, room_for_plan
-from rotoff.runtime.planning import Request, make_plan
+from rotoff.planning import planner as planning
+from rotoff.planning.planner import Request, make_plan
+from rotoff.profile.estimate.devices import register_device
+from rotoff.profile.profile import Profile
+from rotoff.runtime.links import pinned as host_memory
+from rotoff.runtime.links.pinned import SEGMENT_BYTES, PinnedSegment, Slab, pin, room_for_plan
+from rotoff.tools.estimate import estimate_profile
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from torch import nn
 
 import rotoff
 from rotoff.errors import MeasureError, OptionError
-from rotoff.in_place import attached
+from rotoff.tools.attach import attached
 
 
 def gradients(model: nn.Module, x: torch.Tensor, seed: int = 3) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import rotoff
 from rotoff.errors import OptionError
-from rotoff.in_place import attached
+from rotoff.tools.attach import attached
 
 WIDTH, ROWS = 32, 24
 

@@ -11,10 +11,10 @@ from models import Residual, same, train
 from torch import nn
 
 import rotoff
-from rotoff.capture.stage import Behaviour
-from rotoff.profile.interpolation import MeasuredTimes
-from rotoff.profile.model_profile import Profile
-from rotoff.runtime.courses import signature
+from rotoff.planning.specialization import signature
+from rotoff.profile.profile import Profile
+from rotoff.profile.timing.interpolation import MeasuredTimes
+from rotoff.tensors.stage import Behaviour
 
 WIDTH = 32
 
@@ -95,7 +95,7 @@ def test_nothing_is_timed_and_it_trains_bit_for_bit(monkeypatch: pytest.MonkeyPa
     plain.load_state_dict(model.state_dict())
     wrapped = planned(model, (64, 128))
     wrapped.zero_grad()
-    monkeypatch.setattr("rotoff.profile.meter.Meter._times", None)
+    monkeypatch.setattr("rotoff.profile.stage_meter.Meter._times", None)
 
     def batch() -> torch.Tensor:
         return torch.linspace(-1, 1, 96 * WIDTH).reshape(96, WIDTH)

@@ -1,10 +1,11 @@
-"""Who may import whom: planning needs no torch, and the judge (the simulator) knows nothing of the solver."""
+"""The floors of the house: nothing imports upwards, no files import each other in a circle, and planning needs no torch."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,84 +13,64 @@ import pytest
 import rotoff
 
 ROOT = Path(rotoff.__file__).parent
-FILES = sorted(path for path in ROOT.rglob("*.py"))
+FILES = {path.relative_to(ROOT): path for path in sorted(ROOT.rglob("*.py"))}
 
-# A module may import the layers listed here, and its own; what is not listed here may import everything.
-KERNELS = {path.name.split(".")[0] for path in ROOT.glob("_*.pyx")}
-MAY_IMPORT = {
-    "errors": set(),
-    "sizes": {"errors"},
-    "whole_file": set(),
-    "json_file": {"whole_file"},
-    "chain_fields": {"errors", "json_file"},
-    "parameters": {"errors", "chain_fields"},
-    "chain": {"errors", "json_file", "chain_fields", "parameters"},
-    "sequence": {"errors", "sizes", "json_file"},
-    "trace": {"sizes", "sequence"},
-    "steady_step": {"errors", "chain", "sequence"},
-    "simulator": {"errors", "sizes", "chain", "sequence", "steady_step", "trace"},
-    "fractional": {"errors", "sizes", "chain", "sequence", "simulator", "bounds"},
-    "bounds": {"errors", "sizes", "chain", "sequence", "simulator", "steady_step", "steady_bounds", *KERNELS},
-    "solver": {
-        *(
-            "errors",
-            "sizes",
-            "chain",
-            "parameters",
-            "sequence",
-            "steady_step",
-            "steady_bounds",
-            "simulator",
-            "fractional",
-            "bounds",
-        ),
-        *("whole_file", *KERNELS),
-    },
-    "plot": {"errors", "sizes", "chain", "sequence", "simulator", "bounds", "solver"},
-    "nn": {"errors"},
-}
-MAY_IMPORT_TORCH = {"profile", "capture", "runtime", "nn"} | {
-    "like_its_model",
-    "checkpointable",
-    "in_place",
-    "estimation",
-    "found_stages",
-    "planned_modes",
-}
+# From the ground up. A folder or a file of the package may import what stands before it here, and its own.
+WITHOUT_TORCH = ["version", "errors", "io", "core", "_dp", "solver", "report", "plot"]
+WITH_TORCH = ["tensors", "nn", "capture", "runtime", "profile", "planning", "module_proxy", "checkpointable", "tools"]
+ABOVE = ["integrations", "cli", "__init__", "__main__"]  # which import torch, and what needs it, on use
+FLOORS = [*WITHOUT_TORCH, *WITH_TORCH, *ABOVE]
 
 
-def layer(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def floor(module: str) -> str:
+    """The folder or file right below the package that `module` belongs to."""
+    return module.split(".")[1] if "." in module else "__init__"
 
 
-def imported_names(path: Path) -> set[str]:
-    """Absolute names of all that the file imports, those inside functions and ``if TYPE_CHECKING`` included."""
-    package = ("rotoff", *path.relative_to(ROOT).parts[:-1])
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def module_of(relative: Path) -> str:
+    parts = relative.with_suffix("").parts
+    return ".".join(("rotoff", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+MODULES = {module_of(relative) for relative in FILES}
+KERNELS = {module_of(path.relative_to(ROOT)) for path in ROOT.rglob("*.pyx")}
+
+
+def imported(relative: Path) -> set[str]:
+    """The modules that a file imports, those inside functions and ``if TYPE_CHECKING`` included; torch's as "torch"."""
+    package = ("rotoff", *relative.parts[:-1])
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(FILES[relative].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            parts = [*base, *(node.module or "").split(".")] if node.module else list(base)
-            names |= {".".join([*parts, alias.name]) for alias in node.names}
-    return names
+            source = ".".join((*base, *((node.module,) if node.module else ())))
+            every = {f"{source}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES | KERNELS else source for name in every}
+    return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_follow_the_layers(path: Path) -> None:
-    own = layer(path)
-    names = imported_names(path)
-    if own not in MAY_IMPORT_TORCH:
-        assert not [name for name in names if name.split(".")[0] in ("torch", "torchvision")]
-    if own in MAY_IMPORT:
-        layers = {name.split(".")[1] for name in names if name.startswith("rotoff.")}
-        assert layers <= MAY_IMPORT[own] | {own}
+@pytest.mark.parametrize("relative", FILES, ids=str)
+def test_nothing_imports_upwards(relative: Path) -> None:
+    own = FLOORS.index(floor(module_of(relative)))
+    names = imported(relative)
+    if FLOORS[own] in WITHOUT_TORCH:
+        assert not {name for name in names if name.split(".")[0] in ("torch", "torchvision")}
+    inside = {name for name in names if name.split(".")[0] == "rotoff"}
+    assert inside <= MODULES | KERNELS
+    if len(relative.parts) == 1:
+        inside.discard("rotoff")
+    assert not {name for name in inside if FLOORS.index(floor(name)) > own}
 
 
-def test_the_layers_named_here_exist() -> None:
-    layers = {layer(path) for path in FILES}
-    assert {"errors", "chain", "sequence", "simulator", "bounds", "solver"} <= layers
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {module_of(relative): imported(relative) & MODULES for relative in FILES}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the files of the circle
+
+
+def test_every_floor_exists() -> None:
+    assert {floor(module) for module in MODULES | KERNELS} == set(FLOORS)
 
 
 PLAN_WITHOUT_TORCH = """

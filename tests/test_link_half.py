@@ -6,13 +6,13 @@ import pytest
 import torch
 from models import fresh, plain, same, train
 from random_programs import random_sequence
+from recording_link import RecordingLink
 from test_runtime import with_sequence
 
 import rotoff
-from rotoff.runtime import link_half
-from rotoff.runtime.bandwidth import measure_bandwidth
-from rotoff.runtime.link_half import HalfLink, check_offload_dtype
-from rotoff.runtime.link_recording import RecordingLink
+from rotoff.runtime.links import half as link_half
+from rotoff.runtime.links.bandwidth import measure_bandwidth
+from rotoff.runtime.links.half import HalfLink, check_offload_dtype
 
 
 class RecordingHalfLink(HalfLink, RecordingLink):

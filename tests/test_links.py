@@ -17,15 +17,17 @@ from typing import Any
 
 import pytest
 import torch
+from recording_link import Lane, RecordingFileLink, RecordingLink
 from transfer_programs import TransferProgram
 
 import rotoff
-from rotoff.runtime import host_file, host_memory, link_pool
-from rotoff.runtime.bandwidth import measure_bandwidth
-from rotoff.runtime.host_file import HostFile, choose_directory, filesystem_of
-from rotoff.runtime.link_file import FileLink, FileTicket
-from rotoff.runtime.link_pool import LinkPool
-from rotoff.runtime.link_recording import Lane, RecordingFileLink, RecordingLink
+from rotoff.runtime.links import host_file
+from rotoff.runtime.links import pinned as host_memory
+from rotoff.runtime.links import pool as link_pool
+from rotoff.runtime.links.bandwidth import measure_bandwidth
+from rotoff.runtime.links.file import FileLink, FileTicket
+from rotoff.runtime.links.host_file import HostFile, choose_directory, filesystem_of
+from rotoff.runtime.links.pool import LinkPool
 
 LINKS = {"file": FileLink, "streams": RecordingLink}
 
@@ -294,7 +296,7 @@ class TestFileLink:
     def test_an_interrupt_gets_through_a_wait(self):
         code = """
             import signal, threading, time, torch
-            from rotoff.runtime.link_recording import RecordingFileLink
+            from recording_link import RecordingFileLink
             link = RecordingFileLink(delay=1.5)
             link.reserve(8)
             ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
@@ -313,7 +315,7 @@ class TestFileLink:
     def test_a_process_that_closes_nothing_ends(self):
         code = """
             import torch
-            from rotoff.runtime.link_file import FileLink
+            from rotoff.runtime.links.file import FileLink
             link = FileLink()
             link.reserve(1 << 20)
             tickets = [link.copy_out([torch.ones(1 << 20, dtype=torch.uint8)], 0) for _ in range(20)]
@@ -324,7 +326,7 @@ class TestFileLink:
     def test_a_forked_child_has_a_thread_and_a_file_of_its_own(self):
         code = """
             import os, torch
-            from rotoff.runtime.link_file import FileLink
+            from rotoff.runtime.links.file import FileLink
             link = FileLink()
             link.reserve(8)
             written = link.copy_out([torch.full((8,), 1, dtype=torch.uint8)], 0)
@@ -353,7 +355,7 @@ class TestFileLink:
     def test_resident_memory_falls_while_bytes_are_away(self):
         code = """
             import os, torch
-            from rotoff.runtime.link_file import FileLink
+            from rotoff.runtime.links.file import FileLink
             def resident():
                 return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             size = 64 << 20

@@ -13,7 +13,15 @@ from oracles.parameters import Illegal, judge
 from random_programs import random_sequence
 
 from rotoff import Chain, InvalidSequenceError, Sequence, SequenceFormatError, keep_all, simulate
-from rotoff.solver.placement import HOST_UPDATED, RESIDENT, STATE_STREAMED, STREAMED, STREAMED_HOST_UPDATED, Place, place
+from rotoff.solver.placement import (
+    HOST_UPDATED,
+    RESIDENT,
+    STATE_STREAMED,
+    STREAMED,
+    STREAMED_HOST_UPDATED,
+    Place,
+    place,
+)
 
 PLACES = (RESIDENT, HOST_UPDATED, STATE_STREAMED, STREAMED, STREAMED_HOST_UPDATED, Place(weights=False, state=True))
 PARAMETERS = st.integers(0, 10**9)

@@ -11,7 +11,7 @@ from models import ALL, fresh
 from torch import nn
 
 import rotoff
-from rotoff.profile.allocations import Allocation, AllocationLog, mark, record
+from rotoff.profile.memory.allocator import Allocation, AllocationLog, mark, record
 
 KIB = 1024
 
@@ -175,7 +175,7 @@ def test_measuring_holds_one_stage_at_a_time() -> None:
     def peak(layers: int) -> int:
         model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers)])
         x = torch.randn(4096, 64)
-        from rotoff.profile import allocations
+        from rotoff.profile.memory import allocator as allocations
 
         recorded = allocations.record
         try:  # one profiler at a time: the outer one watches, the inner ones say nothing

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from order_checker import HOST, Recording, Span, check
+from recording_link import Lane, RecordingFileLink, RecordingLink, RecordingStreams
 from transfer_programs import TransferProgram, storages
 
-from rotoff.runtime import link_cuda
-from rotoff.runtime.link_cuda import StreamLink
-from rotoff.runtime.link_recording import Lane, RecordingFileLink, RecordingLink, RecordingStreams
-from rotoff.runtime.order import HOST, Recording, Span, check
+from rotoff.runtime.links import cuda as link_cuda
+from rotoff.runtime.links.cuda import StreamLink
 
 PROGRAMS = range(25)
 STEPS = 150

@@ -24,8 +24,8 @@ from rotoff import (
     keep_all,
     simulate,
 )
-from rotoff.sequence import g, o, w
-from rotoff.steady_step import at_rest
+from rotoff.core.sequence import g, o, w
+from rotoff.core.steady_step import at_rest
 
 STAGES = (Stage("s1", 1, 2, 10_000, 100_000, 1_000_000), Stage("s2", 2, 4, 20_000, 200_000, 2_000_000))
 GROUPS = (ParameterGroup((1,), 40, 40, 80, 3, 5, 7), ParameterGroup((2,), 20, 20, 40, 1, 2, 5))

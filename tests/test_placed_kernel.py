@@ -12,7 +12,7 @@ from oracles.chains import chains, groups
 
 from rotoff import Chain, simulate
 from rotoff.solver.genes import at_home, joined, placer, to_sequence
-from rotoff.solver.plan import empty
+from rotoff.solver.plan_codes import empty
 
 VISITS = 4
 

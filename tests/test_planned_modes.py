@@ -11,7 +11,7 @@ from models import Residual
 from torch import nn
 
 import rotoff
-from rotoff.planned_modes import usable_bytes
+from rotoff.tools.mode_comparison import usable_bytes
 
 WIDTH = 256
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
 
-from rotoff import Chain, InfeasibleError, OptionError, Stage, fractional, min_mem_limit, simulate, solve
+from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
+from rotoff.solver import fractional
 from rotoff.solver.policies.lowering import lower
 from rotoff.solver.policies.vdnn import choices
 

@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.chains import chains, groups
 
-from rotoff import Chain, InfeasibleError, OpKind, OptionError, ParameterGroup, Sequence, Stage, keep_all, simulate, solve
+from rotoff import (
+    Chain,
+    InfeasibleError,
+    OpKind,
+    OptionError,
+    ParameterGroup,
+    Sequence,
+    Stage,
+    keep_all,
+    simulate,
+    solve,
+)
 from rotoff.solver.placement import HOST_UPDATED, Place, place
 from rotoff.solver.policies import PLACEMENTS
 

@@ -13,7 +13,7 @@ from test_runtime import Loss, smallest, step_peak, with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.runtime.link_file import FileLink, FileTicket
+from rotoff.runtime.links.file import FileLink, FileTicket
 
 TIMES = 16  # larger than the models' own batches
 

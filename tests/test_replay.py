@@ -13,10 +13,11 @@ from test_runtime import smallest, with_sequence
 from torch import nn
 
 import rotoff
+from rotoff.core.sequence import FORWARDS
 from rotoff.runtime import stage_tape
-from rotoff.runtime.replay import Generators, ReplayState, Surroundings
-from rotoff.runtime.tails import closing_replays
-from rotoff.sequence import FORWARDS
+from rotoff.runtime.early_stop import closing_replays
+from rotoff.runtime.replay import ReplayState, Surroundings
+from rotoff.tensors.rng import Generators
 
 
 def run_twice(L: int) -> rotoff.Sequence:

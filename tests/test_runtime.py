@@ -13,8 +13,8 @@ from random_programs import random_sequence
 
 import rotoff
 from rotoff.runtime import stage_tape
+from rotoff.runtime.execution_plan import compile_sequence
 from rotoff.runtime.live import LiveForward
-from rotoff.runtime.plan import compile_sequence
 
 
 def with_sequence(model: rotoff.Checkpointable, sequence: rotoff.Sequence) -> rotoff.Checkpointable:

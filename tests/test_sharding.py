@@ -8,7 +8,7 @@ from torch import nn
 
 import rotoff
 from rotoff.capture.sharding import gathers
-from rotoff.profile import meter
+from rotoff.profile import stage_meter as meter
 
 
 def test_parameters_of_this_process_alone_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from test_runtime import smallest, step_peak, with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.profile.skips import Skip
-from rotoff.runtime.planning import own_bytes
-from rotoff.runtime.sharing import shared_bytes
+from rotoff.planning.planner import own_bytes
+from rotoff.planning.sharing import shared_bytes
+from rotoff.profile.memory.skips import Skip
 
 STAGE = rotoff.Stage("s", 1.0, 1.0, output_bytes=100, saved_bytes=300)
 CHAIN = rotoff.Chain((STAGE,) * 4, 100.0, 100.0, input_bytes=100)

@@ -12,16 +12,16 @@ import torch
 from allocated import live_bytes, peak_bytes
 from models import fresh
 from random_programs import random_sequence
+from recording_link import RecordingLink
 from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.capture.stage import Behaviour, SavedKind
-from rotoff.chain import Chain, Form, Stage
-from rotoff.profile.skips import Lying, Skip, behave_in_place, choices, find_skips, keep_in_place
-from rotoff.runtime.link_recording import RecordingLink
-from rotoff.runtime.plan import compile_sequence, expected_step
-from rotoff.runtime.planning import Request, least_limit
+from rotoff.core.chain import Chain, Form, Stage
+from rotoff.planning.planner import Request, least_limit
+from rotoff.profile.memory.skips import Lying, Skip, behave_in_place, choices, find_skips, keep_in_place
+from rotoff.runtime.execution_plan import compile_sequence, expected_step
+from rotoff.tensors.stage import Behaviour, SavedKind
 
 KiB = 1024
 

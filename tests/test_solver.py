@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from oracles.chains import chains
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
-from rotoff.bounds import MODES
 from rotoff.solver import keep_all
+from rotoff.solver.bounds import MODES
 
 QUICK = 0.002  # seconds' worth of search
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from oracles.chains import chains
 
 import rotoff
-from rotoff import Chain, Form, Stage, bounds
-from rotoff.bounds import min_mem_limit
+from rotoff import Chain, Form, Stage
+from rotoff.solver import bounds
+from rotoff.solver.bounds import min_mem_limit
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from solver_chains import heterogeneous, with_forms  # after the path that it lies on

@@ -14,7 +14,7 @@ from test_solver_long_chains import uneven
 
 import rotoff
 from rotoff.solver import joint, search
-from rotoff.solver.refine import Budget
+from rotoff.solver.anneal import Budget
 
 
 def with_forms(chain: rotoff.Chain) -> rotoff.Chain:

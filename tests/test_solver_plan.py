@@ -9,7 +9,7 @@ from oracles.chains import chains
 
 from rotoff import Chain, min_mem_limit, simulate
 from rotoff.solver import keep_all
-from rotoff.solver.plan import ALL, CK, DROP, MOVE, empty, evaluator, from_forwards, to_ops
+from rotoff.solver.plan_codes import ALL, CK, DROP, MOVE, empty, evaluator, from_forwards, to_ops
 
 
 @given(chains(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.2, 0.5, 1.0]))

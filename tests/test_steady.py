@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.profile import steady
-from rotoff.profile.steady import Repeats, Series, half_width
+from rotoff.profile.timing import convergence as steady
+from rotoff.profile.timing.convergence import Repeats, Series, half_width
 
 
 def test_the_interval_of_the_median_is_that_of_the_sign_test() -> None:
@@ -98,7 +98,7 @@ def test_a_number_is_the_number_of_timed_runs_and_in_company_it_is_fixed(monkeyp
 def test_one_changing_line_is_shown_on_a_terminal_only(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rotoff import progress_bar
+    from rotoff.io import progress as progress_bar
 
     monkeypatch.setattr(progress_bar.sys.stderr, "isatty", lambda: terminal, raising=False)
     clock = iter(range(1000))

@@ -30,10 +30,11 @@ from rotoff import (
     min_mem_limit,
     simulate,
 )
-from rotoff._steady_bound import Dual
-from rotoff.bounds import _needs_alone, arrays
-from rotoff.sequence import drop, prefetch, w, wait
-from rotoff.steady_bounds import UNPAID, problem
+from rotoff.core.sequence import drop, prefetch, w, wait
+from rotoff.solver.arrays import arrays
+from rotoff.solver.bounds import _needs_alone
+from rotoff.solver.kernels.steady_bound import Dual
+from rotoff.solver.steady_bounds import UNPAID, problem
 
 WITH_PARAMETERS = chains(most=4).flatmap(groups).filter(lambda chain: chain.parameters)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from models import fresh, plain, same, train
 from random_programs import random_sequence
+from recording_link import RecordingFileLink, RecordingLink
 from test_runtime import with_sequence
 
 import rotoff
-from rotoff.runtime.link_recording import RecordingFileLink, RecordingLink
 
 NAMES = ["residual", "convolutional", "tuples", "tied", "language"]
 

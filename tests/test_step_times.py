@@ -10,8 +10,8 @@ from models import fresh
 from torch import nn
 
 import rotoff
+from rotoff.core.sequence import COMPUTES, OpKind
 from rotoff.errors import MeasureError
-from rotoff.sequence import COMPUTES, OpKind
 
 
 def planned(fraction: float = 0.5, **options: object) -> tuple[rotoff.Checkpointable, torch.Tensor]:
@@ -136,4 +136,4 @@ def test_one_line_says_what_was_planned(caplog: pytest.LogCaptureFixture) -> Non
     assert "mode remat" in line
     assert rotoff.format_bytes(model.get_expected_memory()) in line
     assert f"limit {rotoff.format_bytes(model.mem_limit)}" in line
-    assert line.endswith(f"stages {rotoff.summary.ranges(again)} recomputed")
+    assert line.endswith(f"stages {rotoff.report.summary.ranges(again)} recomputed")

@@ -10,7 +10,7 @@ from allocated import peak_bytes
 from torch import nn
 
 import rotoff
-from rotoff.profile.gradients import GradientPlace, charge
+from rotoff.profile.memory.gradients import GradientPlace, charge
 
 
 class Tanh(torch.autograd.Function):

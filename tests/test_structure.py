@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rotoff.capture import strategy
-from rotoff.profile.known_times import times_key
-from rotoff.profile.structure import structure
+from rotoff.profile.selective.graph import structure
+from rotoff.profile.timing.timing_cache import times_key
 
 
 def helper(x: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,10 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import rotoff
-from rotoff.runtime import host_file, link_pool, selective, stage_tape
-from rotoff.runtime.link_file import FileLink, FileTicket
+from rotoff.runtime import selective, stage_tape
+from rotoff.runtime.links import host_file
+from rotoff.runtime.links import pool as link_pool
+from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.live import LiveForward
 
 

@@ -13,15 +13,15 @@ from test_runtime import with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.bounds import least_time_of
-from rotoff.capture.stage import Behaviour
-from rotoff.profile.devices import Device
-from rotoff.profile.estimate import estimate_profile
-from rotoff.profile.interpolation import MeasuredTimes
-from rotoff.profile.model_profile import Profile
-from rotoff.profile.stage_timing import HostClock
-from rotoff.runtime.planning import Request, make_plan
-from rotoff.runtime.tails import expected_trace, tails_in_backward
+from rotoff.planning.planner import Request, make_plan
+from rotoff.profile.estimate.devices import Device
+from rotoff.profile.estimate.estimate import estimate_profile
+from rotoff.profile.profile import Profile
+from rotoff.profile.timing.interpolation import MeasuredTimes
+from rotoff.profile.timing.stage_timing import HostClock
+from rotoff.runtime.early_stop import expected_trace, tails_in_backward
+from rotoff.solver.bounds import least_time_of
+from rotoff.tensors.stage import Behaviour
 
 TAILS = (0.5, 1.0, 0.0)
 CHAIN = rotoff.Chain(
@@ -153,7 +153,7 @@ class ProcessorTime(HostClock):
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Times that other work on this machine does not reach."""
-    monkeypatch.setattr("rotoff.profile.stage_timing.clock", lambda _: ProcessorTime())
+    monkeypatch.setattr("rotoff.profile.timing.stage_timing.clock", lambda _: ProcessorTime())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

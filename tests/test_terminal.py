@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import rotoff
-from rotoff.summary import fates, in_words, ranges
-from rotoff.terminal import has_colour
+from rotoff.report.summary import fates, in_words, ranges
+from rotoff.report.terminal import has_colour
 
 STAGE = {"forward_time": 1.0, "backward_time": 2.0, "output_bytes": 100, "saved_bytes": 300}
 
@@ -118,7 +118,7 @@ def test_a_trace_is_one_readable_line() -> None:
 def test_a_trace_file_holds_every_operation_that_takes_time() -> None:
     c = chain(3)
     trace = rotoff.simulate(c, MOVING)
-    data = json.loads(json.dumps(rotoff.chrome_trace(c, MOVING)))
+    data = json.loads(json.dumps(rotoff.report.chrome_trace(c, MOVING)))
     slices = [event for event in data["traceEvents"] if event["ph"] == "X"]
     timed = [event for event in trace.events if event.end > event.start]
     assert [s["name"] for s in slices] == [str(event.op) for event in timed]

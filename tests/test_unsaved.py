@@ -8,8 +8,8 @@ from torch import nn
 
 import rotoff
 from rotoff.capture import sequential
-from rotoff.capture.stage import StageModule
 from rotoff.capture.unsaved import Group, merge_groups, merge_unsaved
+from rotoff.tensors.stage import StageModule
 
 
 def names(*modules: nn.Module, x: torch.Tensor) -> list[str]:

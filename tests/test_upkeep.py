@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.capture.stage import Behaviour, SavedKind, StageModule
-from rotoff.profile import stage_timing
-from rotoff.profile.known_times import StageTimes, times_of
-from rotoff.profile.model_profile import Profile
-from rotoff.profile.steady import Repeats
-from rotoff.profile.trial import Run
-from rotoff.profile.upkeep_times import MOST, RUNS, UpkeepMeter
-from rotoff.runtime.plan import compile_sequence, expected_step
-from rotoff.runtime.planning import Request, make_plan
-from rotoff.runtime.upkeep import NO_UPKEEP, Upkeep, UpkeepTimes
+from rotoff.planning.planner import Request, make_plan
+from rotoff.profile.profile import Profile
+from rotoff.profile.timing import stage_timing
+from rotoff.profile.timing.convergence import Repeats
+from rotoff.profile.timing.harness import Run
+from rotoff.profile.timing.overhead import MOST, RUNS, UpkeepMeter
+from rotoff.profile.timing.timing_cache import StageTimes, times_of
+from rotoff.runtime.execution_plan import compile_sequence, expected_step
+from rotoff.runtime.overhead import NO_UPKEEP, Upkeep, UpkeepTimes
+from rotoff.tensors.stage import Behaviour, SavedKind, StageModule
 
 STAGE = rotoff.Stage("s", 10.0, 20.0, output_bytes=100, saved_bytes=300, forms=(rotoff.Form(200, 22.0),))
 CHAIN = rotoff.Chain((STAGE, STAGE, STAGE), 100.0, 100.0, input_bytes=100)

@@ -10,8 +10,8 @@ from allocated import peak_bytes
 from torch import nn
 
 import rotoff
-from rotoff.profile.gradients import Charge, GradientPlace, charge
-from rotoff.runtime.planning import Request, least_limit
+from rotoff.planning.planner import Request, least_limit
+from rotoff.profile.memory.gradients import Charge, GradientPlace, charge
 
 
 def test_a_part_that_is_handed_on_is_copied_and_the_rest_let_go() -> None:

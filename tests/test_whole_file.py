@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rotoff
-from rotoff.whole_file import write_whole
+from rotoff.io.atomic_write import write_whole
 
 CHAIN = rotoff.Chain((rotoff.Stage(forward_time=1.0, backward_time=2.0),), 1.0, 1.0)
 

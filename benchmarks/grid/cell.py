@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.runtime.planning import Request, least_time
+from rotoff.planning.planner import Request, least_time
 
 from ..prediction import keep_freed_memory
 from . import memory, methods, workloads

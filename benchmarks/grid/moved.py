@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import rotoff
-from rotoff.sequence import COMPUTES
-from rotoff.simulator import Trace
+from rotoff.core.sequence import COMPUTES
+from rotoff.core.simulator import Trace
 
 from ..prediction import link_now
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import rotoff
 from rotoff import Chain
-from rotoff.profile.devices import Device, find
+from rotoff.profile.estimate.devices import Device, find
 
 # Links as 001's table 1 measures them (Titan X) and as 004's section 3.3.2 says ("a practical speed of 8 GB/s").
 TITAN_X = replace(find("Titan X"), d2h_bandwidth=6.5e9, h2d_bandwidth=6.1e9, link_efficiency=1.0)

@@ -15,8 +15,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import MeasureError
-from ..runtime.replay import preserved
-from .stage import Copy, StageModule, copied, flatten, refuse_packed, storage_key
+from ..tensors.buffers import preserved
+from ..tensors.stage import Copy, StageModule
+from ..tensors.storage import copied, storage_key
+from ..tensors.tree import flatten, refuse_packed
 from .unrepeatable import refusing
 
 

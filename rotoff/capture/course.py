@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cuts import used
+from ..tensors.stage import StageModule
+from .partition.cuts import used
+from .partition.segment import Segment
 from .places import Entry
-from .segment import Segment
 from .sharding import gathers
-from .stage import StageModule
 from .tape import Operation, Owned, Ref, Tape, leaves
 from .unrepeatable import compiled
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .stage import key_of, storage_key
+from ..tensors.storage import key_of, storage_key
 from .tape import Owned, Ref, Variable
 
 

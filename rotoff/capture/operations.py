@@ -15,11 +15,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ..runtime.replay import Generators, uncached_autocast
-from ..runtime.selective import QUERIES
-from ..runtime.values import View
-from .eager_mode import EagerMode
-from .saved_tensors import watch_saved
+from ..tensors.autocast import uncached_autocast
+from ..tensors.eager_mode import EagerMode
+from ..tensors.recipe import QUERIES
+from ..tensors.rng import Generators
+from ..tensors.saved_tensors import watch_saved
+from ..tensors.storage import View
 
 
 class Leaf(NamedTuple):

@@ -15,16 +15,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
-from ..runtime.replay import Generators
-from .data_sizes import PACK_INSIDE, DataSizes
-from .dataclass_trees import look_into
+from ..tensors.dataclass_trees import look_into
+from ..tensors.rng import Generators
+from ..tensors.saved_tensors import foreign_hooks
+from ..tensors.tree import refuse_packed
 from .known_tensors import KnownTensors
+from .partition.data_sizes import PACK_INSIDE, DataSizes
+from .partition.weight_casts import WeightCasts
 from .places import Places
-from .saved_tensors import foreign_hooks
-from .stage import refuse_packed
 from .tape import NOTHING, Operation, Ref, Tape, leaves, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
-from .weight_casts import WeightCasts
 
 # Answers about a tensor that do not depend on its contents.
 _FACTS = frozenset(

@@ -23,14 +23,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
-from ..runtime.replay import Generators, buffers_preserved, preserved
+from ..tensors.buffers import buffers_preserved, preserved
+from ..tensors.rng import Generators
+from ..tensors.storage import copied
+from ..tensors.tree import flatten
 from .outside import other_generators, put_other_generators, seen_calls
+from .partition.weight_casts import share
 from .recorder import Recorder, check_arguments
-from .stage import copied, flatten
 from .tape import NOTHING, Tape
 from .union import union
 from .unrepeatable import UnrepeatableError
-from .weight_casts import share
 
 TRIES = 2  # recordings after the first, until one is as that before it
 DRAWS = 32  # recordings of a forward that goes by chance, at most

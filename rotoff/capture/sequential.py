@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..errors import MeasureError
-from .stage import StageModule
+from ..tensors.stage import StageModule
 
 
 def stages(model: nn.Module) -> list[StageModule]:

@@ -19,14 +19,17 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
 from ..errors import MeasureError, OptionError
-from . import cuts, sequential
-from .backward_from import BackwardStarts
+from ..tensors.dataclass_trees import look_into
+from ..tensors.saved_tensors import foreign_hooks
+from ..tensors.stage import StageModule
+from ..tensors.storage import storage_key
+from ..tensors.tree import flatten, refuse_packed
+from . import sequential
+from .backward_roots import BackwardStarts
 from .caches import caches, switched_off
-from .dataclass_trees import look_into
+from .partition import cuts
 from .recorder import UnrecordableError, check_arguments
 from .recording import Call, record
-from .saved_tensors import foreign_hooks
-from .stage import StageModule, flatten, refuse_packed, storage_key
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 

@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import MeasureError
-from .eager_mode import EagerFunctionMode
-from .stage import StageModule, key_of
+from ..tensors.eager_mode import EagerFunctionMode
+from ..tensors.stage import StageModule
+from ..tensors.storage import key_of
 from .tape import name_of
 
 _RENORMALIZING = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)  # max_norm is their fourth argument

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..runtime.replay import preserved
-from .saved_tensors import watch_saved
-from .stage import StageModule, flatten, storage_key
+from ..tensors.buffers import preserved
+from ..tensors.saved_tensors import watch_saved
+from ..tensors.stage import StageModule
+from ..tensors.storage import storage_key
+from ..tensors.tree import flatten
 
 
 @dataclass(frozen=True)

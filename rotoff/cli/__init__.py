@@ -15,8 +15,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
 from ..errors import InfeasibleError, InvalidSequenceError, RotoffError
+from ..version import __version__
 from . import models, pictures, plans
 from .command import Stop, add_command
 

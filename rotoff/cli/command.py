@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..chain import Chain
+from ..core.chain import Chain
+from ..core.sequence import Sequence
+from ..core.sizes import parse_bytes
 from ..errors import ChainError, LimitError, SequenceFormatError
-from ..json_file import read_json
-from ..sequence import Sequence
-from ..sizes import parse_bytes
+from ..io.json_file import read_json
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..chain import Chain
-from ..profile.devices import devices, find
-from ..progress_bar import Bar
-from ..sizes import format_bytes
+from ..core.chain import Chain
+from ..core.sizes import format_bytes
+from ..io.progress import Bar
+from ..profile.estimate.devices import devices, find
 from .command import Command, Stop, add_json, print_json, size
 from .pictures import stage_table
 
@@ -115,7 +115,7 @@ def _estimate(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from ..checkpointable import Checkpointable
-    from ..estimation import estimate
+    from ..tools.estimate import estimate
 
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
@@ -145,7 +145,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from ..checkpointable import Checkpointable
-    from ..planned_modes import plan
+    from ..tools.mode_comparison import plan
 
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
@@ -213,7 +213,7 @@ def _cut(options: argparse.Namespace) -> dict[str, Any]:
 
 def _stages(options: argparse.Namespace) -> int:
     from ..checkpointable import Checkpointable
-    from ..found_stages import stages
+    from ..tools.stage_report import stages
 
     _check_repeats(options)
     model, args, kwargs = load_target(options.target)

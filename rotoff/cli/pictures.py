@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..chain import Chain
-from ..chrome_trace import chrome_trace, save_chrome_trace
-from ..simulator import simulate
-from ..sizes import format_bytes
+from ..core.chain import Chain
+from ..core.simulator import simulate
+from ..core.sizes import format_bytes
+from ..report.chrome_trace import chrome_trace, save_chrome_trace
+from ..report.summary import fates, group_fates, ranges
+from ..report.terminal import has_colour, render
 from ..solver import keep_all
-from ..summary import fates, group_fates, ranges
-from ..terminal import has_colour, render
 from .command import (
     Command,
     Stop,

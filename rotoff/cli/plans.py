@@ -6,17 +6,17 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from ..bounds import MODES, lower_bound, min_mem_limit
-from ..chain import Chain
+from ..core.chain import Chain
+from ..core.simulator import Trace, simulate
+from ..core.sizes import format_bytes
+from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, OptionError
-from ..json_file import save_json
-from ..progress_bar import Bar
-from ..simulator import Trace, simulate
-from ..sizes import format_bytes
+from ..io.json_file import save_json
+from ..io.progress import Bar
+from ..report.terminal import render
 from ..solver import Sweep, keep_all, solve, sweep
+from ..solver.bounds import MODES, lower_bound, min_mem_limit
 from ..solver.policies import PLACEMENTS, POLICIES
-from ..steady_step import WHEN
-from ..terminal import render
 from .command import (
     Command,
     Stop,

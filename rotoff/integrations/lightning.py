@@ -15,7 +15,7 @@ except ModuleNotFoundError:  # the older package of the same code
 
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
-from ..in_place import attach, attached, detach
+from ..tools.attach import attach, attached, detach
 
 
 class RotoffCallback(Callback):  # type: ignore[misc]

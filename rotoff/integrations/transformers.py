@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
-from ..in_place import attach, attached
+from ..tools.attach import attach, attached
 
 
 class RotoffCallback(TrainerCallback):  # type: ignore[misc]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from ..chain import Chain
-from ..sizes import format_bytes
+from ..core.chain import Chain
+from ..core.sizes import format_bytes
 from . import style
 
 _NAMED = 60  # stages; beyond that names are illegible and numbers stand alone

@@ -14,11 +14,11 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ..chain import Chain
-from ..sequence import COMPUTES, Op, OpKind
-from ..sequence import Sequence as Plan
-from ..simulator import Event, Trace, simulate
-from ..sizes import format_bytes, parse_bytes
+from ..core.chain import Chain
+from ..core.sequence import COMPUTES, Op, OpKind
+from ..core.sequence import Sequence as Plan
+from ..core.simulator import Event, Trace, simulate
+from ..core.sizes import format_bytes, parse_bytes
 from . import style
 from .style import Look
 

@@ -8,11 +8,11 @@ from itertools import groupby
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from ..bounds import MODES, lower_bound, min_mem_limit
-from ..chain import Chain
+from ..core.chain import Chain
+from ..core.simulator import simulate
 from ..errors import OptionError
-from ..simulator import simulate
 from ..solver import Row, keep_all
+from ..solver.bounds import MODES, lower_bound, min_mem_limit
 from . import style
 
 _BOUND_POINTS = 24

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..capture.stage import StageModule
 from ..errors import MeasureError
+from ..tensors.stage import StageModule
 
 
 def refuse_cuda_graphs(stage: StageModule) -> None:

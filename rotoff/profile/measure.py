@@ -18,18 +18,19 @@ from typing import Any
 import torch
 
 from ..capture.aliasing import merge_aliases
-from ..capture.stage import StageModule, flatten, storage_key
 from ..capture.unsaved import merge_unsaved
-from ..chain import Chain, Stage
+from ..core.chain import Chain, Stage
 from ..errors import MeasureError
-from ..runtime.replay import preserved
-from .allocations import block_bytes
-from .gradients import Charge, charge
-from .known_times import KnownTimes
-from .meter import Measured, Meter
-from .model_profile import Compact, Profile, replay_bytes
-from .plain_bytes import find_lingering, find_passing
-from .skips import find_skips
+from ..tensors.buffers import preserved
+from ..tensors.stage import StageModule
+from ..tensors.storage import block_bytes, storage_key
+from ..tensors.tree import flatten
+from .memory.eager_memory import find_lingering, find_passing
+from .memory.gradients import Charge, charge
+from .memory.skips import find_skips
+from .profile import Compact, Profile, replay_bytes
+from .stage_meter import Measured, Meter
+from .timing.timing_cache import KnownTimes
 
 logger = logging.getLogger("rotoff")
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next

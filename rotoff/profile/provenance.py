@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.stage import flatten
-from .devices import Device
+from ..tensors.tree import flatten
+from ..version import __version__
+from .estimate.devices import Device
 
-UPKEEP_TIMES = "upkeep_times"  # in a chain's meta: seconds for a stage and for a tensor (`runtime.upkeep`)
-TAIL_TIMES = "tail_times"  # in a chain's meta: seconds of each stage's (`runtime.tails`)
+UPKEEP_TIMES = "upkeep_times"  # in a chain's meta: seconds for a stage and for a tensor (`runtime.overhead`)
+TAIL_TIMES = "tail_times"  # in a chain's meta: seconds of each stage's (`runtime.early_stop`)
 
 
 def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> dict[str, Any]:
@@ -21,7 +22,6 @@ def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> d
     device: what it was measured on, or the `Device` that it was estimated for.
     """
     # a package imports itself last: its version is only there once it is imported
-    from .. import __version__
 
     parameters = list(model.parameters())
     estimated = isinstance(device, Device)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..core.sequence import Op, OpKind
 from ..errors import InvalidSequenceError
-from ..sequence import Op, OpKind
 
 
 def replay_forms(operations: Sequence[Op], expected: Callable[[Sequence[Op]], float]) -> tuple[Op, ...]:

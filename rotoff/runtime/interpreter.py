@@ -21,19 +21,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.variable import Variable
 
 from ..capture.course import OUTSIDE, Course
-from ..capture.dataclass_trees import look_into
-from ..capture.eager_mode import without
-from ..capture.stage import Behaviour, StageModule, flatten
+from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
-from ..sequence import FORWARDS, Op, OpKind, Value, a, abar
+from ..tensors.convolutions import StageAlgorithms
+from ..tensors.dataclass_trees import look_into
+from ..tensors.eager_mode import without
+from ..tensors.recipe import Recipe
+from ..tensors.stage import Behaviour, StageModule
+from ..tensors.tree import flatten
 from .call_interception import following
-from .check import Checker
-from .convolutions import StageAlgorithms
-from .link import Link
+from .execution_plan import ExecutionPlan, describe
+from .links.base import Link
 from .live import LiveForward
-from .plan import ExecutionPlan, describe
+from .memory_check import Checker
 from .replay import ReplayState, Surroundings
-from .selective import Recipe
 from .stage_run import StageRun
 from .stage_tape import StageTape, Var, autocast_now
 from .step_times import StepTimes

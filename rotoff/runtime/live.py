@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.course import OUTSIDE, Course
-from ..capture.eager_mode import EagerFunctionMode, without
 from ..capture.places import Places, is_exact
 from ..capture.tape import name_of
 from ..capture.unrepeatable import compiled
-from .convolutions import Algorithms, forward_by
+from ..tensors.convolutions import Algorithms, forward_by
+from ..tensors.eager_mode import EagerFunctionMode, without
+from ..tensors.rng import Generators
 from .hollowing import GEOMETRY, empty, key_of, whole_base
 from .reads import Reads
-from .replay import Generators
 from .stage_tape import NESTED, TAG, VALUES, Around, Autocast, Call, Seeded, StageTape, Var, replaced, tensors_of
 from .torch_calls import KNOWN, Known, find, same_call
 

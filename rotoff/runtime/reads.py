@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.course import OUTSIDE
-from ..capture.stage import copied
+from ..tensors.storage import copied
 from .hollowing import key_of, whole_base
 from .stage_tape import StageTape
 from .torch_calls import WRITERS, Known

@@ -6,88 +6,16 @@ and the autocast state; a replay runs on those and puts everything back after.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from ctypes import string_at
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.stage import TRAINING
-
-RNG_BYTES = 5056  # of the CPU generator's state; a CUDA generator's is 16 bytes of host memory
-
-
-States = tuple[bytes, ...]  # of generators
-
-
-def _state(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-_PROBE = threading.local()
-
-
-def _next_numbers(generator: torch.Generator) -> list[float]:
-    """What `generator` would give next; takes no bytes of the step's."""
-    if not hasattr(_PROBE, "numbers"):
-        _PROBE.numbers = torch.empty(2, dtype=torch.float64)
-    return _PROBE.numbers.uniform_(generator=generator.clone_state()).tolist()
-
-
-class Generators:
-    """The states of the generators that a stage on `device` may draw from: the CPU's and the device's own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._own = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._own.append(torch.cuda.default_generators[index])
-        self._last: States = ()
-
-    def states(self) -> States:
-        """The present states; the same object as at the last call where nothing was drawn since."""
-        now = tuple([generator.get_state() for generator in self._own])
-        # sooner than through NumPy; bytes compare several times faster than tensors of this size
-        content = tuple([string_at(state.data_ptr(), state.numel()) for state in now])
-        if content != self._last:
-            self._last = content
-        return self._last
-
-    def copies(self) -> list[torch.Generator]:
-        """Generators in the present states; these take nothing from the allocator of tensors."""
-        return [generator.clone_state() for generator in self._own]
-
-    def mark(self, copies: Sequence[torch.Generator] | None = None) -> tuple[object, ...]:
-        """What tells the present states, or those of `copies`, from others; of the CPU's the next numbers, since its state is large."""
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return ()  # nothing is drawn
-        own = self.copies() if copies is None else copies
-        return *_next_numbers(own[0]), *(bytes(copy.get_state().tolist()) for copy in own[1:])
-
-    def put_copies(self, copies: Sequence[torch.Generator]) -> None:
-        for generator, copy in zip(self._own, copies, strict=True):
-            generator.set_state(copy.get_state())
-
-    def begin(self) -> list[torch.Generator]:
-        """`copies`, for a run that will be repeated from them.
-
-        They are put back at once on CUDA, since that draws more than it changes: cuDNN's recurrent layers take their dropout from
-        a buffer of their own that goes on from run to run, and is filled anew, by the generator, in the first run after its state
-        was put (`get_dropout_state` in PyTorch's cudnn/RNN.cpp). Every repetition puts it, so the first run must find it put too.
-        """
-        copies = self.copies()
-        for generator, copy in list(zip(self._own, copies, strict=True))[1:]:
-            generator.set_state(copy.get_state())
-        return copies
-
-    def put(self, states: States) -> None:
-        for generator, state in zip(self._own, states, strict=True):
-            generator.set_state(_state(state))
-
+from ..tensors.buffers import restorable
+from ..tensors.rng import Generators
+from ..tensors.stage import TRAINING
 
 _Attribute = tuple[dict[str, Any], str, Any]  # (where it is held, its name, its value)
 AutocastState = tuple[bool, list[tuple[str, bool, torch.dtype]]]
@@ -206,17 +134,6 @@ class _Outside:
         self.modes: Sequence[tuple[nn.Module, str, bool]] = ()
 
 
-@contextmanager
-def uncached_autocast() -> Iterator[None]:
-    """Autocast's cache of weights is off within: a run does the same operations whatever ran before it."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
 def _buffer(module: nn.Module, name: str) -> torch.Tensor:
     buffer = module._buffers[name]
     assert buffer is not None
@@ -240,46 +157,3 @@ def _switch(modes: Sequence[tuple[nn.Module, str, bool]]) -> list[tuple[nn.Modul
             before.append((module, name, not value))
             parameter.requires_grad_(value)
     return before
-
-
-def restorable(value: Any) -> bool:
-    """Whether an attribute that holds `value` is one that a replay gets back: a number, a text, or a tensor without a graph."""
-    return type(value) in (bool, int, float, str) or (type(value) is torch.Tensor and not value.requires_grad)
-
-
-def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; fake ones have no content that could differ."""
-    return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # which those do not have
-
-
-@contextmanager
-def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: torch.device) -> Iterator[None]:
-    """Generators and `buffers` are after the block what they were before it, in place, whatever ran within: versions too, since a graph that
-    still waits for its backward may have saved them."""
-    generators = Generators(device)
-    rng = generators.states()
-    try:
-        with buffers_preserved(buffers):
-            yield
-    finally:
-        generators.put(rng)
-
-
-@contextmanager
-def buffers_preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
-    """`preserved`, of buffers alone."""
-    saved = [(module, name, buffer, buffer.detach().clone(), _version(buffer)) for module, name, buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, content, version in saved:
-                if not same_content(buffer, content):
-                    buffer.copy_(content)
-                if _version(buffer) != version:
-                    torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
-                module._buffers[name] = buffer

@@ -14,13 +14,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..capture.stage import Behaviour, SavedKind, storage_key
 from ..errors import ExecutionError
+from ..tensors.recipe import Recipe
+from ..tensors.stage import Behaviour, SavedKind
+from ..tensors.storage import View, storage_key
 from .live import LiveForward
 from .replay import ReplayState
-from .selective import OtherOperations, Recipe, Redone, redo
+from .selective import OtherOperations, Redone, redo
 from .stage_tape import StageTape, Var
-from .values import Slot, View
+from .values import Slot
 
 BESIDE = (
     "a gradient entered the graph of a stage's replay: a tensor that a stage leaves beside its output (in an attribute, a list)"

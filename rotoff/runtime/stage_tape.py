@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ..capture.stage import copied
 from ..errors import ExecutionError
+from ..tensors.storage import copied
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 TAG = "_rotoff_var"  # the attribute of a tensor that holds its `Var`

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core.sequence import COMPUTES
+from ..core.simulator import Trace
 from ..errors import MeasureError
-from ..sequence import COMPUTES
-from ..simulator import Trace
-from .link import Link, Ticket
+from .links.base import Link, Ticket
 
 
 class _Clock(Protocol):

@@ -9,43 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 
-from ..capture.stage import storage_key
-from ..sequence import Op, Value, a, abar
-from .link import Link, Ticket
-
-
-class View(NamedTuple):
-    """How a tensor lies in a storage. conj, neg: whether it is read as the complex conjugate, or negated (PyTorch's lazy views)."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # in elements
-    conj: bool = False
-    neg: bool = False
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        offset = int(tensor.storage_offset())
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
-
-    def into(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of the storage that `tensor` lies in."""
-        # a fake tensor's storage does not know its device
-        return self._over(torch.empty(0, dtype=self.dtype, device=tensor.device), tensor.untyped_storage())
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return self._over(torch.empty(0, dtype=self.dtype, device=storage.device), storage)
-
-    def _over(self, made: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-        made.set_(storage, self.offset, self.size, self.stride)
-        if self.conj:
-            made = made.conj()
-        return torch._neg_view(made) if self.neg else made
+from ..core.sequence import Op, Value, a, abar
+from ..tensors.storage import View, bytes_of, storage_key
+from .links.base import Link, Ticket
 
 
 class Slot:
@@ -289,11 +258,6 @@ class HeldValues(dict[Value, Held]):
             staying = {s._cdata for held in self.values() for s in held.storages()}
             self._recorder.release(f"B {i}", [s for s in self._consumed if s._cdata not in staying])
             self._consumed = []
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """`storage` as a 1-d uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def compact(gradient: torch.Tensor) -> torch.Tensor | None:

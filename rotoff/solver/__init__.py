@@ -1,7 +1,7 @@
 """From a chain and a limit to a sequence: dynamic programs propose, a search on exact bytes improves, the machine judges."""
 
-from .plan import keep_all as keep_all
-from .search import solve as solve
+from .plan_codes import keep_all as keep_all
+from .solve import solve as solve
 from .sweep import Row as Row
 from .sweep import Sweep as Sweep
 from .sweep import sweep as sweep

@@ -1,6 +1,6 @@
 """Plans of chains with parameters: one row of numbers that the kernel `_place` decodes into a steady step.
 
-First the codes of the stages (`solver.plan`), whose MOVE bit here says that the value made does leave, in its longest absence; then
+First the codes of the stages (`solver.plan_codes`), whose MOVE bit here says that the value made does leave, in its longest absence; then
 four numbers for each group: after which of its uses ``w`` leaves (bits), flags (its state leaves; its gradient leaves before an
 update on the device; the host updates it), the stage after whose B the update is issued, and a rank among updates issued there.
 """
@@ -12,11 +12,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from .._place import Placer
-from ..bounds import arrays
-from ..chain import Chain
-from ..sequence import Op, OpKind, Sequence, Value
-from .plan import KINDS as MOVES_OF_STAGES
+from ..core.chain import Chain
+from ..core.sequence import Op, OpKind, Sequence, Value
+from .arrays import arrays
+from .kernels.place import Placer
+from .plan_codes import KINDS as MOVES_OF_STAGES
 
 GENES, SLOTS = 4, 4
 MASK, FLAGS, AT, RANK = range(GENES)

@@ -6,12 +6,31 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..bounds import Arrays, HostPlan, arrays, host_plan
-from ..chain import Chain
-from ..sequence import COMPUTES, H, Op, OpKind, Sequence, U, Value, a, abar, drop, free, g, o, offload, prefetch, w, wait
-from ..steady_bounds import update_moments
-from ..steady_step import Readers, group_bytes
-from .plan import APART, EARLY, MOVE, empty, select
+from ..core.chain import Chain
+from ..core.sequence import (
+    COMPUTES,
+    H,
+    Op,
+    OpKind,
+    Sequence,
+    U,
+    Value,
+    a,
+    abar,
+    drop,
+    free,
+    g,
+    o,
+    offload,
+    prefetch,
+    w,
+    wait,
+)
+from ..core.steady_step import Readers, group_bytes
+from .arrays import Arrays, arrays
+from .bounds import HostPlan, host_plan
+from .plan_codes import APART, EARLY, MOVE, empty, select
+from .steady_bounds import update_moments
 
 
 def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:

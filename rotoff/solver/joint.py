@@ -1,7 +1,7 @@
 """Recompute and offload together: the recurrences OC and C_A of the NeurIPS 2021 supplement at N slots.
 
 `costs` rounds (by the rules of `solver.slots`), `fill` runs the kernel, `solve_slots` backtracks; the recurrences themselves
-stand in `_joint.pyx` beside their equations. One β of the paper is two here, out (β_F) and in (β_B).
+stand in `solver/kernels/joint.pyx` beside their equations. One β of the paper is two here, out (β_F) and in (β_B).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from .._joint import Kernel
-from ..bounds import arrays
-from ..chain import Chain
+from ..core.chain import Chain
+from ..core.sizes import format_bytes
 from ..errors import OptionError
-from ..sizes import format_bytes
 from . import remat
-from .plan import MOVE, from_forwards
+from .arrays import arrays
+from .kernels.joint import Kernel
+from .plan_codes import MOVE, from_forwards
 from .slots import ROUNDINGS, clock, discretize, needed
 
 TABLE_BYTES = 4 << 30
@@ -33,7 +33,7 @@ MOST_DRAINED = (
 
 @dataclass(frozen=True)
 class Costs:
-    """What the kernel reads, under the names and in the units that `_joint.pyx` gives."""
+    """What the kernel reads, under the names and in the units that `solver/kernels/joint.pyx` gives."""
 
     L: int
     N: int

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..bounds import arrays
-from ..chain import Chain
-from .plan import ALL, MOVE, empty
+from ..core.chain import Chain
+from .arrays import arrays
+from .plan_codes import ALL, MOVE, empty
 
 
 def everything(chain: Chain) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The search for chains with parameters: what people place by hand, under several plans for the activations, then annealing.
 
-Every step of it decodes a whole steady step in compiled code (`_place`). As in `solver.refine`, effort is counted in plans and random
+Every step of it decodes a whole steady step in compiled code (`_place`). As in `solver.anneal`, effort is counted in plans and random
 numbers are seeded, so equal inputs give equal sequences.
 """
 
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bounds import host_plan, min_mem_limit
-from ..chain import Chain
-from ..sequence import Sequence
-from ..simulator import simulate
+from ..core.chain import Chain
+from ..core.sequence import Sequence
+from ..core.simulator import simulate
 from . import remat
+from .anneal import FLOAT_ERROR, Budget, least_compute, result
+from .bounds import host_plan, min_mem_limit
 from .genes import (
     EVERYWHERE,
     FLAGS,
@@ -31,8 +32,7 @@ from .genes import (
     to_sequence,
 )
 from .host import all_moving, everything_away, host_step
-from .plan import MOVE, empty, keep_all, narrowed
-from .refine import FLOAT_ERROR, Budget, least_compute, result
+from .plan_codes import MOVE, empty, keep_all, narrowed
 
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..chain import Chain
+from ..core.chain import Chain
+from ..core.sequence import COMPUTES, H, Op, OpKind, U, Value, drop, free, g, o, offload, prefetch, w, wait
+from ..core.sequence import Sequence as Plan
+from ..core.steady_step import WHEN, group_bytes
 from ..errors import OptionError
-from ..sequence import COMPUTES, H, Op, OpKind, U, Value, drop, free, g, o, offload, prefetch, w, wait
-from ..sequence import Sequence as Plan
-from ..steady_step import WHEN, group_bytes
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._remat import Kernel, Table
-from ..bounds import Arrays, arrays, at_rest_bytes, need_tables, remat_arrays
-from ..chain import Chain
-from .plan import CK, DROP, from_forwards, select
+from ..core.chain import Chain
+from .arrays import Arrays, arrays
+from .bounds import at_rest_bytes, need_tables, remat_arrays
+from .kernels.remat import Kernel, Table
+from .plan_codes import CK, DROP, from_forwards, select
 from .slots import Slots, discretize
 
 SLOTS = 500

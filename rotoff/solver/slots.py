@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bounds import Arrays
+from .arrays import Arrays
 
 ROUNDINGS = ("up", "sums")
 

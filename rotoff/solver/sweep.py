@@ -11,17 +11,17 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from ..bounds import MODES, lower_bound, min_mem_limit, parse_modes, several
-from ..chain import Chain, check_chain
+from ..core.chain import Chain, check_chain
+from ..core.sequence import Sequence
+from ..core.simulator import simulate
+from ..core.sizes import format_bytes, parse_bytes
+from ..core.steady_step import check_when
 from ..errors import InfeasibleError
-from ..sequence import Sequence
-from ..simulator import simulate
-from ..sizes import format_bytes, parse_bytes
-from ..steady_step import check_when
-from ..whole_file import write_whole
-from .plan import keep_all
+from ..io.atomic_write import write_whole
+from .anneal import FLOAT_ERROR, Budget
+from .bounds import MODES, lower_bound, min_mem_limit, parse_modes, several
+from .plan_codes import keep_all
 from .policies import check_policy, run
-from .refine import FLOAT_ERROR, Budget
 from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit, parse_slots
 
 STEPS = 12  # limits where none are given

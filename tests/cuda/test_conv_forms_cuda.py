@@ -22,10 +22,10 @@ from models import Fails
 from torch import nn
 
 import rotoff
+from rotoff.core.sequence import Op, OpKind
 from rotoff.errors import InfeasibleError
-from rotoff.runtime.convolutions import Algorithms, flags
-from rotoff.runtime.plan import compile_sequence
-from rotoff.sequence import Op, OpKind
+from rotoff.runtime.execution_plan import compile_sequence
+from rotoff.tensors.convolutions import Algorithms, flags
 
 pytestmark = pytest.mark.cuda
 
@@ -184,7 +184,7 @@ def test_by_default_there_are_none() -> None:
 
 
 def test_the_times_of_such_forms_are_known_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotoff.profile.known_times.FAR", math.inf)  # they hold, however busy the machine is
+    monkeypatch.setattr("rotoff.profile.timing.timing_cache.FAR", math.inf)  # they hold, however busy the machine is
     first, _ = measured(conv_algorithms="any", cache_directory=tmp_path)
     again, _ = measured(conv_algorithms="any", cache_directory=tmp_path)
     for a, b in zip(first.profile.behaviours, again.profile.behaviours, strict=True):

@@ -12,7 +12,7 @@ from device_bytes import step_peak
 from torch import nn
 
 import rotoff
-from rotoff.runtime.plan import compile_sequence
+from rotoff.runtime.execution_plan import compile_sequence
 
 pytestmark = pytest.mark.cuda
 STANDIN = "STANDIN" in os.environ

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.runtime.plan import compile_sequence
-from rotoff.sequence import Op, OpKind
+from rotoff.core.sequence import Op, OpKind
+from rotoff.runtime.execution_plan import compile_sequence
 
 pytestmark = pytest.mark.cuda
 

@@ -19,10 +19,10 @@ import torch
 from transfer_programs import TransferProgram, pattern
 
 import rotoff
-from rotoff.runtime import host_memory
-from rotoff.runtime.bandwidth import measure_bandwidth
-from rotoff.runtime.host_memory import PinnedSegment
-from rotoff.runtime.link_cuda import CudaLink, CudaStreams, StreamLink
+from rotoff.runtime.links import pinned as host_memory
+from rotoff.runtime.links.bandwidth import measure_bandwidth
+from rotoff.runtime.links.cuda import CudaLink, CudaStreams, StreamLink
+from rotoff.runtime.links.pinned import PinnedSegment
 
 pytestmark = pytest.mark.cuda
 

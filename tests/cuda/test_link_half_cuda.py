@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rotoff
-from rotoff.runtime.link_half import STAGING_BYTES, CudaHalfLink
+from rotoff.runtime.links.half import STAGING_BYTES, CudaHalfLink
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SMALLER = 32 if "STANDIN" in os.environ else 1  # the stand-in of tests/cuda_standin computes on the CPU

@@ -15,7 +15,7 @@ from models import fresh
 from torch import nn
 
 import rotoff
-from rotoff.runtime.link_cuda import CudaLink
+from rotoff.runtime.links.cuda import CudaLink
 
 pytestmark = pytest.mark.cuda
 

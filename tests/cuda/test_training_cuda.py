@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.runtime.plan import compile_sequence
+from rotoff.runtime.execution_plan import compile_sequence
 
 pytestmark = pytest.mark.cuda
 
@@ -176,7 +176,7 @@ def test_steps_fit_where_the_device_has_little_more_than_the_limit(mode: str, re
 def test_what_it_costs_to_pin_host_memory(record_property: Record) -> None:
     import time
 
-    from rotoff.runtime.host_memory import PinnedSegment, available_bytes
+    from rotoff.runtime.links.pinned import PinnedSegment, available_bytes
 
     nbytes = 1 << 30
     record_property("host bytes available", available_bytes())

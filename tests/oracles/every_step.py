@@ -9,8 +9,8 @@ from itertools import combinations
 from random_programs import copied
 
 from rotoff import Chain, InvalidSequenceError, Machine, Op, OpKind, Sequence, simulate
-from rotoff.sequence import H, U, Value, drop, free, g, o, offload, prefetch, w, wait
-from rotoff.steady_step import AtRest, group_bytes
+from rotoff.core.sequence import H, U, Value, drop, free, g, o, offload, prefetch, w, wait
+from rotoff.core.steady_step import AtRest, group_bytes
 
 
 def subsets(values: list[Value]) -> list[tuple[Value, ...]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from rotoff import Chain, fractional
+from rotoff import Chain
+from rotoff.solver import fractional
 
 
 def fractional_optimum(chain: Chain, limit: int) -> float | None:

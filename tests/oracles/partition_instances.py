@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, permutations
 
 from rotoff import Chain, InvalidSequenceError, Op, Stage, simulate
-from rotoff.sequence import B, F_all, abar, free, offload, prefetch, wait
+from rotoff.core.sequence import B, F_all, abar, free, offload, prefetch, wait
 
 
 def _stage(saved: int, forward: float = 0.0, backward: float = 0.0, last: bool = False) -> Stage:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Sequence
+from ...core.simulator import simulate
 from ...errors import OptionError
-from ...sequence import Sequence
-from ...simulator import simulate
 from .autoswap import autoswap
 from .block_swap import block_swap
 from .by_hand import by_hand

@@ -25,11 +25,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...bounds import arrays, min_mem_limit
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Sequence
 from ...errors import OptionError
-from ...fractional import peak_bytes
-from ...sequence import Sequence
+from ..arrays import arrays
+from ..bounds import min_mem_limit
+from ..fractional import peak_bytes
 from .lowering import Schedule, lower, moving_needs
 from .refusal import limit_that_works, refusal
 

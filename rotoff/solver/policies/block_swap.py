@@ -10,9 +10,9 @@ user's there; here it is the best one.
 
 from __future__ import annotations
 
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Sequence
 from ...errors import OptionError
-from ...sequence import Sequence
 from ..placement import RESIDENT, STREAMED
 from .placed import best_of
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from ...chain import Chain
-from ...sequence import Sequence
+from ...core.chain import Chain
+from ...core.sequence import Sequence
 from ..placement import HOST_UPDATED, RESIDENT, STATE_STREAMED, STREAMED, STREAMED_HOST_UPDATED, Place
 from .placed import Placed, best_of
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Op, Sequence
+from ...core.simulator import simulate
+from ...core.sizes import format_bytes
 from ...errors import InfeasibleError, OptionError
-from ...sequence import Op, Sequence
-from ...simulator import simulate
-from ...sizes import format_bytes
 
 
 def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tuple[str, tuple[Op, ...]]]) -> Sequence:

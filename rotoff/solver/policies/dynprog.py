@@ -29,12 +29,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...bounds import arrays, min_mem_limit
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Sequence
 from ...errors import OptionError
-from ...fractional import peak_bytes
-from ...sequence import Sequence
-from ..plan import keep_all
+from ..arrays import arrays
+from ..bounds import min_mem_limit
+from ..fractional import peak_bytes
+from ..plan_codes import keep_all
 from .greedy import greedy_set
 from .lowering import Schedule, lower
 from .refusal import limit_that_works, refusal

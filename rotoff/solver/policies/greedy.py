@@ -10,10 +10,11 @@ issued, δ_L and a_L count from the end of F_L and B_L on (`lowering.moving_need
 
 from __future__ import annotations
 
-from ...bounds import arrays, min_mem_limit
-from ...chain import Chain
-from ...fractional import peak_bytes
-from ...sequence import Sequence
+from ...core.chain import Chain
+from ...core.sequence import Sequence
+from ..arrays import arrays
+from ..bounds import min_mem_limit
+from ..fractional import peak_bytes
 from .lowering import lower, moving_needs
 from .refusal import refusal
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...bounds import arrays
-from ...chain import Chain
+from ...core.chain import Chain
 from ...errors import OptionError
+from ..arrays import arrays
 
 
 def heavy_stages(chain: Chain) -> list[int]:

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...bounds import arrays
-from ...chain import Chain
-from ...fractional import needs
-from ...sequence import B, F_all, Op, abar, free, offload, prefetch, wait
+from ...core.chain import Chain
+from ...core.sequence import B, F_all, Op, abar, free, offload, prefetch, wait
+from ..arrays import arrays
+from ..fractional import needs
 
 
 @dataclass(frozen=True)

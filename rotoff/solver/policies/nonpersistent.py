@@ -12,10 +12,11 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from ...bounds import arrays, infeasible
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import B, F_all, F_ck, F_sel, Op, OpKind, Sequence
 from ...errors import OptionError
-from ...sequence import B, F_all, F_ck, F_sel, Op, OpKind, Sequence
+from ..arrays import arrays
+from ..bounds import infeasible
 from .choose import fastest
 
 MOST_STATES = 60_000  # eight stages of one form

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ...bounds import arrays
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import B, F_all, Op, Sequence, abar, free, offload, prefetch, wait
 from ...errors import OptionError
-from ...sequence import B, F_all, Op, Sequence, abar, free, offload, prefetch, wait
+from ..arrays import arrays
 from .choose import fastest
 from .heavy import check_stages
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Op, Sequence
 from ...errors import OptionError
-from ...sequence import Op, Sequence
 from .choose import fastest
 from .segments import periods
 

@@ -11,17 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ...bounds import min_mem_limit
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Op
+from ...core.sequence import Sequence as Plan
+from ...core.simulator import Trace, simulate
 from ...errors import OptionError
-from ...sequence import Op
-from ...sequence import Sequence as Plan
-from ...simulator import Trace, simulate
+from ..anneal import Budget
+from ..bounds import min_mem_limit
 from ..placement import Place, place
-from ..plan import keep_all
+from ..plan_codes import keep_all
+from ..search import Problem, best_candidate
 from .refusal import limit_that_works, refusal
 
 ROUNDS = 3  # of giving what is left over to the activations
+SLOTS = 50  # of the joint dynamic program
 SHARES = 100  # plans for the activations are made for this many limits at most, so that placements share them
 
 Shape = Callable[[tuple[Op, ...]], tuple[Op, ...]]
@@ -77,12 +80,12 @@ class Placed:
         return replace(made, meta={"makespan": trace.makespan}), trace
 
     def _plan(self, room: int) -> tuple[Op, ...]:
-        from ..search import solve  # which imports the policies
 
         step = max(1, self._plain.peak_bytes // SHARES)
         limit = max(self._least, min(room, self._plain.peak_bytes) // step * step)
         if limit not in self._plans:
-            self._plans[limit] = solve(self.activations, limit, refine=self.refine).ops
+            problem = Problem(self.activations, limit, None, SLOTS, Budget.of(self.refine))
+            self._plans[limit] = best_candidate(problem, "joint").ops
         return self._plans[limit]
 
 

@@ -1,7 +1,7 @@
 """POFO as published: recompute and offload by one dynamic program of N = 50 slots.
 
 Source: the supplement of the NeurIPS 2021 paper on combining both, B.1 (forward phase, OC), B.2 (loss) and B.3 (backward
-phase, C_A); `_pofo.pyx` has the recurrences beside their equations. Assumptions of the paper: what is kept stays until its
+phase, C_A); `solver/kernels/pofo.pyx` has the recurrences beside their equations. Assumptions of the paper: what is kept stays until its
 backward; only stage inputs move, out in the forward phase and back in the backward phase; one bandwidth β both ways; memory
 is released while it leaves and taken while it comes; "N = 50 values is enough".
 
@@ -27,14 +27,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..._pofo import Kernel
-from ...bounds import arrays
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Op, Sequence
+from ...core.simulator import simulate
+from ...core.sizes import format_bytes
 from ...errors import InfeasibleError, OptionError
-from ...sequence import Op, Sequence
-from ...simulator import simulate
-from ...sizes import format_bytes
-from ..plan import MOVE, evaluator, from_forwards, to_ops
+from ..arrays import arrays
+from ..kernels.pofo import Kernel
+from ..plan_codes import MOVE, evaluator, from_forwards, to_ops
 from ..remat import segment_codes
 from .choose import largest_size, too_few_slots
 
@@ -44,7 +44,7 @@ TABLE_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class Costs:
-    """What the kernel reads, under the names and in the units that `_pofo.pyx` gives."""
+    """What the kernel reads, under the names and in the units that `solver/kernels/pofo.pyx` gives."""
 
     L: int
     N: int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...core.sizes import format_bytes
 from ...errors import InfeasibleError
-from ...sizes import format_bytes
 
 STEPS = 10
 

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import comb
 
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Op, Sequence
 from ...errors import OptionError
-from ...sequence import Op, Sequence
 from .choose import fastest
 from .segments import one_by_one, sweep
 

@@ -22,13 +22,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..._remat import Kernel, Table
-from ...bounds import arrays
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import B, F_all, Op, Sequence
+from ...core.sizes import format_bytes
 from ...errors import InfeasibleError, OptionError
-from ...sequence import B, F_all, Op, Sequence
-from ...sizes import format_bytes
 from .. import remat
+from ..arrays import arrays
+from ..kernels.remat import Kernel, Table
 from ..slots import Slots, discretize
 from .choose import fastest, largest_size, too_few_slots
 from .segments import sweep

@@ -7,7 +7,7 @@ segment i..k; or, for i = j, ``F_all i``, ``B i``.
 
 from __future__ import annotations
 
-from ...sequence import B, F_all, F_ck, F_none, Op
+from ...core.sequence import B, F_all, F_ck, F_none, Op
 
 
 def sweep(i: int, k: int) -> list[Op]:

@@ -9,8 +9,8 @@ Where interpreted: one process. The host updates where it can; where it cannot, 
 
 from __future__ import annotations
 
-from ...chain import Chain
-from ...sequence import Sequence
+from ...core.chain import Chain
+from ...core.sequence import Sequence
 from ..placement import STREAMED, STREAMED_HOST_UPDATED
 from .placed import best_of
 

@@ -30,12 +30,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...bounds import arrays
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import (
+    B,
+    F_all,
+    F_ck,
+    F_none,
+    Op,
+    OpKind,
+    Sequence,
+    Value,
+    a,
+    abar,
+    drop,
+    free,
+    offload,
+    prefetch,
+    wait,
+)
+from ...core.simulator import Machine
 from ...errors import OptionError
-from ...fractional import peak_bytes
-from ...sequence import B, F_all, F_ck, F_none, Op, OpKind, Sequence, Value, a, abar, drop, free, offload, prefetch, wait
-from ...simulator import Machine
+from ..arrays import arrays
+from ..fractional import peak_bytes
 from .heavy import check_stages, heavy_stages
 from .refusal import limit_that_works, refusal
 

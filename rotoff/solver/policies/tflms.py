@@ -15,10 +15,10 @@ taken, found by doubling and bisection.
 
 from __future__ import annotations
 
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Sequence
 from ...errors import OptionError
-from ...fractional import peak_bytes
-from ...sequence import Sequence
+from ..fractional import peak_bytes
 from .lowering import Schedule, lower, moving_needs
 from .refusal import limit_that_works, refusal
 

@@ -9,8 +9,8 @@ The parameters' bytes are not given up meanwhile; see `zero_offload`.
 
 from __future__ import annotations
 
-from ...chain import Chain
-from ...sequence import Op, OpKind, Sequence
+from ...core.chain import Chain
+from ...core.sequence import Op, OpKind, Sequence
 from ..placement import HOST_UPDATED
 from .placed import best_of
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...bounds import arrays
-from ...chain import Chain
-from ...fractional import peak_bytes
-from ...sequence import Sequence
+from ...core.chain import Chain
+from ...core.sequence import Sequence
+from ..arrays import arrays
+from ..fractional import peak_bytes
 from .lowering import Schedule, lower
 from .refusal import limit_that_works, refusal
 

@@ -13,10 +13,10 @@ where the copy has ended or memory asks for it, prefetched as early as memory al
 
 from __future__ import annotations
 
-from ...chain import Chain
+from ...core.chain import Chain
+from ...core.sequence import Sequence
 from ...errors import OptionError
-from ...fractional import peak_bytes
-from ...sequence import Sequence
+from ..fractional import peak_bytes
 from .heavy import heavy_stages
 from .lowering import Schedule, lower
 from .refusal import limit_that_works, refusal

@@ -11,8 +11,8 @@ here either.
 
 from __future__ import annotations
 
-from ...chain import Chain
-from ...sequence import Op, OpKind, Sequence, wait
+from ...core.chain import Chain
+from ...core.sequence import Op, OpKind, Sequence, wait
 from ..placement import HOST_UPDATED
 from .placed import best_of
 

@@ -1,0 +1,122 @@
+"""From which of its outputs a model's backward starts, where its user says so.
+
+A caller may ask for the gradient of every output, so each is charged in the last ``B``. A language model that returns its logits
+beside its loss is charged for a gradient of the logits that nobody ever makes: often the largest tensor there is. With
+``backward_from="loss"`` that output alone keeps its graph within the stages. The others are handed out as the plain model
+would hand them out, but a backward that starts from one of them is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..errors import ExecutionError, MeasureError, OptionError
+from ..solver.bounds import several
+from ..tensors.tree import flatten
+
+BackwardFrom = str | int | Iterable[str | int] | None
+
+
+def read_backward_from(given: Any) -> tuple[str | int, ...]:
+    """The keys or places that the option names; none where it is None.
+
+    Raises:
+        OptionError: for anything else.
+    """
+    if given is None:
+        return ()
+    names = several(given)
+    if not names or not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
+        raise OptionError(
+            f'backward_from is {given!r}; give the key of an output ("loss"), its place in a tuple (0), or a list of those'
+        )
+    return names
+
+
+class BackwardStarts(nn.Module):
+    """Put behind the last stage: only the outputs of these `names` keep their graph.
+
+    Args:
+        names: of `read_backward_from`, one at least. with_attributes: whether the value is (what the model returns, what it leaves
+            in attributes), as the last stage of a recorded model has it while it is measured; all of the latter keep theirs.
+    """
+
+    def __init__(self, names: tuple[str | int, ...], with_attributes: bool = False) -> None:
+        super().__init__()
+        self.names = names
+        self.with_attributes = with_attributes
+        self._others: tuple[int, ...] = ()  # of the last run with gradients: tensors that would need one
+
+    def forward(self, value: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return value
+        output, *rest = value if self.with_attributes else (value,)
+        starts = {id(tensor) for name in self.names for tensor in self._named(output, name)}
+        tensors, rebuild = flatten(output)
+        self._others = tuple(n for n, t in enumerate(tensors) if t.requires_grad and id(t) not in starts)
+        output = rebuild([t.detach() if n in self._others else t for n, t in enumerate(tensors)])
+        return (output, *rest) if self.with_attributes else output
+
+    def guarded(self, output: Any) -> Any:
+        """What the model returns, given that of the run before: what has left its graph needs a gradient again, and refuses one."""
+        tensors, rebuild = flatten(output)
+        for n in self._others:
+            tensors[n] = tensors[n].detach().requires_grad_()
+            tensors[n] = tensors[n].view_as(tensors[n])  # so that it is no leaf, as the model's is none
+            tensors[n].register_hook(self._refuse)
+        return rebuild(tensors)
+
+    def _refuse(self, _gradient: torch.Tensor) -> NoReturn:
+        raise ExecutionError(
+            f"a gradient arrived for another output than those that backward_from={_shown(self.names)} names, for which none is"
+            " planned; name that output too, or leave backward_from out"
+        )
+
+    def _named(self, output: Any, name: str | int) -> list[torch.Tensor]:
+        try:
+            part = _part(output, name)
+        except (KeyError, IndexError, AttributeError):
+            raise MeasureError(
+                f"backward_from names {name!r}, and the model returns {_told(output)}; name one of those"
+            ) from None
+        tensors = [t for t in flatten(part)[0] if t.requires_grad]
+        if not tensors:
+            raise MeasureError(
+                f"backward_from names {name!r}, of which nothing needs a gradient on this input; call the model as in training (with"
+                " labels, say), or name the output that the backward starts from"
+            )
+        return tensors
+
+
+def _part(output: Any, name: str | int) -> Any:
+    if isinstance(name, int):
+        return (list(output.values()) if isinstance(output, Mapping) else _places(output))[name]
+    return output[name] if isinstance(output, Mapping) else _fields(output)[name]
+
+
+def _places(output: Any) -> tuple[Any, ...]:
+    return tuple(output) if isinstance(output, (tuple, list)) else tuple(_fields(output).values()) or (output,)
+
+
+def _fields(output: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(output):
+        return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return {name: getattr(output, name) for name in getattr(output, "_fields", ())}  # of a named tuple
+
+
+def _told(output: Any) -> str:
+    names = list(output) if isinstance(output, Mapping) else list(_fields(output))
+    if names:
+        return ", ".join(map(repr, names))
+    if isinstance(output, (tuple, list)):
+        return f"a {type(output).__name__} of {len(output)}"
+    return "a tensor alone" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+
+
+def _shown(names: tuple[str | int, ...]) -> str:
+    return repr(names[0] if len(names) == 1 else list(names))

@@ -1,0 +1,282 @@
+"""Where a tape of operations is cut into stages, and what flows from one to the next.
+
+A cut after an operation is crossed by all variables made before and used after it; what crosses becomes the tuple that flows
+from stage to stage, skip connections included (they are handed on by every stage in between, and charged in each, as the
+chain's contract says). Cuts are placed greedily: after about one n-th of all bytes that the operations make, where the fewest
+bytes cross. A block's end, where only its output is alive, wins over its middle, where the skip connection is alive too.
+
+What needs no gradient, draws nothing and follows from the batch and constants alone (masks, positions, rotary tables) is made
+first where several stages use it: then it is there all along, like the batch, and charged once.
+
+A cut never separates an operation that overwrites a tensor from the one that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...tensors.lifetimes import Lifetimes
+from ...tensors.stage import StageModule
+from ..tape import NOTHING, Operation, Owned, Tape
+from .eager_lifetimes import lifetimes
+from .segment import Segment
+
+STAGES = 40  # of a model, unless asked otherwise; the solver answers for 100 while a person waits
+CROSSING = 0.25  # of the bytes that a stage makes: the share that it may hand on
+COARSE = 12  # stages that a model is cut into however much they hand on
+
+
+def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[StageModule]:
+    """About `count` stages, or those that end where calls of the modules named `names` end."""
+    operations = used(tape)
+    early = _early(tape, operations)
+    after = _cuts_at(operations, names) if names else None
+    positions = _cuts(_costs(tape, operations, early), count, after)
+    first = _needed_early(tape, operations, early, positions)
+    pieces = [first] if first else []
+    rest = {id(op) for op in first}
+    place: dict[int, int] = {}  # operation -> piece that ends no sooner than it does in the model
+    start = 0
+    for cut in [*positions, len(operations) - 1]:
+        piece = [op for op in operations[start : cut + 1] if id(op) not in rest]
+        place.update((id(op), len(pieces)) for op in operations[start : cut + 1])
+        if piece:
+            pieces.append(piece)
+        start = cut + 1
+    needed: dict[int, int] = {}  # variable -> last piece in which something is computed of it for nothing
+    current = 0
+    for op in tape.operations:
+        current = max(current, place.get(id(op), 0))
+        if id(op) not in place and id(op) not in rest:
+            needed.update((n, current) for n in op.reads)
+    return _modules(tape, pieces, bool(first), needed, lifetimes(tape, operations, first, place, len(pieces)))
+
+
+def _modules(
+    tape: Tape, pieces: list[list[Operation]], prepared: bool, needed: dict[int, int], lives: list[Lifetimes]
+) -> list[StageModule]:
+    last_use = needed | {n: len(pieces) for n in tape.result_variables()}
+    for number, piece in enumerate(pieces):
+        for op in piece:
+            for n in (*op.reads, *_made(op)):
+                last_use[n] = max(last_use.get(n, 0), number)
+    found: list[StageModule] = []
+    enters, known = list(tape.inputs), dict.fromkeys(tape.inputs)
+    for number, piece in enumerate(pieces):
+        for op in piece:
+            known.update(dict.fromkeys(_made(op)))
+        final = number + 1 == len(pieces)
+        leaves = [n for n in known if last_use.get(n, -1) > number]
+        name = "masks and tables" if prepared and number == 0 else _name(piece)
+        run = Segment(tape, piece, enters, None if final else leaves)
+        storages = () if final else tuple(tape.variables[n].storage for n in leaves)
+        found.append(StageModule(name, (run,), storages, lives[number]))
+        enters = leaves
+        known = dict.fromkeys(leaves)
+    return found
+
+
+def used(tape: Tape) -> list[Operation]:
+    """The operations without those whose outcome nobody sees."""
+    wanted = set(tape.result_variables())
+    kept = []
+    for op in reversed(tape.operations):
+        asks = op.expected is not NOTHING
+        if op.writes or op.writes_owned or op.draws or op.effect or asks or any(n in wanted for n in _made(op)):
+            kept.append(op)
+            wanted.update(op.reads)
+    return kept[::-1]
+
+
+def _made(op: Operation) -> list[int]:
+    return [n for n in op.outputs if n is not None]
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """made: bytes of the storages that an operation adds. alive: (birth, bytes) of every storage that is needed after it, its
+    birth being the position of the operation that made it; None where no cut may be."""
+
+    made: int
+    alive: tuple[tuple[int, int], ...] | None
+
+    def price(self, last: int) -> int:
+        """Bytes that cross a cut here; those that crossed the one at `last` already count twice, being charged again."""
+        assert self.alive is not None
+        return sum(size if birth > last else 2 * size for birth, size in self.alive)
+
+
+def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Cost]:
+    """One for each operation. early: variables that need not cross, since they can be made first."""
+    lasting = early | set(tape.inputs)
+    first: dict[int, int] = {}  # variable -> position of the operation that made it
+    last: dict[int, int] = {n: len(operations) for n in tape.result_variables()}
+    births: dict[int, int] = {}  # storage -> position
+    for n in tape.inputs:
+        if (storage := tape.variables[n].storage) is not None:
+            births[storage] = -1
+    welded = [0] * (len(operations) + 1)
+    made = []
+    for position, op in enumerate(operations):
+        fresh: dict[int, int] = {}
+        for n in _made(op):
+            first.setdefault(n, position)
+            variable = tape.variables[n]
+            if variable.storage is not None and variable.storage not in births:
+                births[variable.storage] = position
+                fresh[variable.storage] = variable.nbytes
+        made.append(sum(fresh.values()))
+        for n in (*op.reads, *_made(op)):
+            last[n] = max(last.get(n, -1), position)
+        for storage in op.writes:
+            for p in range(births.get(storage, position), position):
+                if p >= 0:
+                    welded[p] = 1
+    ends: dict[int, list[int]] = {}
+    for n, position in last.items():
+        ends.setdefault(position, []).append(n)
+    starts: dict[int, list[int]] = {}
+    for n, position in first.items():
+        starts.setdefault(position, []).append(n)
+    costs = []
+    alive: dict[int, int] = {}  # storage -> variables alive
+    sizes = {v.storage: v.nbytes for v in tape.variables if v.storage is not None}
+    changed = {owned for op in operations for owned in op.writes_owned}
+    # of parameters, and of buffers that change, alive: a stage gets those from the module, and never as its input
+    views = 0
+    for position in range(len(operations)):
+        views += sum(_inner_view(tape, n, changed) and last.get(n, -1) > position for n in starts.get(position, ()))
+        views -= sum(_inner_view(tape, n, changed) and first.get(n, position) < position for n in ends.get(position, ()))
+        for n in starts.get(position, ()):
+            storage = tape.variables[n].storage
+            if n not in lasting and storage is not None and last.get(n, -1) > position:
+                alive[storage] = alive.get(storage, 0) + 1
+        for n in ends.get(position, ()):
+            storage = tape.variables[n].storage
+            if n not in lasting and storage is not None and first.get(n, position) < position:
+                alive[storage] -= 1
+                if not alive[storage]:
+                    del alive[storage]
+        free = None if welded[position] or views or not alive else tuple((births[s], sizes[s]) for s in alive)
+        costs.append(_Cost(made[position], free))
+    return costs
+
+
+def _inner_view(tape: Tape, n: int, changed: set[Owned]) -> bool:
+    variable = tape.variables[n]
+    return variable.storage is None and (variable.needs_grad or not changed.isdisjoint(variable.owners))
+
+
+def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
+    """Positions after which to cut: those of `after`, or around every n-th part of all bytes made, where the fewest cross.
+
+    Where much crosses, beside what a stage makes, cuts are spread further apart, up to a `COARSE`-th of all bytes.
+    """
+    if after is not None:
+        return [cut for cut in after if cut < len(costs) - 1 and costs[cut].alive is not None]
+    total = sum(cost.made for cost in costs)
+    share = total / max(count, 1)
+    cuts: list[int] = []
+    last, best, made = -1, None, 0
+    for position, cost in enumerate(costs[:-1]):
+        made += cost.made
+        if cost.alive is not None and made >= share / 2 and (best is None or cost.price(last) <= costs[best].price(last)):
+            best = position
+        if made < 1.5 * share or best is None:
+            continue
+        if costs[best].price(last) > made * CROSSING and made < total / COARSE:
+            continue
+        cuts.append(best)
+        made = sum(c.made for c in costs[best + 1 : position + 1])
+        last, best = best, None
+    if best is not None:
+        cuts.append(best)
+    # A last stage without an operation of its own is none.
+    return [cut for cut in cuts if cut < len(costs) - 1]
+
+
+def _cuts_at(operations: list[Operation], names: Sequence[str]) -> list[int]:
+    """Before the first call of one of `names`, and after each."""
+    wanted = set(names)
+    within: list[tuple[str, int] | None] = [
+        next((call for call in op.place if call[0] in wanted), None) for op in operations
+    ]
+    cuts = [p for p in range(len(within) - 1) if within[p] is not None and within[p + 1] != within[p]]
+    start = next((p for p, call in enumerate(within) if call is not None), 0)
+    return ([start - 1] if start else []) + cuts
+
+
+def _early(tape: Tape, operations: list[Operation]) -> set[int]:
+    """Variables that can be made before all others."""
+    changed = {(o.module, o.table, o.name) for op in operations for o in op.writes_owned}
+    producers: dict[int, Operation] = {}
+    movable: dict[int, bool] = {}
+    touching: dict[int, list[Operation]] = {}  # storage -> operations that read, make or write it
+    for op in operations:
+        tensors = [tape.variables[n] for n in _made(op)]
+        movable[id(op)] = (
+            not any(v.needs_grad for v in tensors)
+            and not (op.draws or op.effect or op.writes_owned or isinstance(op.function, nn.Module))
+            and not any((o.module, o.table, o.name) in changed for o in op.owned())
+        )
+        for n in _made(op):
+            producers.setdefault(n, op)
+        for n in {*op.reads, *_made(op)}:
+            if (storage := tape.variables[n].storage) is not None:
+                touching.setdefault(storage, []).append(op)
+    order = {id(op): p for p, op in enumerate(operations)}
+    written = {storage for op in operations for storage in op.writes}
+    batch = {tape.variables[n].storage for n in tape.inputs}
+    again = True
+    while again:
+        again = False
+        for op in operations:
+            if movable[id(op)] and any(n in producers and not movable[id(producers[n])] for n in op.reads):
+                movable[id(op)] = False
+                again = True
+        for storage in written:
+            group = touching.get(storage, [])
+            end = max((order[id(op)] for op in group if storage in op.writes), default=-1)
+            if storage in batch or not all(movable[id(op)] for op in group if order[id(op)] <= end):
+                for op in group:
+                    if movable[id(op)]:
+                        movable[id(op)] = False
+                        again = True
+    return {n for n, op in producers.items() if movable[id(op)]}
+
+
+def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts: list[int]) -> list[Operation]:
+    """The operations to be run first: those that make what would cross a cut, and all that those need."""
+    piece_of: dict[int, int] = {}
+    number, bounds = 0, set(cuts)
+    wanted: set[int] = set()
+    for position, op in enumerate(operations):
+        for n in _made(op):
+            piece_of.setdefault(n, number)
+        wanted.update(n for n in op.reads if n in early and piece_of.get(n, number) != number)
+        if position in bounds:
+            number += 1
+    written: dict[int, set[int]] = {}
+    for op in operations:
+        for storage in op.writes:
+            written.setdefault(storage, set()).update(op.reads)
+    found = []
+    for op in reversed(operations):
+        made = set(_made(op))
+        own = bool(made) and made <= early
+        writes = [s for s in op.writes if any(tape.variables[n].storage == s for n in wanted)]
+        if (own and made & wanted) or (writes and all(n in early for n in op.reads)):
+            found.append(op)
+            wanted.update(n for n in op.reads if n in early)
+    return found[::-1]
+
+
+def _name(piece: list[Operation]) -> str:
+    """The modules that a stage's operations begin and end in."""
+    named = [op.place[-1][0] for op in piece if op.place and op.place[-1][0]]
+    if not named:
+        named = [op.name for op in piece] or ["output"]
+    return named[0] if named[0] == named[-1] else f"{named[0]}..{named[-1]}"

@@ -1,0 +1,88 @@
+"""Which tensors of a recorded forward have sizes that follow from data, such as the rows that a mask picks.
+
+Experts that work on the tokens sent to them, anchors that match a box: how many there are is known only when all before has been
+computed. Python that asks for such a size goes on with a number which a recording would hold for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from ..tape import Owned, Ref, leaves
+
+_PICK = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_return_output", "nms"])
+_TELL = frozenset(["size", "numel", "nelement", "__len__"])
+_COUNT = frozenset(["unbind", "split", "chunk", "tensor_split"])
+_MASKS = (torch.bool, torch.uint8)
+_COUNTS_VALUES = frozenset(["where", "one_hot", "bincount"])  # where they are given nothing but a tensor
+PACK_INSIDE = (
+    ", so that sizes are others in each batch: do all from pack_padded_sequence to pad_packed_sequence(..., total_length=...) in a"
+    " submodule, which is then run as it is, or give the lengths as a list of numbers, each of which is measured by itself"
+)
+
+
+class DataSizes:
+    """Kept while a forward is recorded.
+
+    Attributes:
+        computed: variables that follow from parameters or numbers drawn, rather than from the batch alone.
+    """
+
+    def __init__(self) -> None:
+        self.computed: set[int] = set()
+        self._varying: set[int] = set()  # whose size follows from data, or may
+        self._constant: set[int] = set()  # variables that follow from Python's numbers and buffers alone
+
+    def note(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        references: Any,
+        tensors: Sequence[torch.Tensor],
+        reads: Collection[int],
+        outputs: Sequence[int | None],
+        random: bool,
+    ) -> None:
+        """Take in a call with the arguments `references`, of which `tensors` are the tensors."""
+        made = {n for n in outputs if n is not None}
+        learnt = any(isinstance(leaf, Owned) and leaf.table == "_parameters" for leaf in leaves(references))
+        if learnt or random or isinstance(function, torch.nn.Module) or not self.computed.isdisjoint(reads):
+            self.computed |= made
+            if name == "__setitem__" or name.endswith("_"):
+                self.computed.update(list(reads)[:1])
+        if not (learnt or random or isinstance(function, torch.nn.Module)) and self._constant.issuperset(reads):
+            self._constant |= made
+        elif name == "__setitem__" or name.endswith("_"):
+            self._constant.difference_update(list(reads)[:1])
+        if _picks(name, references, tensors) or not self._varying.isdisjoint(reads):
+            self._varying |= made
+
+    def asked(self, function: Any, name: str, reads: Collection[int]) -> bool:
+        """Whether this call asks for a size that follows from data."""
+        tells = name in _TELL or (name == "__get__" and getattr(function.__self__, "__name__", "") == "shape")
+        return tells and not self._varying.isdisjoint(reads)
+
+    def packs(self, name: str, references: Any) -> bool:
+        """Whether a call with the arguments `references` packs sequences by lengths that follow from data."""
+        args, kwargs = references
+        lengths = kwargs.get("lengths", args[1] if len(args) > 1 else None)
+        return name == "_pack_padded_sequence" and isinstance(lengths, Ref) and lengths.variable not in self._constant
+
+    def counted(self, name: str, reads: Collection[int]) -> bool:
+        """Whether the number of results of this call follows from data."""
+        return name in _COUNT and not self._varying.isdisjoint(reads)
+
+
+def _picks(name: str, references: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a call gives as many rows as its arguments' contents say."""
+    args, kwargs = references
+    if name == "__getitem__":
+        return any(t.dtype in _MASKS for t in tensors[1:])
+    if name in _COUNTS_VALUES:
+        return len(args) + len(kwargs) == 1
+    if name == "repeat_interleave":
+        return not any(isinstance(value, int) for value in (*args[1:2], kwargs.get("repeats")))
+    return name in _PICK

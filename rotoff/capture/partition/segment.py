@@ -1,0 +1,228 @@
+"""A run of recorded operations as a module: written out as one Python function, so that a replay costs what the calls cost."""
+
+from __future__ import annotations
+
+import builtins
+import linecache
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...tensors.tree import flatten
+from ..tape import Operation, Owned, Ref, Tape
+
+
+class Segment(nn.Module):
+    """Operations in order: takes the tensors that `enters` names, in any structure, and returns those of `leaves`.
+
+    Parameters and buffers are those of the recorded model, looked up in their modules at each call. varying: whether it calls a
+    module whose work depends on data.
+
+    Args:
+        leaves: variables to return, as a tuple. None: what the model returns.
+    """
+
+    def __init__(
+        self, tape: Tape, operations: Sequence[Operation], enters: Sequence[int], leaves: Sequence[int] | None
+    ) -> None:
+        super().__init__()
+        owned = [o for operation in operations for o in operation.owned()]
+        last = tape.result if leaves is None else []
+        owned += [leaf for leaf in last if isinstance(leaf, Owned)]
+        whole = [operation.function for operation in operations if isinstance(operation.function, nn.Module)]
+        self.operations = tuple(operations)
+        self.leaves = None if leaves is None else tuple(leaves)
+        # in tuples, since a module that is an attribute would become a child
+        self._whole = tuple(whole)
+        self.varying = any(module in tape.varying for module in whole)
+        self._owned = tuple(dict.fromkeys((o.module, o.table, o.name) for o in owned))
+        self._run = _Writer(tape, operations, enters, leaves).compiled()
+
+    def forward(self, value: Any) -> Any:
+        return self._run(flatten(value)[0])
+
+    def written(self) -> tuple[str, dict[str, Any]]:
+        """The function's source, and what the names in it stand for."""
+        return "".join(linecache.getlines(self._run.__code__.co_filename)), self._run.__globals__
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for module, table, name in self._owned:
+            if table == "_parameters" and (parameter := module._parameters[name]) is not None:
+                yield name, parameter
+        for module in self._whole:
+            yield from module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters_read(self) -> Iterator[tuple[nn.Module, str]]:
+        """(module, name) of the parameters that the operations use, and of those of modules that are called as a whole."""
+        yield from ((module, name) for module, table, name in self._owned if table == "_parameters")
+        for outer in self._whole:
+            yield from ((module, name) for module in outer.modules() for name in module._parameters)
+
+    def buffers_read(self) -> Iterator[tuple[nn.Module, str]]:
+        """(module, name) of the buffers that the operations read or write, and of those of modules that are called as a whole."""
+        yield from ((module, name) for module, table, name in self._owned if table == "_buffers")
+        for outer in self._whole:
+            yield from ((module, name) for module in outer.modules() for name in module._buffers)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """Those whose buffers the operations read, and those that are called as a whole."""
+        found: dict[nn.Module, None] = {}
+        for module, table, _ in self._owned:
+            if table == "_buffers":
+                found[module] = None
+        for outer in self._whole:
+            for module in outer.modules():
+                found[module] = None
+        yield from found
+
+
+class _Writer:
+    def __init__(
+        self, tape: Tape, operations: Sequence[Operation], enters: Sequence[int], leaves: Sequence[int] | None
+    ) -> None:
+        self._tape = tape
+        self._operations = operations
+        self._enters = enters
+        self._leaves = leaves
+        self._names: dict[str, Any] = {"_flat": _flat, "_grad": _grad, "_around": _around}
+        self._objects: dict[int, str] = {}
+
+    def compiled(self) -> types.FunctionType:
+        source = "\n".join(self._lines())
+        filename = f"<rotoff segment {id(self._names)}>"
+        exec(compile(source, filename, "exec"), self._names)
+        function: types.FunctionType = self._names["run"]
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        weakref.finalize(function, linecache.cache.pop, filename, None)
+        return function
+
+    def _lines(self) -> Iterator[str]:
+        yield "def run(values):"
+        if self._enters:
+            yield f"    [{', '.join(f'v{n}' for n in self._enters)}] = values"
+        yield "    del values"
+        last: dict[int, int] = {}
+        for position, operation in enumerate(self._operations):
+            for n in (*operation.reads, *(n for n in operation.outputs if n is not None)):
+                last[n] = position
+        kept = set(self._tape.result_variables() if self._leaves is None else self._leaves)
+        dying: dict[int, list[int]] = {}
+        for n, position in last.items():
+            if n not in kept:
+                dying.setdefault(position, []).append(n)
+        unused = [n for n in dict.fromkeys(self._enters) if n not in last and n not in kept]
+        if unused:
+            yield "    del " + ", ".join(f"v{n}" for n in unused)
+        for position, operation in enumerate(self._operations):
+            yield from self._operation(operation)
+            if position in dying:
+                yield "    del " + ", ".join(f"v{n}" for n in dying[position])
+        if self._leaves is not None:
+            yield f"    return ({''.join(f'v{n}, ' for n in self._leaves)})"
+        else:
+            spec = self._named(self._tape.result_spec)
+            self._names["_unflatten"] = pytree.tree_unflatten
+            yield f"    return _unflatten([{', '.join(map(self._expression, self._tape.result))}], {spec})"
+
+    def _operation(self, operation: Operation) -> Iterator[str]:
+        arguments = [self._expression(value) for value in operation.args]
+        arguments += [
+            f"**{{{k!r}: {self._expression(v)}}}" if not k.isidentifier() else f"{k}={self._expression(v)}"
+            for k, v in operation.kwargs.items()
+        ]
+        call = f"{self._called(operation.function)}({', '.join(arguments)})"
+        indent = "    "
+        if operation.autocast:
+            yield f"{indent}with _around({self._named(operation.autocast)}):"
+            indent += "    "
+        if not operation.grad:
+            yield f"{indent}with _grad(False):"
+            indent += "    "
+        names = [f"v{n}" if n is not None else "_" for n in operation.outputs]
+        if not names:
+            yield indent + call
+        else:
+            yield f"{indent}[{', '.join(names)}] = _flat({call})"
+        if "_" in names:
+            yield f"{indent}del _"
+
+    def _called(self, function: Any) -> str:
+        """Custom and scripted functions are called as the model's own code does, so that whoever follows calls sees them as one."""
+        of = getattr(function, "__self__", None)
+        if isinstance(of, type) and issubclass(of, torch.autograd.Function):
+            return f"{self._named(of)}.apply"
+        if type(function) is partial and isinstance(function.args[0], torch.jit.ScriptFunction):
+            return self._named(function.args[0])
+        return self._named(function)
+
+    def _expression(self, value: Any) -> str:
+        kind = type(value)
+        if kind is Ref:
+            return f"v{value.variable}"
+        if kind is Owned:
+            return f"{self._named(getattr(value.module, value.table))}[{value.name!r}]"
+        if value is None or kind in (bool, int, str) or value is Ellipsis:
+            return repr(value)
+        if kind is tuple:
+            return f"({''.join(self._expression(v) + ', ' for v in value)})"
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return f"{self._named(kind)}({', '.join(map(self._expression, value))})"
+        if kind is list:
+            return f"[{', '.join(map(self._expression, value))}]"
+        if kind is dict:
+            return "{" + ", ".join(f"{self._expression(k)}: {self._expression(v)}" for k, v in value.items()) + "}"
+        if kind is slice:
+            self._names["slice"] = builtins.slice
+            return f"slice({', '.join(map(self._expression, (value.start, value.stop, value.step)))})"
+        return self._named(value)
+
+    def _named(self, value: Any) -> str:
+        name = self._objects.get(id(value))
+        if name is None:
+            name = self._objects[id(value)] = f"c{len(self._objects)}"
+            self._names[name] = value  # which keeps it alive, so that its id stays its own
+        return name
+
+
+_NOTED: list[Callable[[torch.Tensor], object]] = []
+
+
+@contextmanager
+def results_noted(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Within, `note` is called with each tensor that an operation of a segment returns."""
+    _NOTED.append(note)
+    try:
+        yield
+    finally:
+        _NOTED.pop()
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        found = [result]
+    else:
+        found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    for note in _NOTED:
+        for tensor in found:
+            note(tensor)
+    return found
+
+
+_grad = torch.set_grad_enabled
+
+
+def _around(autocast: tuple[tuple[str, bool, torch.dtype], ...]) -> ExitStack:
+    stack = ExitStack()
+    for kind, enabled, dtype in autocast:
+        if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
+            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+    return stack

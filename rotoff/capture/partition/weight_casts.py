@@ -1,0 +1,138 @@
+"""Casts of weights that an autocast region within the model shares.
+
+Autocast casts a float32 weight once for all its uses until the outermost region is left, so that the parts of its gradient are added in
+the narrow type. Recorded operations run in regions of their own; a weight that several of one region use is cast by an operation
+of its own then, and what that makes is a value like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...tensors.autocast import uncached_autocast
+from ..known_tensors import KnownTensors
+from ..tape import NOTHING, Operation, Owned, Ref, Tape, Variable, leaves, substitute
+
+
+class WeightCast(NamedTuple):
+    """That an operation casts `weight` to `dtype`, which takes `nbytes`, in the `region`-th region of the forward."""
+
+    region: int
+    weight: Owned
+    dtype: torch.dtype
+    nbytes: int
+
+
+class WeightCasts:
+    """Finds them while a forward is recorded, outside of any region of the user's."""
+
+    def __init__(self, tensors: KnownTensors) -> None:
+        self._tensors = tensors
+        self._region = 0
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        self._alone = depth == 1
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Leaving an outermost region empties the cache of casts, and so begins the next region."""
+        clear = torch.clear_autocast_cache
+
+        def counted() -> None:
+            self._region += 1
+            clear()
+
+        torch.clear_autocast_cache = counted
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache = clear
+
+    @contextmanager
+    def seen(self, casting: bool) -> Iterator[list[WeightCast]]:
+        """What is run within casts these; nothing is looked for unless `casting`."""
+        found: list[WeightCast] = []
+        if not (casting and self._alone and torch.is_autocast_cache_enabled()):
+            yield found
+            return
+        with uncached_autocast(), _Seen(self._tensors) as mode:  # each use shows, whatever was cast before
+            yield found
+        found += [WeightCast(self._region, *one) for one in dict.fromkeys(mode.found)]
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self, tensors: KnownTensors) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self.found: list[tuple[Owned, torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            weights = [one for one in self._tensors.owners(args[0]) if one.table == "_parameters" and one.tensor is args[0]]
+            self.found += [(one, result.dtype, result.nbytes) for one in weights[:1] if args[0].requires_grad]
+        return result
+
+
+def share(tape: Tape) -> None:
+    """Have what several operations of one region cast be cast once, before the first of them."""
+    users: dict[WeightCast, list[Operation]] = {}
+    for operation in tape.operations:
+        for cast in operation.casts:
+            users.setdefault(cast, []).append(operation)
+    shared: dict[WeightCast, int] = {}  # and the variable that it makes
+    known = [v.storage for v in tape.variables if v.storage is not None]
+    storage = max([*known, *(n for operation in tape.operations for n, _ in operation.saves)], default=-1)
+    for cast, using in users.items():
+        if len(using) > 1 and all(operation.grad for operation in using):
+            storage += 1
+            shared[cast] = len(tape.variables)
+            tape.variables.append(Variable(storage, cast.nbytes, needs_grad=True))
+    operations: list[Operation] = []
+    made: set[WeightCast] = set()
+    for operation in tape.operations:
+        numbers = {cast.weight: shared[cast] for cast in operation.casts if cast in shared}
+        for cast in operation.casts:
+            if cast in shared and cast not in made:
+                made.add(cast)
+                operations.append(_cast(cast, shared[cast], operation))
+        operations.append(_taking(operation, numbers) if numbers else operation)
+    tape.operations[:] = operations
+
+
+def _cast(cast: WeightCast, number: int, before: Operation) -> Operation:
+    return replace(
+        before,
+        function=torch.Tensor.to,
+        args=(cast.weight, cast.dtype),
+        kwargs={},
+        outputs=(number,),
+        reads=(),
+        writes=frozenset(),
+        writes_owned=(),
+        draws=False,
+        autocast=(),
+        expected=NOTHING,
+        effect=False,
+        casts=(),
+        saves=(),
+        ends=(),
+        added=True,
+    )
+
+
+def _taking(operation: Operation, numbers: dict[Owned, int]) -> Operation:
+    """The operation with variables in place of weights."""
+
+    def changed(leaf: Any) -> Any:
+        return Ref(numbers[leaf]) if type(leaf) is Owned and leaf in numbers else leaf
+
+    args, kwargs = substitute((operation.args, operation.kwargs), changed)
+    reads = dict.fromkeys(leaf.variable for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref))
+    return replace(operation, args=args, kwargs=kwargs, reads=tuple(reads), casts=())

@@ -1,0 +1,311 @@
+"""The chain: what each stage of a model costs in bytes and seconds, with nothing of the model itself.
+
+Stages count from 1 to L; a_0 is the chain's input and a_i the output of stage i. Symbols of the papers:
+u_F ``forward_time``, u_B ``backward_time``, |a_i| ``output_bytes``, |ā_i| ``saved_bytes``, |δ_i| ``grad_bytes``,
+o_F and o_B the transient bytes, β the bandwidths.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import ChainError
+from ..io.json_file import load_json, save_json
+from .chain_fields import bytes_of, check_name, seconds, several
+from .parameters import ParameterGroup
+
+FORMAT = "rotoff.core.chain"
+VERSION = 1
+WITH_PARAMETERS = 2
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way of keeping what a stage's backward needs; form 0 is all that autograd saves.
+
+    saved_bytes: bytes of ā_i in this form, its output included, so at least `output_bytes`. backward_time: seconds of B, redo included.
+    forward_transient_bytes, backward_transient_bytes: held beyond all values while F or B runs. extra: a file's unknown fields.
+    """
+
+    saved_bytes: int
+    backward_time: float
+    forward_transient_bytes: int = 0
+    backward_transient_bytes: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Costs of one stage, in bytes and seconds; see the module's docstring for the papers' symbols.
+
+    Left out, `grad_bytes` is `output_bytes`, transients are 0, and `checkpoint_transient_bytes`
+    is `forward_transient_bytes`.
+
+    Raises:
+        ChainError: naming the stage, the field and the value, for anything but finite numbers at or above 0, and where
+            `saved_bytes`, of a form too, is less than `output_bytes`, which it includes.
+    """
+
+    name: str = ""
+    forward_time: float = 0.0
+    backward_time: float = 0.0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    grad_bytes: int | None = None
+    forward_transient_bytes: int = 0
+    checkpoint_transient_bytes: int | None = None
+    backward_transient_bytes: int = 0
+    forms: tuple[Form, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        where = f"stage {self.name!r}" if self.name else "a stage"
+        put = object.__setattr__
+        check_name(self.name, "a stage")
+        put(self, "forward_time", seconds(self.forward_time, "forward_time", where))
+        put(self, "backward_time", seconds(self.backward_time, "backward_time", where))
+        for name in ("output_bytes", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes"):
+            put(self, name, bytes_of(getattr(self, name), name, where))
+        put(self, "grad_bytes", bytes_of(_default(self.grad_bytes, self.output_bytes), "grad_bytes", where))
+        transient = _default(self.checkpoint_transient_bytes, self.forward_transient_bytes)
+        put(self, "checkpoint_transient_bytes", bytes_of(transient, "checkpoint_transient_bytes", where))
+        forms = enumerate(several(self.forms, "forms", where, "rotoff.Form"), start=1)
+        put(self, "forms", tuple(_checked_form(form, k, where) for k, form in forms))
+        for k in range(1 + len(self.forms)):
+            if (saved := self.form(k).saved_bytes) < self.output_bytes:
+                raise ChainError(
+                    f"saved_bytes of {f'form {k} of ' if k else ''}{where} is {saved}, less than its output_bytes of"
+                    f" {self.output_bytes}; saved_bytes counts the output too, so add it"
+                )
+
+    def form(self, k: int) -> Form:
+        """Form `k` of ā: 0 is the stage's own costs (``F_all``), 1 to K its smaller forms (``F_sel``)."""
+        if k == 0:
+            return Form(self.saved_bytes, self.backward_time, self.forward_transient_bytes, self.backward_transient_bytes)
+        if not 1 <= k <= len(self.forms):
+            raise IndexError(f"stage {self.name!r} has forms 0 to {len(self.forms)}, not {k}")
+        return self.forms[k - 1]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A training step as a chain of L ≥ 1 stages and one link to the host.
+
+    Args:
+        stages: stages 1 to L, as a sequence of `Stage`.
+        d2h_bandwidth, h2d_bandwidth: bytes per second from device to host and back.
+        input_bytes: bytes of a_0. input_grad_bytes: bytes of δ_0 (0 where the input needs no gradient).
+        duplex: whether both directions can move at once.
+        parameters: groups 1 to K of parameters, as a sequence of `ParameterGroup`; none where a limit covers activations alone.
+        meta: anything worth keeping with it (model, shapes, device, versions); `extra` holds a file's unknown fields.
+
+    Raises:
+        ChainError: where a field is missing, negative, NaN or of the wrong type, or there is no stage.
+    """
+
+    stages: tuple[Stage, ...]
+    d2h_bandwidth: float
+    h2d_bandwidth: float
+    input_bytes: int = 0
+    input_grad_bytes: int = 0
+    duplex: bool = True
+    name: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    parameters: tuple[ParameterGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        check_name(self.name, "the chain")
+        put(self, "stages", tuple(several(self.stages, "stages", "the chain", "rotoff.Stage")))
+        if not self.stages:
+            raise ChainError("the chain has no stages; it needs at least one")
+        for stage in self.stages:
+            if not isinstance(stage, Stage):
+                raise ChainError(f"a stage is {stage!r}, not a rotoff.Stage")
+        for name in ("d2h_bandwidth", "h2d_bandwidth"):
+            value = seconds(getattr(self, name), name, "the chain")
+            if value == 0:
+                raise ChainError(f"{name} of the chain is 0; give bytes per second above 0 (mode='remat' uses no link)")
+            put(self, name, value)
+        for name in ("input_bytes", "input_grad_bytes"):
+            put(self, name, bytes_of(getattr(self, name), name, "the chain"))
+        if not isinstance(self.duplex, bool):
+            raise ChainError(f"duplex of the chain is {self.duplex!r}; give true or false")
+        put(self, "parameters", tuple(several(self.parameters, "parameters", "the chain", "rotoff.ParameterGroup")))
+        for k, group in enumerate(self.parameters, start=1):
+            if not isinstance(group, ParameterGroup):
+                raise ChainError(f"group {k} of the parameters is {group!r}, not a rotoff.ParameterGroup")
+            if max(group.stages) > len(self.stages):
+                raise ChainError(
+                    f"group {k} of the parameters names stage {max(group.stages)}, but the chain has stages 1 to {len(self)}"
+                )
+        updates = sum(group.update_time + (group.host_update_time or 0.0) for group in self.parameters)
+        if not math.isfinite(updates + sum(stage.forward_time + stage.backward_time for stage in self.stages)):
+            raise ChainError("the times of the chain's stages come to more than 1e308 seconds; give seconds of one step")
+
+    def __len__(self) -> int:
+        """L, the number of stages."""
+        return len(self.stages)
+
+    def stage(self, i: int) -> Stage:
+        """Stage i, counted from 1."""
+        if not 1 <= i <= len(self.stages):
+            raise IndexError(f"the chain has stages 1 to {len(self.stages)}, not {i}")
+        return self.stages[i - 1]
+
+    def group(self, k: int) -> ParameterGroup:
+        """Group k of the parameters, counted from 1."""
+        if not 1 <= k <= len(self.parameters):
+            raise IndexError(f"the chain has parameter groups 1 to {len(self.parameters)}, not {k}")
+        return self.parameters[k - 1]
+
+    def without_parameters(self) -> Chain:
+        """The same chain, whose parameters lie on the device and are charged to nobody."""
+        return replace(self, parameters=()) if self.parameters else self
+
+    def output_bytes(self, i: int) -> int:
+        """Bytes of a_i; a_0 is the chain's input."""
+        return self.input_bytes if i == 0 else self.stage(i).output_bytes
+
+    def grad_bytes(self, i: int) -> int:
+        """Bytes of δ_i, the gradient of a_i."""
+        if i == 0:
+            return self.input_grad_bytes
+        grad = self.stage(i).grad_bytes
+        assert grad is not None
+        return grad
+
+    @property
+    def compute_time(self) -> float:
+        """Seconds of one step that keeps everything: every forward and backward once, nothing moved."""
+        return math.fsum(s.forward_time + s.backward_time for s in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The chain as the JSON object of its file format; `from_dict` is the reverse."""
+        head = {"format": FORMAT, "version": WITH_PARAMETERS if self.parameters else VERSION, "name": self.name}
+        link = {"d2h_bandwidth": self.d2h_bandwidth, "h2d_bandwidth": self.h2d_bandwidth, "duplex": self.duplex}
+        ends = {"input_bytes": self.input_bytes, "input_grad_bytes": self.input_grad_bytes}
+        meta = {"meta": dict(self.meta)} if self.meta else {}
+        groups = {"parameters": [group.to_dict() for group in self.parameters]} if self.parameters else {}
+        return {**self.extra, **head, **link, **ends, **meta, "stages": [_stage_to_dict(s) for s in self.stages], **groups}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Chain:
+        """The chain that a JSON object of the file format describes; unknown fields are kept in `extra`.
+
+        Raises:
+            ChainError: where the object is not such a chain; the sentence names the field.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise ChainError(f'not a chain: the field "format" must be "{FORMAT}"')
+        version, groups = data.get("version"), data.get("parameters", [])
+        if version not in (VERSION, WITH_PARAMETERS):
+            raise ChainError(f"a chain of version {version!r}; this rotoff reads versions {VERSION} and {WITH_PARAMETERS}")
+        if version == VERSION and "parameters" in data:
+            raise ChainError(f"a chain of version {VERSION} has no parameters; give version {WITH_PARAMETERS}")
+        for name in ("d2h_bandwidth", "h2d_bandwidth", "input_bytes", "stages"):
+            if name not in data:
+                raise ChainError(f"the chain misses the field {name!r}")
+        if not isinstance(data["stages"], list):
+            raise ChainError(f"stages of the chain is {data['stages']!r}, not a list")
+        if not isinstance(groups, list):
+            raise ChainError(f"parameters of the chain is {groups!r}, not a list")
+        known = {"name", "d2h_bandwidth", "h2d_bandwidth", "duplex", "input_bytes", "input_grad_bytes", "meta"}
+        values = {key: data[key] for key in known if key in data}
+        if not isinstance(values.get("meta", {}), Mapping):
+            raise ChainError(f"meta of the chain is {values['meta']!r}, not an object")
+        extra = {key: data[key] for key in data if key not in known | {"format", "version", "stages", "parameters"}}
+        stages = tuple(_stage_from_dict(item, i) for i, item in enumerate(data["stages"], start=1))
+        parameters = tuple(ParameterGroup.from_dict(item, k) for k, item in enumerate(groups, start=1))
+        return cls(stages=stages, parameters=parameters, extra=extra, **values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the chain as JSON to `path`, whole or not at all."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Chain:
+        """Read a chain from the JSON file at `path`.
+
+        Raises:
+            ChainError: where the file is not a chain. OSError: where it cannot be read.
+        """
+        return load_json(path, cls.from_dict, ChainError)
+
+
+def check_chain(chain: Any) -> None:
+    """Raise a `ChainError` where `chain` is something else, such as a path."""
+    if not isinstance(chain, Chain):
+        raise ChainError(f"the chain is {chain!r} ({type(chain).__name__}); give a rotoff.Chain, such as Chain.load(path)")
+
+
+_FORM_FIELDS = ("saved_bytes", "backward_time", "forward_transient_bytes", "backward_transient_bytes")
+_STAGE_FIELDS = (
+    "name",
+    "forward_time",
+    "backward_time",
+    "output_bytes",
+    "saved_bytes",
+    "grad_bytes",
+    "forward_transient_bytes",
+    "checkpoint_transient_bytes",
+    "backward_transient_bytes",
+)
+
+
+def _stage_to_dict(stage: Stage) -> dict[str, Any]:
+    data: dict[str, Any] = {**stage.extra, **{name: getattr(stage, name) for name in _STAGE_FIELDS}}
+    if stage.forms:
+        data["forms"] = [{**form.extra, **{name: getattr(form, name) for name in _FORM_FIELDS}} for form in stage.forms]
+    return data
+
+
+def _stage_from_dict(data: Any, i: int) -> Stage:
+    if not isinstance(data, Mapping):
+        raise ChainError(f"stage {i} is {data!r}, not an object")
+    for name in ("forward_time", "backward_time", "output_bytes", "saved_bytes"):
+        if name not in data:
+            raise ChainError(f"stage {i} misses the field {name!r}")
+    values = {name: data[name] for name in _STAGE_FIELDS if name in data}
+    extra = {key: data[key] for key in data if key not in (*_STAGE_FIELDS, "forms")}
+    forms = data.get("forms") or []
+    if not isinstance(forms, list):
+        raise ChainError(f"forms of stage {i} is {forms!r}, not a list")
+    try:
+        stage = Stage(**values, extra=extra)
+        return Stage(**values, extra=extra, forms=tuple(_form_from_dict(f, k, stage) for k, f in enumerate(forms, start=1)))
+    except ChainError as error:
+        raise ChainError(f"stage {i}: {error}") from error
+
+
+def _form_from_dict(data: Any, k: int, stage: Stage) -> Form:
+    if not isinstance(data, Mapping):
+        raise ChainError(f"form {k} is {data!r}, not an object")
+    for name in ("saved_bytes", "backward_time"):
+        if name not in data:
+            raise ChainError(f"form {k} misses the field {name!r}")
+    default = {name: getattr(stage, name) for name in ("forward_transient_bytes", "backward_transient_bytes")}
+    extra = {key: data[key] for key in data if key not in _FORM_FIELDS}
+    return Form(**{name: data.get(name, default.get(name)) for name in _FORM_FIELDS}, extra=extra)
+
+
+def _checked_form(form: Form, k: int, where: str) -> Form:
+    where = f"form {k} of {where}"
+    if not isinstance(form, Form):
+        raise ChainError(f"{where} is {form!r}, not a rotoff.Form")
+    return Form(
+        saved_bytes=bytes_of(form.saved_bytes, "saved_bytes", where),
+        backward_time=seconds(form.backward_time, "backward_time", where),
+        forward_transient_bytes=bytes_of(form.forward_transient_bytes, "forward_transient_bytes", where),
+        backward_transient_bytes=bytes_of(form.backward_transient_bytes, "backward_transient_bytes", where),
+        extra=form.extra,
+    )
+
+
+def _default(value: int | None, other: int) -> int:
+    return other if value is None else value

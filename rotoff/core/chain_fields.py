@@ -1,0 +1,45 @@
+"""What the fields of a chain may hold; each error is one sentence that names the field and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import ChainError
+from ..io.json_file import is_text
+
+
+def check_name(name: Any, where: str) -> None:
+    if not is_text(name):
+        raise ChainError(f"name of {where} is {name!r}; give text, without lone halves of surrogate pairs")
+
+
+def several(values: Any, name: str, where: str, kind: str) -> Iterable[Any]:
+    if not isinstance(values, Iterable):
+        raise ChainError(f"{name} of {where} is {values!r}; give a sequence of {kind}")
+    return values
+
+
+def number(value: Any, name: str, where: str) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+        raise ChainError(f"{name} of {where} is {value!r}; give a number")
+    try:
+        real = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        raise ChainError(f"{name} of {where} is over 1e308; give a finite number at or above 0") from None
+    if not math.isfinite(real) or real < 0:
+        raise ChainError(f"{name} of {where} is {value!r}; give a finite number at or above 0")
+    return real
+
+
+def seconds(value: Any, name: str, where: str) -> float:
+    return number(value, name, where)
+
+
+def bytes_of(value: Any, name: str, where: str) -> int:
+    real = number(value, name, where)
+    whole = int(value)
+    if whole != real and not isinstance(value, int):
+        raise ChainError(f"{name} of {where} is {value!r}; give a whole number of bytes")
+    return whole

@@ -1,0 +1,96 @@
+"""Groups of parameters: what is used, moved and updated together, in bytes and seconds.
+
+Three values stand for group k: ``w k`` its parameters, ``g k`` their gradients, ``o k`` the optimizer's state. A value
+of 0 bytes does not exist: it is always usable and never named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ChainError
+from .chain_fields import bytes_of, check_name, seconds, several
+
+_FIELDS = ("name", "stages", "bytes", "grad_bytes", "state_bytes", "update_time", "update_transient_bytes")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are used, moved and updated together; by default a chain has one group for each stage.
+
+    Args:
+        stages: who reads them, counted from 1; a tied weight names two.
+        bytes: what those stages read.
+        grad_bytes, state_bytes: of the gradients and of the optimizer's state; 0 where the parameters are frozen.
+        update_time: seconds on the compute lane, with parameters, gradients and state on the device.
+        host_update_time: seconds on the host's own lane, measured with both links busy; None where the host cannot
+            update them.
+        update_transient_bytes: charged beside the three while the device updates them.
+        name: of the group. extra: a file's unknown fields.
+
+    Raises:
+        ChainError: naming the group, the field and the value.
+    """
+
+    stages: tuple[int, ...]
+    bytes: int
+    grad_bytes: int = 0
+    state_bytes: int = 0
+    update_time: float = 0.0
+    host_update_time: float | None = None
+    update_transient_bytes: int = 0
+    name: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        check_name(self.name, "a group of parameters")
+        where = f"parameters {self.name!r}" if self.name else "a group of parameters"
+        stages = tuple(_stage(i, where) for i in several(self.stages, "stages", where, "numbers"))
+        if not stages:
+            raise ChainError(f"stages of {where} is empty; name at least one stage that reads them")
+        if len(set(stages)) < len(stages):
+            raise ChainError(f"stages of {where} is {list(stages)}; name each stage once")
+        put(self, "stages", stages)
+        for name in ("bytes", "grad_bytes", "state_bytes", "update_transient_bytes"):
+            put(self, name, bytes_of(getattr(self, name), name, where))
+        put(self, "update_time", seconds(self.update_time, "update_time", where))
+        if self.host_update_time is not None:
+            put(self, "host_update_time", seconds(self.host_update_time, "host_update_time", where))
+        if self.state_bytes and not self.grad_bytes:
+            raise ChainError(
+                f"state_bytes of {where} is {self.state_bytes}, but grad_bytes is 0; frozen parameters have no optimizer state"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The group as in a chain's file; `from_dict` is the reverse."""
+        data = {**self.extra, **{name: getattr(self, name) for name in _FIELDS}, "stages": list(self.stages)}
+        return data if self.host_update_time is None else {**data, "host_update_time": self.host_update_time}
+
+    @classmethod
+    def from_dict(cls, data: Any, k: int) -> ParameterGroup:
+        """Group `k` from a chain's file; unknown fields are kept in `extra`.
+
+        Raises:
+            ChainError: where the object is no such group; the sentence begins with the group's number.
+        """
+        if not isinstance(data, Mapping):
+            raise ChainError(f"group {k} of the parameters is {data!r}, not an object")
+        trained = ("update_time",) if data.get("grad_bytes") else ()
+        for name in ("stages", "bytes", *trained):
+            if name not in data:
+                raise ChainError(f"group {k} of the parameters misses the field {name!r}")
+        known = (*_FIELDS, "host_update_time")
+        extra = {key: data[key] for key in data if key not in known}
+        try:
+            return cls(**{name: data[name] for name in known if name in data}, extra=extra)
+        except ChainError as error:
+            raise ChainError(f"group {k} of the parameters: {error}") from error
+
+
+def _stage(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        raise ChainError(f"stages of {where} names {value!r}; stages are whole numbers from 1")
+    return int(value)

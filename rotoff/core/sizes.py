@@ -1,0 +1,86 @@
+"""Numbers of bytes as people write them: ``"6 GiB"`` to 6442450944 and back."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from typing import Any
+
+from ..errors import LimitError
+
+_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+_TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+MOST = 10**308  # what is larger is taken as this: it is no float, which every report of a size needs
+_HOW = 'give a whole number of bytes or a size such as "6 GiB"'
+
+
+def parse_bytes(value: Any, what: str = "mem_limit") -> int:
+    """Number of bytes that `value` stands for: an int, a float above 1 (floored), or text.
+
+    Text is a number and a unit: B, decimal kB to PB, binary KiB to PiB (any case); a bare whole number is bytes.
+
+    Raises:
+        LimitError: for everything else (bool, NaN, 0, negative, a fraction, an unknown unit).
+    """
+    if isinstance(value, str):
+        return _parse_text(value, what)
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+        raise LimitError(f"{what} is {value!r} ({type(value).__name__}): {_HOW}")
+    number = _whole(value)
+    if number is None:
+        real = float(value)
+        if not math.isfinite(real):
+            raise LimitError(f"{what} is {value!r}: {_HOW}")
+        if 0 < real <= 1:
+            raise LimitError(f"{what} is {value!r}, which looks like a fraction; limits are absolute: {_HOW}")
+        number = math.floor(real)
+    if number <= 0:
+        said = repr(value) if number > -MOST else "under -1e308"
+        raise LimitError(f"{what} is {said}, but must be above 0: {_HOW}")
+    return min(number, MOST)
+
+
+def _whole(value: Any) -> int | None:
+    """`value` as a whole number of any kind that is one; None where it is another number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _parse_text(text: str, what: str) -> int:
+    match = _TEXT.fullmatch(text)
+    if text.strip().endswith("%"):
+        raise LimitError(
+            f"{what} is {text!r}, a share; limits are absolute: {_HOW}, or int(0.5 * model.keep_all_memory) for half of what"
+            " keeping everything takes"
+        )
+    if match is None:
+        raise LimitError(f"{what} is {text!r}: {_HOW}")
+    digits, unit = match.groups()
+    if not unit and not digits.isdigit() and not (float(digits).is_integer() and float(digits) > 1):
+        raise LimitError(f"{what} is {text!r}, a number without a unit: {_HOW}")
+    scale = _UNITS.get(unit.upper() or "B")
+    if scale is None:
+        raise LimitError(f"{what} is {text!r} with the unknown unit {unit!r}; units are B, kB to PB and KiB to PiB: {_HOW}")
+    # Python reads no integer of more than 4300 digits, and a float none of more than 308.
+    number = int(digits) if digits.isdigit() and len(digits) < 300 else float(digits)
+    if not math.isfinite(float(number) * scale):
+        raise LimitError(f"{what} is {text!r}, which is too large: {_HOW}")
+    total = math.floor(number * scale)
+    if total <= 0:
+        raise LimitError(f"{what} is {text!r}, less than one byte: {_HOW}")
+    return total
+
+
+def format_bytes(number: float) -> str:
+    """`number` bytes in the largest binary unit that keeps it at or above 1, such as ``"1.31 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024 or unit == "TiB":
+            return f"{number:.0f} B" if unit == "B" else f"{number:.{'2f' if abs(number) < 1e6 else '3g'}} {unit}"
+        number /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,1 @@
+"""Files and terminals: whole writes, JSON, the cache, progress."""

@@ -1,0 +1,100 @@
+"""What took long to find, kept on disk for the next process: solved sequences, and measured times of stages.
+
+One JSON file an entry, named by the hash of all that the entry depends on, which is also inside and compared. A file is
+written whole or not at all; one that cannot be read is ignored with a line in the log. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from .atomic_write import write_whole
+
+logger = logging.getLogger("rotoff")
+ENVIRONMENT = "ROTOFF_CACHE"  # "off", or the directory
+KEPT = 1000  # entries; the oldest go first
+_FORMAT = "rotoff.cached"
+_VERSION = 1
+
+
+def default_directory() -> Path | None:
+    """Where the environment says: ``ROTOFF_CACHE``, else ``rotoff`` in the user's cache directory; None where it says off."""
+    named = os.environ.get(ENVIRONMENT)
+    if named is not None:
+        return None if named.strip().lower() in ("", "off", "0", "no", "false", "none") else Path(named).expanduser()
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rotoff"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+class Cache:
+    """Entries in `directory`; with None, nothing is ever found or kept."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self.directory = None if directory is None else Path(directory).expanduser()
+
+    @classmethod
+    def of(cls, directory: str | os.PathLike[str] | bool | None) -> Cache:
+        """The one in `directory`; True: where the environment says. False or None: none."""
+        return cls(default_directory() if directory is True else (directory or None))
+
+    def find(self, kind: str, key: Any) -> Any:
+        """What was kept for `key` (of JSON values), or None."""
+        if self.directory is None:
+            return None
+        path = self._path(kind, key)
+        try:
+            entry = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("rotoff: the cache file %s cannot be read and is ignored: %s", path, error)
+            return None
+        if not isinstance(entry, dict) or (entry.get("format"), entry.get("version")) != (_FORMAT, _VERSION):
+            logger.warning("rotoff: %s is no cache file of this version and is ignored", path)
+            return None
+        return entry.get("value") if entry.get("key") == _plain(key) else None
+
+    def keep(self, kind: str, key: Any, value: Any) -> None:
+        """Keep `value` (of JSON values) for `key`; where that fails, the log says so and nothing else happens."""
+        if self.directory is None:
+            return
+        entry = {"format": _FORMAT, "version": _VERSION, "key": key, "value": value}
+        path = self._path(kind, key)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(entry))
+            self._trim()
+        except OSError as error:
+            logger.warning("rotoff: cannot write to the cache directory %s: %s", self.directory, error)
+
+    def _path(self, kind: str, key: Any) -> Path:
+        assert self.directory is not None
+        text = json.dumps(key, sort_keys=True)
+        return self.directory / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+    def _trim(self) -> None:
+        assert self.directory is not None
+        files = list(self.directory.glob("*-*.json"))
+        if len(files) <= KEPT:
+            return
+        for path in sorted(files, key=_age)[: len(files) - KEPT]:
+            path.unlink(missing_ok=True)
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process was first
+        return 0.0
+
+
+def _plain(key: Any) -> Any:
+    """`key` as it comes back from a file: tuples as lists."""
+    return json.loads(json.dumps(key))

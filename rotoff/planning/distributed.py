@@ -1,0 +1,121 @@
+"""What all processes of a group do alike: one profile, the tightest limit, and what the first process decides on them.
+
+Where stages communicate while they run (sharded parameters are gathered), processes that followed different plans would wait
+for each other forever. Processes must come here together: each new input signature in the same step of all of them. Here nobody takes
+a way of his own: all tell all, or the first one tells all, and an error is one of the things told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from ..capture.sharding import shards
+from ..core.sequence import Sequence as Plan
+from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
+from ..profile.profile import Profile
+from ..tensors.stage import StageModule
+from .reduction import Told, common_profile
+
+T = TypeVar("T")
+
+
+def agree_on_sample(read: Callable[[], T], group: Any) -> T:
+    """What `read` gives here, once it gave something in all processes.
+
+    Raises:
+        MeasureError: where it raises in another process. What it raises here.
+    """
+    found: list[T] = []
+    _from_everyone(lambda: found.append(read()), "take the sample", group)
+    return found[0]
+
+
+def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
+    """What `measure` gives here, with what is common to all processes (`planning.reduction`).
+
+    Raises:
+        MeasureError: where the processes have different stages, or another one could not measure. What `measure` raises here.
+    """
+    found: list[Profile] = []
+
+    def told() -> Told:
+        found.append(measure())
+        return Told(found[0])
+
+    everyone = _from_everyone(told, "measure the model", group)
+    return common_profile(found[0], everyone)
+
+
+def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
+    """The smallest that `mem_limit` gives in any process, in bytes.
+
+    Raises:
+        LimitError: where it raises in another process. What it raises here.
+    """
+    return min(_from_everyone(mem_limit, "take the limit", group, LimitError))
+
+
+def agree_on_sequence(solve: Callable[[], Plan], group: Any) -> Plan:
+    """What `solve` gives in the first process of the group; it may search for as long as a clock says, so one does it.
+
+    Raises:
+        InfeasibleError: in all processes, where the first one's raises it.
+    """
+    box: list[Any] = [None]
+    failure: BaseException | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            box = [solve().to_dict()]
+        except InfeasibleError as error:
+            box = [(str(error), error.min_mem_limit)]
+        except BaseException as error:
+            box, failure = [(repr(error), -1)], error
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    if failure is not None:
+        raise failure
+    if isinstance(box[0], dict):
+        return Plan.from_dict(box[0])
+    message, least = box[0]
+    if least < 0:
+        raise MeasureError(f"the first process of the group could not plan: {message}")
+    raise InfeasibleError(message, least)
+
+
+def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
+    """Raise where FSDP2 shards parameters by a module around the stages: the backward of one stage alone gives them all up.
+
+    Raises:
+        MeasureError: naming such a stage.
+    """
+    if not any(shards(module) for module in root.modules()):
+        return
+    for stage in stages:
+        for module in stage.modules:
+            inside = {id(p) for m in module.modules() if shards(m) for p in m.parameters()}
+            if any(id(p) not in inside for p in module.parameters()):
+                raise MeasureError(
+                    f"the parameters of stage {stage.name!r} are sharded by a module around it; fully_shard each stage with"
+                    " parameters, then the rotoff.Checkpointable"
+                )
+
+
+def _from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError) -> list[T]:
+    """What `act` gives in every process; where it fails in one it fails in all, for nobody may wait for who does not come."""
+    failure: Exception | None = None
+    mine: tuple[Any, str] = None, ""
+    try:
+        mine = act(), ""
+    except Exception as error:
+        failure, mine = error, (None, f"{type(error).__name__}: {error}")
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if failure is not None:
+        raise failure
+    for rank, (_, reason) in enumerate(everyone):
+        if reason:
+            raise error_type(f"process {rank} of the group could not {what}, and so none of them can; there: {reason}")
+    return [result for result, _ in everyone]

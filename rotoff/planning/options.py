@@ -1,0 +1,39 @@
+"""What the user chooses once for a model: how it is cut, measured and served. One owner for `Checkpointable` and for estimates."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..capture import sequential, strategy
+from ..capture.backward_roots import BackwardFrom, read_backward_from
+from ..profile.selective.variants import Forms, read_forms
+from ..runtime.links.half import check_offload_dtype
+from ..tensors.convolutions import read_conv_algorithms
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `rotoff.Checkpointable` of these names, which says what they mean."""
+
+    stages: strategy.Wanted = None
+    backward_from: BackwardFrom = None
+    forms: Forms = True
+    conv_algorithms: str = "plain"
+    interpolate: bool = True
+    offload_dtype: torch.dtype | None = None
+    host_directory: str | os.PathLike[str] | None = None
+    cache_directory: str | os.PathLike[str] | bool | None = True
+
+    def check(self, model: nn.Module) -> None:
+        """Raise OptionError where one of them is no option of its kind or not one for `model`, MeasureError for an empty model."""
+        read_backward_from(self.backward_from)
+        read_forms(self.forms)
+        read_conv_algorithms(self.conv_algorithms)
+        strategy.named(model, self.stages)
+        if strategy.is_sequential(model) and self.stages is None:
+            sequential.stages(model)
+        check_offload_dtype(self.offload_dtype)

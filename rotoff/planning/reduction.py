@@ -1,0 +1,222 @@
+"""One profile for all processes of a group: of each cost the largest that any of them measured, of each gain the smallest.
+
+`RULES` says it of every field of a `Profile`, and of what those are made of. A plan within the limit on the common profile is within it
+in each process; and since all of them make it from the same list, they make the same, and decide alike by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from ..core.chain import Chain, Form, Stage
+from ..core.parameters import ParameterGroup
+from ..errors import MeasureError
+from ..profile.memory.eager_memory import Lingering, Passing
+from ..profile.profile import Compact, Profile
+from ..runtime.overhead import UpkeepTimes
+
+Rule = Callable[[Sequence[Any]], Any]  # of what each process has, in the order of their ranks, to what all shall have
+Identity = tuple[tuple[int, ...], str]  # of a form: `Recipe.identity`
+
+
+class Unlike(Exception):
+    """The processes have other things, of which nothing in common can be made."""
+
+
+def own(values: Sequence[Any]) -> Any:
+    """What stays each process's own, and is not told to the others: what runs there. No bytes of a plan may depend on it."""
+    raise AssertionError("nothing in common is made of what is each process's own")
+
+
+def first(values: Sequence[Any]) -> Any:
+    """That of the first process: words for people."""
+    return values[0]
+
+
+def same(values: Sequence[Any]) -> Any:
+    if any(value != values[0] for value in values):
+        raise Unlike(values)
+    return values[0]
+
+
+def each(rule: Rule) -> Rule:
+    """`rule` for each of several, one by one."""
+
+    def agreed(values: Sequence[Any]) -> Any:
+        same([len(value) for value in values])
+        return tuple(rule(one) for one in zip(*values, strict=True))
+
+    return agreed
+
+
+def parts(kind: type) -> Rule:
+    """The rules of `kind`, field by field."""
+
+    def agreed(values: Sequence[Any]) -> Any:
+        return kind(**{name: rule([getattr(value, name) for value in values]) for name, rule in RULES[kind].items()})
+
+    return agreed
+
+
+def alike_or(otherwise: Any, rule: Rule) -> Rule:
+    """`rule` where the processes found things that go together; `otherwise` where they did not, or one found nothing."""
+
+    def agreed(values: Sequence[Any]) -> Any:
+        try:
+            return otherwise if None in values else rule(values)
+        except Unlike:
+            return otherwise
+
+    return agreed
+
+
+def longest(values: Sequence[tuple[Lingering, ...]]) -> tuple[Lingering, ...]:
+    """Between the same stages the most bytes that any process holds there."""
+    most: dict[tuple[int, int], int] = {}
+    for lingering in values:
+        for one in lingering:
+            most[one.first, one.until] = max(one.nbytes, most.get((one.first, one.until), 0))
+    return tuple(Lingering(*span, nbytes) for span, nbytes in sorted(most.items()))
+
+
+RULES: dict[type, dict[str, Rule]] = {
+    Form: {
+        "saved_bytes": max,
+        "backward_time": max,
+        "forward_transient_bytes": max,
+        "backward_transient_bytes": max,
+        "extra": first,
+    },
+    Stage: {
+        "name": same,
+        "forward_time": max,
+        "backward_time": max,
+        "output_bytes": max,
+        "saved_bytes": max,
+        "grad_bytes": max,
+        "forward_transient_bytes": max,
+        "checkpoint_transient_bytes": max,
+        "backward_transient_bytes": max,
+        "forms": each(parts(Form)),  # of which all have the same by then: `_with_forms`
+        "extra": first,
+    },
+    ParameterGroup: {
+        "stages": same,
+        "bytes": max,
+        "grad_bytes": max,
+        "state_bytes": max,
+        "update_time": max,
+        "host_update_time": alike_or(None, max),
+        "update_transient_bytes": max,
+        "name": same,
+        "extra": first,
+    },
+    Chain: {
+        "stages": each(parts(Stage)),
+        "parameters": each(parts(ParameterGroup)),
+        "d2h_bandwidth": min,
+        "h2d_bandwidth": min,
+        "input_bytes": max,
+        "input_grad_bytes": max,
+        "duplex": all,
+        "name": first,
+        "meta": first,
+        "extra": first,
+    },
+    Passing: {"first": same, "last": same, "nbytes": min, "until": same},
+    Compact: {
+        "stages": each(parts(Stage)),
+        "copied": same,
+        "staying_bytes": each(max),
+        "gone_bytes": each(min),
+    },
+    UpkeepTimes: {"forward": max, "backward": max, "pack": max, "unpack": max, "move": max},
+    Profile: {
+        "device": own,
+        "chain": parts(Chain),
+        "prefix": own,
+        "stages": own,
+        "behaviours": own,
+        "stuck_bytes": max,
+        "replay_bytes": max,
+        "prefix_peak_bytes": max,
+        "made_input_bytes": max,
+        "no_forms": first,
+        "rng_bytes": max,
+        "gone_bytes": each(min),
+        # of other bytes elsewhere it could be taken off the chain by too much, and off the limit by too little
+        "skips": alike_or((), same),
+        "passing": alike_or((), each(parts(Passing))),
+        "lingering": longest,
+        "spare_bytes": each(each(min)),
+        "outside_bytes": each(min),
+        "staying_bytes": each(max),
+        "compact": alike_or(None, parts(Compact)),
+        "copy_bandwidth": alike_or(None, min),
+        "tail_times": each(min),
+        "upkeep_times": parts(UpkeepTimes),
+        "host_bound": alike_or((), each(any)),
+        "beside_loss_bytes": max,
+        "twice_bytes": each(min),
+    },
+}
+
+
+def check_rules(rules: dict[type, dict[str, Rule]]) -> None:
+    """Raise TypeError where `rules` say nothing of a field, or something of one that is not there."""
+    for kind, said in rules.items():
+        names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "_fields", ()))
+        if unlike := sorted(set(names) ^ set(said)):
+            raise TypeError(
+                f"RULES must say of each field of {kind.__name__} how processes agree on it: {', '.join(unlike)}"
+            )
+
+
+check_rules(RULES)  # when this is imported, so that nobody runs with a field that processes may differ in
+
+
+class Told:
+    """What a process tells the others of its `profile`: all that is not its own, and which forms of each stage it found."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.costs = {name: getattr(profile, name) for name, rule in RULES[Profile].items() if rule is not own}
+        self.forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in profile.behaviours]
+
+
+def common_profile(mine: Profile, everyone: Sequence[Told]) -> Profile:
+    """`mine` with what all processes agree on of what they told, `everyone` in the order of ranks.
+
+    Raises:
+        MeasureError: where the processes have different stages.
+    """
+    names = [[stage.name for stage in told.costs["chain"].stages] for told in everyone]
+    if any(other != names[0] for other in names):
+        raise MeasureError(
+            f"the processes measured different stages ({names}); give all of them the same model and inputs of the same kind"
+        )
+    found = zip(*(told.forms for told in everyone), strict=True)
+    forms = [[one for one in stage[0] if all(one in theirs for theirs in stage)] for stage in found]
+    told = [_with_forms(theirs, forms) for theirs in everyone]
+    agreed = {name: rule([one[name] for one in told]) for name, rule in RULES[Profile].items() if rule is not own}
+    behaviours = []
+    for behaviour, wanted in zip(mine.behaviours, forms, strict=True):
+        recipes = {recipe.identity: recipe for recipe in behaviour.forms}
+        behaviours.append(replace(behaviour, forms=tuple(recipes[one] for one in wanted)))
+    profile = replace(mine, behaviours=tuple(behaviours), **agreed)
+    return profile.described(profile.chain.name, profile.chain.meta)
+
+
+def _with_forms(told: Told, wanted: Sequence[Sequence[Identity]]) -> dict[str, Any]:
+    """What `told` has with the forms `wanted` of each stage alone, in that order."""
+
+    def only(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        rows = zip(stages, told.forms, wanted, strict=True)
+        return tuple(replace(s, forms=tuple(s.forms[found.index(one)] for one in some)) for s, found, some in rows)
+
+    costs = dict(told.costs)
+    costs["chain"] = replace(costs["chain"], stages=only(costs["chain"].stages))
+    if costs["compact"] is not None:
+        costs["compact"] = costs["compact"]._replace(stages=only(costs["compact"].stages))
+    return costs

@@ -1,0 +1,367 @@
+"""What is known of a model: for each course that its forward takes, what was measured and the plan made of it.
+
+A course is an input signature (shapes, strides, dtypes, what needs gradients, autocast), the answers to what the forward asks of its
+batch, and the model's own state. A new one is measured and planned on sight; those seen last are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..capture import strategy
+from ..capture.backward_roots import read_backward_from
+from ..capture.course import Course as Expected
+from ..capture.course import expected
+from ..capture.outside import without_checkpoints
+from ..capture.undo import undone
+from ..core.chain import Stage
+from ..core.sizes import format_bytes
+from ..errors import InfeasibleError, MeasureError
+from ..io.cache import Cache
+from ..profile.measure import Progress, measure
+from ..profile.profile import Profile
+from ..profile.provenance import provenance
+from ..profile.selective.variants import read_forms
+from ..profile.stage_meter import Meter
+from ..profile.timing.context import Bench
+from ..profile.timing.interpolation import MeasuredTimes, surroundings
+from ..profile.timing.timing_cache import KnownTimes, TimesChanged, find_times, keep_times, times_key
+from ..runtime.execution_plan import ExecutionPlan
+from ..runtime.interpreter import Step
+from ..runtime.links.pool import LinkPool
+from ..tensors.convolutions import other_algorithms, read_conv_algorithms
+from ..tensors.tree import flatten
+from .distributed import agree_on_profile, refuse_root_shards
+from .options import Options
+from .planner import Request, make_plan
+
+logger = logging.getLogger("rotoff")
+# Measuring watches calls and allocations of the whole process; so one thread does it at a time.
+_MEASURING = threading.RLock()
+_OF_ONE_SIGNATURE = 8  # courses that are kept
+_SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
+
+
+@dataclass(eq=False)
+class Course:
+    """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its input.
+    measure_again: whether steps have become others than this one; left: whether the last step that was to take it did not; missed: how
+    many did not, and patience: after how many all courses known are made one."""
+
+    profile: Profile
+    captured: strategy.Captured
+    plan: ExecutionPlan | None = None
+    _planned: tuple[tuple[tuple[int, ...], bool], Profile] | None = None
+    hint: str = ""
+    measure_again: bool = False
+    left: bool = False
+    _expected: Expected | None = None
+    _astray: dict[int, int] = field(default_factory=dict)
+    missed: int = 0
+    patience: int = 4
+
+    @property
+    def planned(self) -> Profile:
+        """The profile as the plan sees it: with the skip connections in place that it keeps there, and the gradients copied that
+        it copies."""
+        seen = (self.plan.kept, self.plan.compact) if self.plan is not None else ((), False)
+        if self._planned is None or self._planned[0] != seen:
+            self._planned = seen, self.profile.keeping(*seen)
+        return self._planned[1]
+
+    def miss(self, astray: int) -> None:
+        """A step did not take this course, as it was to; `astray` tells the one that it took."""
+        self.left = True
+        self.missed += 1
+        self._astray[astray] = times = self._astray.get(astray, 0) + 1
+        self.measure_again |= times == _TWICE
+        if len(self._astray) > _OTHERS:  # by chance a model may take another one in each step
+            del self._astray[next(iter(self._astray))]
+
+    @property
+    def expected(self) -> Expected | None:
+        """The calls that the model's forward is expected to make; None where the modules of an ``nn.Sequential`` run."""
+        if self._expected is None and self.captured.tape is not None:
+            self._expected = expected(self.captured.tape, self.profile.stages, self.profile.prefix)
+        return self._expected
+
+
+_OTHERS = 64  # other courses that are remembered
+_TWICE = 2  # times that a step takes the same other course before that is measured, too
+
+
+class Courses:
+    """The courses of `model`, measured and planned alike by all processes of `group`, if any.
+
+    request: what is asked of every plan; None: nothing yet. latest: the course measured, planned or taken last. plain: what
+    runs the model as it is, where that is not a call of it (`rotoff.attach`).
+
+    Args:
+        root: the module that is called; `model` where nothing is around it. options: of `Checkpointable`. links: to the host, of
+            which the bandwidth is measured.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        options: Options,
+        links: LinkPool,
+        group: Any,
+        cache: Cache,
+    ) -> None:
+        self.request: Request | None = None
+        self.latest: Course | None = None
+        self.plain: Callable[..., Any] | None = None
+        self._root = weakref.ref(root)  # which owns this
+        self._model = model
+        self._options = options
+        self._links = links
+        self._group = group
+        self._cache = cache
+        self._times = MeasuredTimes() if options.interpolate and group is None else None
+        self._known: OrderedDict[Any, deque[Course]] = OrderedDict()
+        self._warned = False
+
+    def __iter__(self) -> Iterator[Course]:
+        """Every course that is kept."""
+        return (course for courses in self._known.values() for course in courses)
+
+    def measure(
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool = True, also: Sequence[Course] = ()
+    ) -> Course:
+        """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the place of the courses
+        `also`, and is of what those do, too."""
+        found: list[strategy.Captured] = []
+
+        def measure_here() -> Profile:
+            with undone(self._model), without_checkpoints():
+                captured, profile = self._measure_here(value, progress, repeats, timed, also)
+            found.append(captured)
+            return profile
+
+        began = time.perf_counter()
+        with _MEASURING:
+            profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
+        logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
+        course = self.latest = Course(profile, found[0])
+        course.hint = _constants(value)
+        known = self._known.setdefault(signature(value, self._model), deque(maxlen=_OF_ONE_SIGNATURE))
+        for one in also:
+            known.remove(one)
+        known.appendleft(course)
+        while len(self._known) > _SIGNATURES:
+            self._known.popitem(last=False)
+        return course
+
+    def _measure_here(
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Sequence[Course]
+    ) -> tuple[strategy.Captured, Profile]:
+        device = device_of(self._model, value)
+
+        def bandwidth(nbytes: int, step_bytes: int) -> tuple[float, float, bool]:
+            return self._links.bandwidth(device, nbytes, step_bytes)
+
+        was_training = self._model.training
+        if not was_training:
+            self._model.train()
+        try:
+            known = [one.captured.tape for one in also if one.captured.tape is not None]
+            captured = strategy.capture(self._model, value, device, self._options.stages, self.plain, known)
+            captured = captured.starting(read_backward_from(self._options.backward_from))
+            root = self._root()
+            refuse_root_shards(self._model if root is None else root, captured.stages)
+            # processes that measure together must all do the same
+            chosen = self._links.staging_bytes, self._options.forms, self._options.conv_algorithms
+            key = times_key(captured.stages, value, device, repeats, *chosen) if self._group is None else None
+            kept = find_times(self._cache, key)
+            if kept is not None:
+                logger.info("rotoff: times of %d stages from the cache in %s", len(kept.stages), self._cache.directory)
+            shapes, autocast, *_ = signature(value, self._model)
+            names = tuple(stage.name for stage in captured.stages)
+            around = surroundings(self._model, autocast)
+            near = self._times.find(shapes, around, names) if self._times and kept is None and not timed else None
+            if near is not None:
+                logger.info("rotoff: times interpolated between %s", near.between)
+            others = other_algorithms(device) if read_conv_algorithms(self._options.conv_algorithms) else ()
+            named = bool(strategy.named(self._model, self._options.stages))
+
+            def measured(times: KnownTimes | None) -> Profile:
+                meter = Meter(Bench.on(device, repeats), read_forms(self._options.forms), others)
+                return measure(captured.stages, value, meter, bandwidth, progress, times, named)
+
+            try:
+                profile = measured(near.times if near else kept)
+            except TimesChanged as changed:
+                logger.info("rotoff: times from the cache are not used, since %s", changed)
+                kept = None
+                profile = measured(None)
+            if kept is None and near is None:
+                keep_times(self._cache, key, profile)
+            if near is None and self._times is not None:
+                self._times.add(shapes, around, names, profile)
+            meta = provenance(self._model, value, device)
+            if near is not None:
+                meta["times"] = f"interpolated between those measured at {near.between}"
+            if captured.tape is not None:
+                profile = _with_outside(profile, expected(captured.tape, profile.stages, profile.prefix))
+            stuck = profile.stuck_bytes + self._links.staging_bytes
+            stuck += captured.tape.changed_bytes if captured.tape is not None else 0
+            return captured, replace(profile, stuck_bytes=stuck).described(type(self._model).__name__, meta)
+        finally:
+            if not was_training:
+                self._model.eval()
+
+    def ask(self, request: Request) -> None:
+        """Plan the latest course for `request`, and the others when they are taken; nothing changes where that fails."""
+        if self.latest is not None:
+            self.latest.plan = make_plan(self.latest.profile, request, self._group)
+        self.request = request
+        for course in self:
+            if course is not self.latest:
+                course.plan = None
+
+    def take(self, value: Any) -> Course | None:
+        """The planned course for the chain's input `value`, measured where it is new; None where nothing needs a gradient."""
+        assert self.request is not None
+        key, hint = signature(value, self._model), _constants(value)
+        known = self._known.get(key, deque[Course]())
+        if len(known) > 1 and known[0].left:  # what was left last is not expected next
+            known[0].left = False
+            known.rotate(-1)
+        course = next((one for one in known if one.hint == hint), known[0] if known else None)
+        # processes of a group must all measure or none, and what one of them does is not known to the others
+        can_measure = self._group is not None or not torch.autograd._profiler_enabled()  # of which there can be one
+        if course is not None and self._group is None and can_measure:
+            if sum(one.missed for one in known) >= course.patience:
+                course = self._made_one(value, known)
+            elif course.measure_again and len(known) < _OF_ONE_SIGNATURE:
+                logger.info("rotoff: measuring anew, since the model's forward has become another")
+                course.measure_again = False
+                course = self.measure(value, None, None, timed=False)
+        if course is None:
+            if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
+                return None
+            if not can_measure:
+                logger.warning(
+                    "rotoff: a step with a new input shape runs as the plain model, without a limit, since it cannot be measured while a"
+                    " profiler is active; measure before, by model.measure(*sample)"
+                )
+                return None
+            logger.info("rotoff: measuring a new input signature %s", key[0])
+            course = self.measure(value, None, None, timed=False)
+        self._known.move_to_end(key)
+        if course.plan is None:
+            course.plan = make_plan(course.profile, self.request, self._group)
+        self.latest = course
+        return course
+
+    def followed(self, course: Course, step: Step) -> None:
+        """`step` has run its forward, and was expected to take `course`."""
+        if step.astray is None or (course.captured.random and not step.unknown):
+            return  # where calls are left out by chance, the plan has held
+        course.miss(step.astray)
+        if not step.unknown or self._warned:
+            return
+        self._warned = True
+        assert self.request is not None
+        told, limit = "", self.request.mem_limit
+        if step.unknown_bytes > limit:
+            told = f" (its activations took {format_bytes(step.unknown_bytes)}, and the limit is {format_bytes(limit)})"
+        logger.warning(
+            "rotoff: the model's forward took another course than the planned one. Its result is that of the plain model; its bytes may"
+            " exceed the limit%s until that course is planned, which is done when it comes again",
+            told,
+        )
+
+    def _made_one(self, value: Any, known: deque[Course]) -> Course:
+        """A course of all that those `known` do, and the forward for `value`, since steps go between them as they like; the first of them, where
+        the limit is too small for that."""
+        assert self.request is not None
+        logger.info("rotoff: measuring for all that the model's forward does, since it goes another way in each step")
+        before = list(known)
+        course = self.measure(value, None, None, timed=False, also=before)
+        course.patience = 2 * before[0].patience
+        try:
+            course.plan = make_plan(course.profile, self.request, self._group)
+        except InfeasibleError:
+            known.clear()
+            known.extend(before)
+            for one in before:
+                one.missed, one.patience = 0, course.patience
+            return before[0]
+        return course
+
+
+def _with_outside(profile: Profile, course: Expected) -> Profile:
+    """`profile`, where the forwards are also charged for what the model's own code runs there and no stage does: parts of the prefix, and
+    what is computed for nothing."""
+    beside = max(0, profile.prefix_peak_bytes - profile.made_input_bytes) if profile.prefix else 0
+    outside = tuple(nbytes + (beside if i in course.beside else 0) for i, nbytes in enumerate(course.dead_bytes, start=1))
+
+    def more(one: Any, nbytes: int) -> Any:
+        return replace(one, forward_transient_bytes=one.forward_transient_bytes + nbytes)
+
+    def charged(stage: Stage, nbytes: int) -> Stage:
+        assert stage.checkpoint_transient_bytes is not None
+        forms = tuple(more(form, nbytes) for form in stage.forms)
+        checkpoint = stage.checkpoint_transient_bytes + nbytes
+        return replace(more(stage, nbytes), checkpoint_transient_bytes=checkpoint, forms=forms)
+
+    def all_of(costs: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        return tuple(map(charged, costs, outside))
+
+    compact = profile.compact and profile.compact._replace(stages=all_of(profile.compact.stages))
+    chain = replace(profile.chain, stages=all_of(profile.chain.stages))
+    return replace(profile, chain=chain, compact=compact, outside_bytes=outside)
+
+
+def signature(value: Any, model: nn.Module) -> Any:
+    """What the bytes of a step depend on: the tensors of its input, autocast, and the model's parameters and modes."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    shapes = tuple(map(_shape, tensors))
+    types = {"cpu", *(t.device.type for t in tensors)}
+    autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
+    modules = {id(model): model}  # found by a loop of our own: ``model.modules()`` goes through a generator for each level
+    todo = [model]
+    for module in todo:
+        for child in module._modules.values():
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = child
+                todo.append(child)
+    found = [p for module in todo for p in module._parameters.values() if p is not None]
+    parameters = tuple([(p.shape, p.dtype, p.requires_grad) for p in found])
+    modes = tuple([module.training for module in todo])
+    # the modules of an nn.Sequential are its stages, and run themselves
+    stages = tuple(modules) if strategy.is_sequential(model) else ()
+    return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
+
+
+def _constants(value: Any) -> str:
+    """What is beside the tensors of an input, which may or may not decide about the course of the forward."""
+    return repr([leaf for leaf in tree_leaves(value) if not isinstance(leaf, torch.Tensor)])
+
+
+def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+    told = tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return told
+    return *told, tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def device_of(model: nn.Module, value: Any) -> torch.device:
+    found = {p.device for p in model.parameters()} or {t.device for t in flatten(value)[0]}
+    if len(found) > 1:
+        raise MeasureError(f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device")
+    return found.pop() if found else torch.device("cpu")

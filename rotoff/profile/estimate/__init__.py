@@ -1,0 +1,1 @@
+"""Profiles without the device: fake tensors for bytes, data sheets for times."""

@@ -1,0 +1,167 @@
+"""A chain with no device and no bytes: the stages of a model run on fake tensors, times from operation counts.
+
+Bytes follow the same rules as measured ones, by the same code (`meter`): only where they are seen is another
+(`fake.FakeAllocator`). Equal stages on equal inputs are run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ...capture import strategy
+from ...capture.backward_roots import BackwardFrom, read_backward_from
+from ...runtime.overhead import NO_UPKEEP, UpkeepTimes
+from ...tensors.convolutions import Algorithms
+from ...tensors.rng import RNG_BYTES
+from ...tensors.stage import Behaviour, StageModule
+from ...tensors.storage import CUDA_BLOCK, storage_key
+from ...tensors.tree import flatten
+from ..measure import measure
+from ..memory.allocator import AllocationLog
+from ..profile import Profile
+from ..provenance import TAIL_TIMES, provenance
+from ..selective.graph import describe, structure
+from ..selective.variant_meter import FormMeter
+from ..selective.variants import Forms, Policy, read_forms
+from ..stage_meter import Measured, Meter
+from ..timing.context import Bench
+from ..timing.convergence import Repeats
+from ..timing.harness import Run
+from ..timing.stage_timing import End, Timings
+from ..timing.timing_cache import StageTimes
+from . import cpu_temporaries
+from .cuda_kernels import cuda_variants
+from .devices import Device
+from .fake import FakeAllocator, InMode, fake_copy, fake_mode
+from .fake_forms import FakeFormMeter
+from .roofline import Roofline
+
+T = TypeVar("T")
+_CPU = torch.device("cpu")  # of all fake tensors
+
+
+def estimate_profile(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: Device,
+    wanted: strategy.Wanted = None,
+    forms: Forms = True,
+    backward_from: BackwardFrom = None,
+) -> Profile:
+    """What `measure` would return on `device`, over a fake copy of the model. wanted, forms, backward_from: as `stages`, `forms` and
+    `backward_from` of `Checkpointable`."""
+    wanted = strategy.named(model, wanted) or wanted  # modules would be those of the model, not of its copy
+    mode = fake_mode(device.capability is not None)
+    copied = fake_copy(model, mode).train()
+    value = fake_copy(strategy.chain_input(model, args, kwargs, wanted), mode)
+    with cuda_variants(device):
+        stages = strategy.capture(copied, value, _CPU, wanted).starting(read_backward_from(backward_from)).stages
+        stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in stages]
+        meter = FakeMeter(device, mode, read_forms(forms))
+        named = bool(strategy.named(copied, wanted))
+        profile = measure(stages, value, meter, lambda *_: link(device), named=named)
+    meta = {**provenance(model, value, device), TAIL_TIMES: list(profile.tail_times)}
+    chain = replace(profile.chain, name=type(model).__name__, meta=meta)
+    return replace(profile, chain=chain)
+
+
+def link(device: Device) -> tuple[float, float, bool]:
+    """(d2h B/s, h2d B/s, duplex) that copies are taken to reach."""
+    share = device.link_efficiency
+    return device.d2h_bandwidth * share, device.h2d_bandwidth * share, device.duplex
+
+
+class TimedAllocator(FakeAllocator):
+    """Also adds up the seconds that the logged operations take on `device`.
+
+    seconds: of each log, those after the mark "backward", and under "" those before it.
+    """
+
+    def __init__(self, device: Device, mode: FakeTensorMode, roofline: Roofline) -> None:
+        if device.capability is None:
+            super().__init__(1, cpu_temporaries.steps)
+        else:
+            super().__init__(CUDA_BLOCK)
+        self._mode = mode
+        self._roofline = roofline
+        self.seconds: list[dict[str, float]] = []
+        self._phase = ""
+
+    def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
+        self.seconds.append({})
+        self._phase = ""
+        with self._mode:  # in a backward too, where what the interpreter makes is fake as well
+            return super().log(run)
+
+    def mark(self, name: str) -> None:
+        super().mark(name)
+        if name == "backward":
+            self._phase = name
+            self.seconds[-1][name] = 0.0
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        spans = self.seconds[-1]
+        spans[self._phase] = spans.get(self._phase, 0.0) + self._roofline.time(func, args, kwargs, result)
+
+
+class FakeMeter(Meter):
+    """Costs of stages over fake tensors, as they would be on `device`."""
+
+    def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy) -> None:
+        roofline = Roofline(device)
+        self._timed = TimedAllocator(device, mode, roofline)
+        super().__init__(Bench(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
+        self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # read and written
+        self.rng_bytes = RNG_BYTES if device.capability is None else 0
+        self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}
+
+    def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
+        return FakeFormMeter(self.bench, lambda: self._timed.seconds[-1]["backward"], policy)
+
+    def stage(
+        self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None
+    ) -> tuple[Measured | None, Any]:
+        key = structure(stage.modules), describe(value, self._lasting), last
+        if key in self._known:
+            return self._again(stage, value, *self._known[key])
+        self._timed.seconds = []
+        measured, output = super().stage(stage, value, last, known)
+        self._known[key] = measured, [t.requires_grad for t in flatten(output)[0]]
+        return measured, output
+
+    def _again(
+        self, stage: StageModule, value: Any, measured: Measured | None, needs: list[bool]
+    ) -> tuple[Measured | None, Any]:
+        with torch.no_grad():
+            outputs, rebuild = flatten(stage.run(value))
+        inputs = {storage_key(t) for t in flatten(value)[0]}
+        if measured is not None:
+            measured = replace(measured, costs=replace(measured.costs, name=stage.name))
+            own = measured.behaviour.own_outputs
+            self._counted = set()
+            self._lasting |= {storage_key(t) for t, made in zip(outputs, own, strict=True) if not made} - inputs
+        return measured, rebuild([t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)])
+
+    def plain(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor)
+
+    def _times(self, run: Run, end: End) -> Timings:
+        """Of the runs recorded before: the first is a forward, one ends with the backward."""
+        forward = self._timed.seconds[0].get("", 0.0)
+        backward = next(spans["backward"] for spans in self._timed.seconds if "backward" in spans)
+        return Timings([forward], [backward], [] if run.last else [end.share])
+
+    def copy_bandwidth(self, nbytes: float) -> float:
+        return self._copy_bandwidth
+
+    def sample_upkeep(self, run: Run, behaviour: Behaviour) -> None: ...
+
+    def upkeep_times(self) -> UpkeepTimes:
+        return NO_UPKEEP

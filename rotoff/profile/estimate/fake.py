@@ -1,0 +1,248 @@
+"""A model and its sample as fake tensors (shapes, no bytes), and what an allocator would do while they run.
+
+A dispatch mode sees every operation's outputs. A storage counts from the operation that made it to the moment when nothing
+refers to it any more, which a weak reference tells: the same log of events as `allocations` reads from a real allocator, but
+for the temporaries inside kernels, which `temporaries` knows for the kernels where they matter.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...errors import MeasureError
+from ...tensors.eager_mode import EagerMode
+from ...tensors.recipe import QUERIES
+from ...tensors.storage import pieces, rounded
+from ..memory.allocator import Allocation, AllocationLog
+from .fake_kernels import FakeKernels
+
+T = TypeVar("T")
+_CPU = torch.device("cpu")
+
+
+def fake_mode(cuda: bool = False) -> FakeTensorMode:
+    """The mode that fake copies live in; real tensors that a forward makes or closes over are taken for fake ones.
+
+    cuda: whether they stand for tensors of a CUDA device.
+    """
+    return FakeKernels(cuda)
+
+
+def fake_copy(thing: T, mode: FakeTensorMode) -> T:
+    """A copy of a module, or of a structure of tensors, whose tensors are fake ones on the CPU, whatever device they were on.
+
+    The original's tensors may be real, on ``meta``, or fake themselves; what they share, the copies share.
+
+    Raises:
+        MeasureError: where the module cannot be copied, or holds tensors of another kind than strided.
+    """
+    if not isinstance(thing, nn.Module):
+        return tree_map(lambda leaf: _fake(leaf, mode, {}) if isinstance(leaf, torch.Tensor) else leaf, thing)
+    try:
+        with _Copying(mode):
+            return copy.deepcopy(thing)
+    except MeasureError:
+        raise
+    except Exception as error:  # a module may hold anything
+        raise MeasureError(f"the model cannot be copied to be estimated: {type(error).__name__}: {error}") from error
+
+
+class _Copying(TorchFunctionMode):
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return _fake(args[0], self._mode, args[1])
+        if func is torch.Tensor.clone:  # a parameter's deepcopy wraps the clone of its data
+            return _fake(args[0], self._mode, {})
+        return func(*args, **(kwargs or {}))
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) in memo:
+        found: torch.Tensor = memo[id(tensor)]
+        return found
+    if tensor.layout != torch.strided:
+        raise MeasureError(f"a tensor of layout {tensor.layout} cannot be estimated; rotoff takes strided tensors only")
+    with mode, torch.no_grad():
+        result = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU)
+    if isinstance(tensor, nn.Parameter):
+        result = nn.Parameter(result, requires_grad=tensor.requires_grad)
+    else:
+        result.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = result
+    return result
+
+
+class InMode(nn.Module):
+    """Runs a module inside a mode, so that what its forward makes out of nothing is fake too."""
+
+    def __init__(self, module: nn.Module, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.module = module
+        self._mode = mode
+
+    def forward(self, value: Any) -> Any:
+        with self._mode:
+            return self.module(value)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        return self.module.modules()
+
+
+class FakeAllocator(EagerMode):
+    """Logs, while active, the storages that operations make and let go.
+
+    Args:
+        block: bytes; sizes are rounded up to a multiple of it, as the device's allocator does.
+        temporaries: (operation, its arguments, its outputs) -> what its kernel takes and gives back in between, as
+            ("hidden", bytes) and ("output", number) in order; None where that is nothing.
+    """
+
+    def __init__(
+        self, block: int = 1, temporaries: Callable[[Any, Any, Any], list[tuple[str, int]] | None] | None = None
+    ) -> None:
+        super().__init__()
+        _engine_references()  # now, outside of all hooks, since it needs a graph of its own
+        self._block = block
+        self._temporaries = temporaries
+        self._numbers: dict[int, int] = {}  # of storages alive: key -> number, which no other storage gets
+        self._watches: dict[int, Any] = {}
+        self._count = 0
+        self._events: list[Allocation] = []
+        self._drew = False
+
+    def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
+        """Call `run` and log what is allocated meanwhile."""
+        self._events, self._drew = [], False
+        with self:
+            result = run()
+        events, self._events = self._events, []
+        return result, AllocationLog(tuple(events), drew=self._drew)
+
+    def mark(self, name: str) -> None:
+        self._events.append(Allocation(0, 0, name))
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """The number of the storage of `tensor`; of those that were not seen to be made, one that no seen one has."""
+        key = tensor.untyped_storage()._cdata
+        return self._numbers.get(key, -key)
+
+    def as_asked(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
+        return log
+
+    def rounded(self, nbytes: int) -> int:
+        return rounded(nbytes, self._block)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in QUERIES:
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.add.Tensor and not kwargs and torch._C._current_graph_task_id() != -1:
+            into = _accumulated(args)
+            if into is not None:
+                self.ran(torch.ops.aten.add_.Tensor, args, kwargs, into)
+                return into
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._drew = True
+        for kind, number in (self._temporaries(func, args, result) if self._temporaries is not None else None) or ():
+            if kind == "hidden":
+                self._count += 1
+                self._events += [Allocation(self._count, number), Allocation(self._count, -number)]
+            else:
+                self._note(result[number] if isinstance(result, (tuple, list)) else result)
+        for tensor in _made(func, result):
+            for piece in pieces(tensor):
+                self._note(piece)
+        self.ran(func, args, kwargs, result)
+        return result
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Called after each operation."""
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._numbers:
+            return
+        size = self.rounded(storage.nbytes())
+        if size == 0:
+            return
+        self._count += 1
+        number = self._count
+        self._numbers[key] = number
+        self._events.append(Allocation(number, size))
+
+        def gone(_: Any) -> None:
+            del self._numbers[key], self._watches[key]
+            self._events.append(Allocation(number, -size))
+
+        self._watches[key] = weakref.ref(storage, gone)
+
+
+def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
+    """The outputs of an operation that are no views of its inputs."""
+    returns = func._schema.returns
+    outputs = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
+    for returned, output in zip(returns, outputs, strict=True):
+        if returned.alias_info is None:
+            yield from (leaf for leaf in tree_leaves(output) if isinstance(leaf, FakeTensor))
+
+
+def _accumulated(args: Any) -> torch.Tensor | None:
+    """Where the autograd engine adds two gradients of one value: the one that it would overwrite if the tensors were real.
+
+    The engine overwrites what nobody else holds, but never a subclass of Tensor, so that here it asks for a new sum. It is
+    told from a backward written in Python by its references, of which there are fewer.
+    """
+    if torch.is_grad_enabled() or len(args) != 2:
+        return None
+    alone = _engine_references()
+    for place in (0, 1):
+        if isinstance(args[place], FakeTensor) and all(a <= b for a, b in zip(_references(args, place), alone, strict=True)):
+            tensor: torch.Tensor = args[place]
+            if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+                return tensor
+    return None
+
+
+def _references(args: Any, place: int) -> tuple[int, int, int]:
+    tensor = args[place]
+    storage_uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), storage_uses, sys.getrefcount(tensor)
+
+
+@functools.cache
+def _engine_references() -> tuple[int, int, int]:
+    """References to a gradient that the engine is about to add to and that nobody else holds, seen at one such moment."""
+    seen: list[tuple[int, int, int]] = []
+
+    class Watch(EagerMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                seen.append(_references(args, 0))
+            return func(*args, **(kwargs or {}))
+
+    with fake_mode(), torch.enable_grad():
+        x = torch.empty(2, requires_grad=True, device=_CPU)
+        y = torch.stack([x.tanh().sin() * 2, x.cos().sin() * 2])
+        with Watch():
+            torch.autograd.grad(y, x, torch.empty_like(y))
+    return seen[0]

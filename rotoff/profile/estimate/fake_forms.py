@@ -1,0 +1,61 @@
+"""Forms of a stage with no device: the interpreter runs them on fake tensors, operations take what the data sheet says.
+
+The same code finds and runs them as on a device (`form_meter`), so choices and bytes follow the same rules. What cannot be had
+is the proof that a redo gives what the first run gave: fake tensors have no bits. The log is trusted; where the model is
+measured, a form that fails there is left out, and a plan that needs it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...tensors.recipe import Recipe
+from ...tensors.tree import flatten
+from ..selective.variant_meter import FormMeter
+from ..selective.variant_run import Trial, WholeStage
+from ..selective.variants import Policy
+from ..timing.context import Bench
+from ..timing.harness import Run, backward, get_edges, ones
+
+
+class FakeFormMeter(FormMeter):
+    """Forms of stages over fake tensors.
+
+    Args:
+        seconds: that passed in the bench's last log after the mark "backward".
+    """
+
+    recorded = 1  # the same each time
+
+    def __init__(self, bench: Bench, seconds: Callable[[], float], policy: Policy | None) -> None:
+        super().__init__(bench, policy)
+        self._seconds = seconds
+
+    def _proven(self, stage: WholeStage, recipe: Recipe) -> bool:
+        try:
+            self._backward_seconds(Trial(stage, recipe, self.bench))
+        except Exception:  # what fake tensors cannot do, a stage without forms does not need
+            return False
+        return True
+
+    def _redo_seconds(self, run: Run, trials: Sequence[Trial]) -> list[float]:
+        whole = self._backward_seconds(run)
+        return [max(0.0, self._backward_seconds(trial) - whole) for trial in trials]
+
+    def _backward_seconds(self, one: Run | Trial) -> float:
+        """Of the whole stage, or of one of its forms with the redo."""
+
+        def step() -> Any:
+            if isinstance(one, Trial):
+                outputs, targets = one.forward()[0], one.targets()
+            else:
+                leaves = one.leaves()
+                outputs, targets = flatten(one.forward(leaves))[0], one.targets(leaves)
+            edges, gradients = get_edges(outputs), ones(outputs)
+            self.bench.allocator.mark("backward")
+            outputs.clear()
+            return backward(edges, gradients, targets)
+
+        self.bench.allocator.log(step)
+        return self._seconds()

@@ -1,0 +1,86 @@
+"""Seconds of an operation from its operation count and its bytes: the roofline model.
+
+    time = max(operations / (peak of the type x efficiency), bytes / (memory bandwidth x efficiency)) + launch
+
+(Williams, Waterman, Patterson: Roofline, CACM 2009). Operations are counted by ``torch.utils.flop_counter``; what it has no
+formula for is taken to be bound by memory: every input read once, every output written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ...tensors.storage import pieces
+from .devices import Device
+
+_TYPES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
+    torch.complex128: "float64",
+}
+_CONVOLUTIONS = ("convolution", "_cudnn_rnn")  # which run float32 in TF32 unless switched off, as cuDNN's defaults are
+
+
+class Roofline:
+    """Adds up the time of operations on `device`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def time(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        """Seconds of the operation `func`, called with tensors that need no bytes; 0 for views."""
+        if _only_views(func):
+            return 0.0
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not outputs and not inputs:
+            return 0.0
+        formula = flop_registry.get(func.overloadpacket)
+        operations = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        peak = self._device.peak(self._type(func, outputs or inputs)) * self._device.compute_efficiency
+        moved = _touched(outputs) + (0 if func in _WRITE_ONLY else _touched(inputs))
+        return max(operations / peak, moved / (self._device.memory_bandwidth * self._device.memory_efficiency)) + (
+            self._device.launch_time
+        )
+
+    def _type(self, func: Any, tensors: list[torch.Tensor]) -> str:
+        found = next((_TYPES[t.dtype] for t in tensors if t.dtype in _TYPES), "float32")
+        if found == "float32" and "tf32" in self._device.flops:
+            name = func.overloadpacket.__name__
+            if name.startswith(_CONVOLUTIONS) or torch.get_float32_matmul_precision() != "highest":
+                return "tf32"
+        return found
+
+
+_aten = torch.ops.aten
+_WRITE_ONLY = frozenset(
+    {_aten.zero_.default, _aten.fill_.Scalar, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
+     _aten.new_zeros.default, _aten.new_full.default, _aten.bernoulli_.float, _aten.empty_like.default}
+)  # fmt: skip
+_NOTHING = frozenset(
+    {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+     _aten.new_empty_strided.default,
+     # views that their schemas do not call so: of a result just made, and of a storage that is there
+     _aten._unsafe_view.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor_storage_offset,
+     _aten.set_.source_Tensor, _aten.set_.source_Storage}
+)  # fmt: skip
+
+
+def _only_views(func: Any) -> bool:
+    returns = func._schema.returns
+    if func in _NOTHING:
+        return True
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _touched(tensors: list[torch.Tensor]) -> int:
+    """Bytes of `tensors`, those of expanded ones once."""
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for whole in tensors for t in pieces(whole))

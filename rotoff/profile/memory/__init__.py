@@ -1,0 +1,1 @@
+"""What the allocator sees: bytes of forwards, backwards, gradients and skip connections."""

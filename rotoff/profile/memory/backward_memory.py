@@ -1,0 +1,99 @@
+"""What a stage's backward holds, and where it leaves the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...tensors.storage import pieces, storage_key
+from ...tensors.tree import flatten
+from ..timing.harness import Run, backward, handed_over, ones
+from .allocator import AllocationLog, Allocator
+from .gradients import GradientPlace
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def log_backward(
+    allocator: Allocator, parameters: Sequence[torch.nn.Parameter], step: Callable[[], Gradients]
+) -> tuple[Gradients, AllocationLog, dict[int, str]]:
+    """Log a `step`, a backward that gives gradients of which those of `parameters` come last.
+
+    The third result goes with `AllocationLog.peak`: parameter gradients are resident, but each one's fresh value is there until
+    it has been added to them, so it counts from its making to the mark that its hook leaves.
+    """
+    hooks = [p.register_hook(lambda _, n=n: allocator.mark(str(n))) for n, p in enumerate(parameters)]
+    try:
+        grads, log = allocator.log(step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    fresh = grads[len(grads) - len(parameters) :]
+    return (
+        grads,
+        log,
+        {allocator.address(piece): str(n) for n, g in enumerate(fresh) if g is not None for piece in pieces(g)},
+    )
+
+
+class BackwardBytes(NamedTuple):
+    """Bytes above what ā and δ_i hold. peak: from the start of ``B``. begun: once it has let go of the outputs, which may be
+    below 0. staying: the most where those stay. places: where it leaves the gradient of each input; None for those without."""
+
+    peak: int
+    begun: int
+    staying: int
+    places: tuple[GradientPlace | None, ...]
+
+
+def backward_bytes(
+    allocator: Allocator, run: Run, given: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = ones
+) -> BackwardBytes:
+    """Run the backward of `run`'s stage. given: makes the gradients of the outputs."""
+    leaves = run.leaves()
+    targets = run.targets(leaves)
+    held: list[torch.Tensor] = []
+    incoming: list[tuple[int, int]] = []  # (storage, output) of the gradients given
+    watches: list[StorageWeakRef] = []  # of those, so that no other storage gets the key of one that is gone
+    made: set[int] = set()
+
+    def step() -> Gradients:
+        outputs = flatten(run.forward(leaves))[0]
+        gradients = given(outputs)
+        held.extend(t.detach() for t in outputs if run.last)
+        held.extend(g for g in gradients if run.last)  # the caller may hold δ_L; autograd lets other δ_i go on its way
+        needing = [n for n, t in enumerate(outputs) if t.requires_grad]
+        incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
+        watches.extend(StorageWeakRef(g.untyped_storage()) for g in gradients)
+        made.update(allocator.address(t) for t in outputs)
+        start = handed_over(outputs, gradients)
+        allocator.mark("backward")
+        del outputs  # as the interpreter does when B begins
+        allocator.mark("begun")
+        return backward(*start, targets)
+
+    grads, log, ends = log_backward(allocator, run.parameters, step)
+    log = allocator.as_asked(log, [piece for g in grads if g is not None for piece in pieces(g)])
+    rest = log.after("backward")
+    begun = rest.after("begun")
+    given_back = rest.level() - begun.level()
+    staying = rest.without_release(made).peak(ends)
+    places = tuple(_places(allocator, leaves, grads, dict(incoming)))
+    return BackwardBytes(rest.peak(ends), given_back + begun.peak(ends), staying, places)
+
+
+def _places(
+    allocator: Allocator, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], incoming: dict[int, int]
+) -> Iterator[GradientPlace | None]:
+    found = iter(grads)
+    for leaf in leaves:
+        gradient = next(found) if leaf.requires_grad else None
+        if gradient is None:
+            yield None
+        else:
+            key = storage_key(gradient)
+            nbytes = allocator.rounded(gradient.untyped_storage().nbytes())
+            yield GradientPlace(key, nbytes, incoming.get(key), not gradient.is_contiguous())

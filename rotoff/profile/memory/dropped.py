@@ -1,0 +1,66 @@
+"""What stays of a stage's forward when all is let go that autograd saved and that the stage hands on.
+
+An attribute of ``ctx`` in a custom Function, a closure that is a hook, an attribute of a module, a global: none of them goes with what a
+plan drops. So these bytes are there from the stage's first run to the end of the step, whatever the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...capture.partition.segment import results_noted
+from ...tensors.saved_tensors import watch_saved
+from ...tensors.tree import flatten
+from ..timing.harness import Run, get_edges
+from .allocator import AllocationLog, Allocator
+
+
+class Dropped(NamedTuple):
+    """log: of a forward that keeps its outputs. staying: bytes made in it that stay when these go, too. outputs, inputs: the places of
+    those that stay. Of a recorded stage the results of its operations are left out: what holds them was seen when the model's own code
+    ran (`capture.partition.eager_lifetimes`)."""
+
+    log: AllocationLog
+    staying: int
+    outputs: frozenset[int]
+    inputs: frozenset[int]
+
+
+def dropped(run: Run, allocator: Allocator, look: Callable[[torch.Tensor], None]) -> Dropped:
+    """Run the forward. look: called with each tensor that autograd would save."""
+    leaves = run.leaves()
+    uses = [_uses(t) for t in leaves]
+    given = [t.view_as(t) if t.requires_grad else t.detach() for t in leaves]  # the graph itself holds a leaf
+    results: list[tuple[int, StorageWeakRef]] = []
+    graph = []
+
+    def forward() -> list[torch.Tensor]:
+        outputs = flatten(run.forward(given))[0]
+        given.clear()
+        graph.extend(get_edges(outputs))
+        return [t.detach() for t in outputs]
+
+    with watch_saved(look), results_noted(lambda t: results.append(_place(allocator, t))):
+        outputs, log = allocator.log(forward)
+    log = allocator.as_asked(log.by_itself(), outputs)
+    places = [_place(allocator, t) for t in outputs]
+    del outputs
+    there = frozenset(n for n, (_, storage) in enumerate(places) if not (run.last or results or storage.expired()))
+    gone = {address for n, (address, _) in enumerate(places) if n not in there}
+    gone |= {address for address, storage in results if not storage.expired()}
+    staying = sum(size for address, size in log.live().items() if address not in gone)
+    inputs = frozenset(n for n, t in enumerate(leaves) if not results and _uses(t) > uses[n])
+    return Dropped(log, staying, there, inputs)
+
+
+def _place(allocator: Allocator, tensor: torch.Tensor) -> tuple[int, StorageWeakRef]:
+    return allocator.address(tensor), StorageWeakRef(tensor.untyped_storage())
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How many tensors lie in the storage of this one."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

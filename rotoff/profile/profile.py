@@ -1,0 +1,182 @@
+"""What measuring a model gives: its chain, how its stages behave, and the bytes that belong to no value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.chain import Chain, Form, Stage
+from ..runtime.overhead import NO_UPKEEP, Upkeep, UpkeepTimes
+from ..tensors.convolutions import Algorithms
+from ..tensors.stage import Behaviour, SavedKind, StageModule
+from ..tensors.storage import block_bytes, rounded
+from .memory.eager_memory import Lingering, Passing
+from .memory.skips import Skip, behave_in_place, gone_in_place, keep_in_place
+from .provenance import TAIL_TIMES, UPKEEP_TIMES
+
+
+class StageForms(NamedTuple):
+    """Smaller forms of the stage `name`, as ``F_sel i 1``, ``F_sel i 2``, ... make them.
+
+    forms: their costs. keeps: of each, the tensors that it keeps, as the operations that made them and shapes. reason: why
+    there are none. algorithms: of each, by which its convolutions run, where that is not the flags' choice.
+    """
+
+    name: str
+    forms: tuple[Form, ...]
+    keeps: tuple[tuple[str, ...], ...]
+    reason: str
+    algorithms: tuple[Algorithms | None, ...] = ()
+
+
+class Compact(NamedTuple):
+    """What becomes of the chain where gradients that wait in a part of a larger storage are copied, so that the rest can go.
+
+    stages: its costs. copied: of each stage, the inputs whose gradients are. staying_bytes, gone_bytes: as of `Profile`.
+    """
+
+    stages: tuple[Stage, ...]
+    copied: tuple[tuple[int, ...], ...]
+    staying_bytes: tuple[int, ...]
+    gone_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured model. How processes agree on each field `common.RULES` says.
+
+    device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
+    which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, and autocast of
+    weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
+    prefix holds, its output (the chain's input) included. made_input_bytes: those of a_0 that the prefix makes. outside_bytes: of each stage, what the
+    chain charges in its forward for a prefix of which the model's own code runs a part there. skips: bytes that
+    several values carry. passing: bytes of values that the plain model lets go; lingering: others that it holds longer. spare_bytes: of each
+    stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
+    tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.early_stop`); 0 by
+    default. gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
+    next stage's backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs
+    back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients that wait copied, where
+    there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. host_bound: of each
+    stage, whether the device waits for the host there, so that it does for the runtime too; empty where they are one. beside_loss_bytes: of the
+    gradients of what the model returns beside a loss, which a caller may ask for or not. twice_bytes: of each stage, those of `stuck_bytes` that its values
+    are charged with as well: the plain model has them once.
+    """
+
+    device: torch.device
+    chain: Chain
+    prefix: tuple[StageModule, ...]
+    stages: tuple[StageModule, ...]
+    behaviours: tuple[Behaviour, ...]
+    stuck_bytes: int
+    replay_bytes: int
+    prefix_peak_bytes: int = 0
+    made_input_bytes: int = 0
+    outside_bytes: tuple[int, ...] = ()
+    no_forms: tuple[str, ...] = ()
+    rng_bytes: int = 0
+    gone_bytes: tuple[int, ...] = ()
+    skips: tuple[Skip, ...] = ()
+    passing: tuple[Passing, ...] = ()
+    lingering: tuple[Lingering, ...] = ()
+    spare_bytes: tuple[tuple[int, int], ...] = ()
+    staying_bytes: tuple[int, ...] = ()
+    compact: Compact | None = None
+    copy_bandwidth: float | None = None
+    tail_times: tuple[float, ...] = ()
+    upkeep_times: UpkeepTimes = NO_UPKEEP
+    host_bound: tuple[bool, ...] = ()
+    beside_loss_bytes: int = 0
+    twice_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tail_times:
+            object.__setattr__(self, "tail_times", (0.0,) * len(self.chain))
+
+    def described(self, name: str, meta: Mapping[str, Any]) -> Profile:
+        """The same, whose chain has this name and says `meta`, and the times that are not in its stages."""
+        times = {TAIL_TIMES: list(self.tail_times), UPKEEP_TIMES: self.upkeep_times._asdict()}
+        return replace(self, chain=replace(self.chain, name=name, meta={**meta, **times}))
+
+    def keeping(self, kept: Collection[int], compact: bool = False) -> Profile:
+        """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value.
+
+        compact: whether gradients that wait are copied.
+        """
+        if compact and self.compact is not None:
+            copying = zip(self.behaviours, self.compact.copied, strict=True)
+            return replace(
+                self,
+                chain=replace(self.chain, stages=self.compact.stages),
+                behaviours=tuple(replace(one, copied=copied) for one, copied in copying),
+                staying_bytes=self.compact.staying_bytes,
+                gone_bytes=self.compact.gone_bytes,
+                compact=None,
+            ).keeping(kept)
+        if not kept:
+            return self
+        staying = [self.skips[n] for n in sorted(kept)]
+        return replace(
+            self,
+            chain=keep_in_place(self.chain, staying, self.spare_bytes, self.staying_bytes),
+            behaviours=behave_in_place(self.behaviours, staying),
+            stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
+            gone_bytes=gone_in_place(self.gone_bytes, staying, self.staying_bytes),
+            skips=(),
+            compact=None,
+        )
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """What the runtime itself takes in a step."""
+        return Upkeep(
+            self.upkeep_times,
+            saved=[len(b.saved) for b in self.behaviours],
+            own=[b.saved.count(SavedKind.OWN) for b in self.behaviours],
+            outputs=[sum(b.own_outputs) for b in self.behaviours],
+            bound=self.host_bound,
+        )
+
+    @property
+    def resident_input_bytes(self) -> int:
+        """Bytes of a_0 that were there before the step: all of it, or what a prefix hands on of the batch."""
+        return self.chain.input_bytes - self.made_input_bytes
+
+    def kept_bytes(self, kept: Collection[int]) -> int:
+        """Bytes of the `skips` of these numbers."""
+        return sum(self.skips[n].nbytes for n in kept)
+
+    @property
+    def forms(self) -> tuple[StageForms, ...]:
+        """Of each stage its smaller forms and what they keep, or why it has none."""
+        reasons = self.no_forms or ("",) * len(self.stages)
+        rows = zip(self.chain.stages, self.behaviours, reasons, strict=True)
+        return tuple(
+            StageForms(s.name, s.forms, tuple(r.keeps for r in b.forms), why, tuple(r.algorithms for r in b.forms))
+            for s, b, why in rows
+        )
+
+    def replay_extra(self, replayed: Collection[int]) -> dict[int, int]:
+        """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held while each does."""
+        behaviours = {i: self.behaviours[i - 1] for i in replayed}
+        return {i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.stuck_bytes + b.cast_bytes for i, b in behaviours.items()}
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What a planned step holds throughout: copies of the buffers that forwards change, as they were before."""
+        return sum(sum(buffer_bytes(b)) for b in self.behaviours)
+
+
+def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
+    """What replays hold beside values: the clones of buffers that one replay at a time runs on, states of generators as they are put, and
+    what its graph keeps past all hooks and autocast of its weights, beside what that of the first run does."""
+    return max(sum(buffer_bytes(b)) + b.stuck_bytes + b.cast_bytes for b in behaviours) + 2 * rng_bytes
+
+
+def buffer_bytes(behaviour: Behaviour) -> list[int]:
+    """Of each buffer that the forward changes, what a copy of it takes; and of other tensors that it sets, what those before take."""
+    found = (module._buffers[name] for module, name in behaviour.changed_buffers)
+    copies = [rounded(buffer.nbytes, block_bytes(buffer.device)) for buffer in found if buffer is not None]
+    return copies + [nbytes for _, _, nbytes in behaviour.changed_attributes if nbytes]

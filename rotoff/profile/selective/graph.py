@@ -1,0 +1,181 @@
+"""What two modules that cost the same have in common: their classes, settings, shapes and sharing, but no contents.
+
+Used to measure equal stages of a model once, and to know a model again in another process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...capture.partition.segment import Segment
+from ...tensors.storage import storage_key
+from ...tensors.tree import flatten
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
+_NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)  # told by their names
+_FUNCTIONS = 200  # that a digest looks into
+_SKIPPED = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def structure(modules: Iterable[nn.Module]) -> str:
+    """A text that is equal for modules which run the same operations on tensors of the same shapes.
+
+    What cannot be compared (an attribute of an unknown class) is told by its identity, so that no two differ
+    unseen; the text then holds within this process only.
+    """
+    walk = _Walk()
+    return "\n".join(walk.module(module) for module in modules)
+
+
+def describe(value: Any, lasting: Iterable[int] = ()) -> str:
+    """A text that is equal for values of the same shapes, sharing and constants.
+
+    lasting: keys of storages that are told from others.
+    """
+    kept = set(lasting)
+    tensors, rebuild = flatten(value)
+    numbers: dict[int, int] = {}
+    seen = []
+    for t in tensors:
+        key = storage_key(t)
+        number = numbers.setdefault(key, len(numbers))
+        seen.append((*_tensor(t), tuple(t.stride()), t.untyped_storage().nbytes(), number, key in kept))
+    return repr((seen, repr(rebuild([0] * len(tensors)))))  # type: ignore[list-item]
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad
+
+
+class _Walk:
+    """Numbers what it meets, so that sharing shows."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._digests: dict[type, str] = {}  # of classes' forwards
+        self._told: set[int] = set()  # closures
+
+    def module(self, module: nn.Module) -> str:
+        first = id(module) not in self._numbers
+        head = f"{type(module).__module__}.{type(module).__qualname__}#{self._number(module)}"
+        if not first:
+            return head
+        parts = [head, self._forward(type(module)), f"training={module.training}"]
+        parts += [f"{name}:{self._stored(t)}" for name, t in module._parameters.items()]
+        parts += [f"{name}={self._stored(t)}" for name, t in module._buffers.items()]
+        if isinstance(module, Segment):
+            parts.append(self._segment(module))
+        else:
+            settings = {k: v for k, v in vars(module).items() if k not in _SKIPPED}
+            parts += [f"{k}={self._setting(v)}" for k, v in sorted(settings.items())]
+            parts += [f"{name}({self.module(m)})" for name, m in module._modules.items() if m is not None]
+        return " ".join(parts)
+
+    def _forward(self, kind: type) -> str:
+        if kind not in self._digests:
+            self._digests[kind] = _code(kind.forward, kind)  # type: ignore[attr-defined]
+        return self._digests[kind]
+
+    def _number(self, thing: Any) -> int:
+        return self._numbers.setdefault(id(thing), len(self._numbers))
+
+    def _stored(self, tensor: torch.Tensor | None) -> str:
+        return "None" if tensor is None else f"{_tensor(tensor)}#{self._number(tensor)}"
+
+    def _setting(self, value: Any) -> str:
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, torch.Tensor):
+            return self._stored(value)
+        if isinstance(value, nn.Module):
+            return self.module(value)
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{k!r}:{self._setting(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return f"{type(value).__name__}[{','.join(map(self._setting, value))}]"
+        if isinstance(value, (type, *_NAMED)) or (isinstance(value, types.FunctionType) and value.__closure__ is None):
+            return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+        if isinstance(value, types.FunctionType):
+            return self._closure(value)
+        if isinstance(value, pytree.TreeSpec) and " at 0x" not in repr(value):
+            return repr(value)
+        if isinstance(value, types.MethodWrapperType):  # x.T is the __get__ of a descriptor
+            return f"{value.__qualname__} of {value.__self__!r}"
+        return f"{type(value).__qualname__}@{id(value)}"
+
+    def _closure(self, function: types.FunctionType) -> str:
+        """A function that was made by another, as ``torch.nn.functional.max_pool2d`` is: its code, and what it closes over."""
+        head = f"{function.__module__}.{function.__qualname__}#{self._number(function)}"
+        if id(function) in self._told:
+            return head
+        self._told.add(id(function))
+        try:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError:  # a cell that is still empty
+            return f"{head}@{id(function)}"
+        return f"{head} {_code(function, type(function))} [{','.join(map(self._setting, cells))}]"
+
+    def _segment(self, module: Segment) -> str:
+        """Its source with variables numbered as they come, and its constants spelt out."""
+        source, names = module.written()
+        variables: dict[str, str] = {}
+
+        def told(match: re.Match[str]) -> str:
+            name = match[0]
+            if name[0] == "v":
+                return variables.setdefault(name, f"v{len(variables)}")
+            table = re.match(r"\['(\w+)'\]", source[match.end() :])
+            if table is not None:  # of a module's parameters or buffers
+                return self._stored(names[name][table[1]])
+            return self._setting(names[name])
+
+        return re.sub(r"\b[vc]\d+\b", told, source)
+
+
+def _code(forward: Any, owner: type) -> str:
+    """A digest of the instructions and constants of `forward` and of what it calls, as far as that is found by name: methods of
+    its class `owner`, and functions of the package that the calling function stands in."""
+    digest = hashlib.sha256()
+    seen: set[int] = set()
+    todo = [forward]
+    while todo:
+        function = inspect.unwrap(todo.pop()) if callable(todo[-1]) else todo.pop()
+        code = getattr(function, "__code__", None)
+        if code is None or id(code) in seen or len(seen) == _FUNCTIONS:
+            continue
+        seen.add(id(code))
+        names = _instructions(code, digest)
+        package = function.__module__.partition(".")[0] if function.__module__ else ""
+        for name in names:
+            own = inspect.getattr_static(owner, name, None)
+            if isinstance(own, (staticmethod, classmethod)):
+                own = own.__func__
+            elif isinstance(own, property):
+                own = own.fget
+            around = function.__globals__.get(name)
+            for found in (own, around):
+                module = getattr(found, "__module__", None) or ""
+                if isinstance(found, types.FunctionType) and module.partition(".")[0] == package != "torch":
+                    todo.append(found)
+    return digest.hexdigest()[:16]
+
+
+def _instructions(code: types.CodeType, digest: Any) -> list[str]:
+    """Feed `digest` those of `code` and of functions written inside of it; returns the names that they use."""
+    names = list(code.co_names)
+    digest.update(code.co_code + repr(code.co_names).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _instructions(constant, digest)
+        elif isinstance(constant, (int, float, complex, str, bytes, tuple, type(None))):
+            digest.update(repr(constant).encode())
+    return names

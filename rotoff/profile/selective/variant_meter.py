@@ -1,0 +1,276 @@
+"""Forms of a stage, found and measured: what each one stores, what its redo and backward take, in bytes and seconds.
+
+First each form has to prove itself: what its redo makes is compared bit for bit with what autograd saved, with whatever nobody
+should read filled with NaN. What it takes is measured as the interpreter runs it (`form_trial`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...capture.operations import OperationLog
+from ...core.chain import Form, Stage
+from ...runtime.replay import ReplayState, Surroundings
+from ...runtime.selective import redo
+from ...tensors.autocast import uncached_autocast
+from ...tensors.convolutions import Algorithms
+from ...tensors.recipe import Recipe
+from ...tensors.saved_tensors import watch_saved
+from ...tensors.stage import SavedKind
+from ...tensors.storage import bytes_of
+from ...tensors.tree import flatten
+from ..memory.allocator import UNSPLIT
+from ..timing.context import Bench
+from ..timing.convergence import Series, more_than_first
+from ..timing.harness import Run, backward, get_edges, ones
+from ..timing.stage_timing import clock
+from ..timing.timing_cache import KnownForms
+from .conv_forms import beaten_by, convolves, find_conv_forms
+from .variant_run import Trial, WholeStage
+from .variants import Choice, Policy, StageGraph, structure, unfit
+
+
+@dataclass(frozen=True)
+class FoundForms:
+    """Forms of a stage, smallest last, and how to make them. reason: why there are none, if so."""
+
+    forms: tuple[Form, ...] = ()
+    recipes: tuple[Recipe, ...] = ()
+    reason: str = ""
+
+
+class FormMeter:
+    """Finds and measures forms on one bench; stages of the same structure share the work.
+
+    Args:
+        policy: the user's word on what is kept, if any. partial: whether to look for forms that store a part. algorithms: other
+            ones that convolutions may run by (`conv_forms`).
+    """
+
+    recorded = 2  # runs under the recorder, of which each operation's faster time counts
+
+    def __init__(
+        self, bench: Bench, policy: Policy | None, partial: bool = True, algorithms: Sequence[Algorithms] = ()
+    ) -> None:
+        self.bench = bench
+        self._policy = policy
+        self._partial = partial
+        self._algorithms = tuple(algorithms)
+        self._shared: dict[Any, tuple[Stage, FoundForms]] = {}
+
+    def find(self, stage: WholeStage, times: KnownForms | None = None) -> FoundForms:
+        """Forms of `stage`. times: of its forms, where they are known."""
+        try:
+            return self._found(stage, times)
+        except torch.OutOfMemoryError:  # a form beside what it is compared with takes more than the stage's step does
+            return FoundForms(reason="the device has too little memory left to measure them")
+
+    def _found(self, stage: WholeStage, times: KnownForms | None) -> FoundForms:
+        run, costs, behaviour = stage.run, stage.costs, stage.behaviour
+        if times == ():
+            return FoundForms(reason="none was found when its times were measured")
+        if (reason := unfit(run.stage)) is not None:
+            return FoundForms(reason=reason)
+        no_parts = "" if self._partial else "switched off"
+        if SavedKind.OWN not in behaviour.saved:
+            no_parts = "autograd saves nothing that the stage makes"
+        if no_parts and not self._algorithms:
+            return FoundForms(reason=no_parts)
+        try:
+            logs = [self.bench.recorded(run) for _ in range(self.recorded)]
+        except Exception as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
+            return FoundForms(reason=f"its operations could not be recorded ({type(error).__name__}: {error})")
+        log = _fastest(logs)
+        if log is None or len(log.packs) != len(behaviour.saved):
+            return FoundForms(reason="it does other operations when they are recorded")
+        key = structure(log, behaviour.saved)
+        shared = self._shared.get(key)
+        blocks = len(behaviour.saved) + len(log.operations) if self.bench.device.type == "cuda" else 0
+        if shared is not None and _alike(shared[0], costs, blocks * UNSPLIT):
+            return _moved(shared[1], costs.backward_time - shared[0].backward_time)
+        graph = StageGraph(log, behaviour.saved)
+        if (reason := graph.refusal()) is not None:
+            return FoundForms(reason=reason)
+        saved = graph.nbytes(graph.saved - graph.given)
+        known = {one.identity: one.seconds for one in times or ()}
+        if no_parts:
+            choices = []
+        elif times is not None:
+            choices = [graph.choice(kept) for kept, algorithms in known if not algorithms]
+        else:
+            choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= stage.worth]
+        pairs, reason = self._measured(stage, choices, known)
+        if self._algorithms and convolves(log):
+            smallest = min(pairs, key=lambda pair: pair[0].saved_bytes, default=None)
+            pairs += find_conv_forms(self.bench, stage, self._algorithms, smallest, known)
+        whole = costs.form(0)
+        kept = [p for p in pairs if not beaten_by(p[0], [whole, *(f for f, _ in pairs if f is not p[0])])]
+        kept.sort(key=lambda pair: -pair[0].saved_bytes)
+        if not kept:
+            reason = no_parts or reason or "no form is better than keeping everything"
+        found = FoundForms(tuple(f for f, _ in kept), tuple(r for _, r in kept), "" if kept else reason)
+        self._shared[key] = costs, found
+        return found
+
+    def _measured(
+        self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
+    ) -> tuple[list[tuple[Form, Recipe]], str]:
+        """The forms that `choices` make, measured, and why some of them are none."""
+        reason = "" if choices else "nothing that could be redone takes enough bytes"
+        trials: list[Trial] = []
+        for choice in choices:
+            if self._proven(stage, choice.recipe):
+                trials.append(Trial(stage, choice.recipe, self.bench))
+            else:
+                reason = "a redo does not give what the first run gave"
+        known = [times.get(trial.recipe.identity) for trial in trials]
+        redos = iter(self._redo_seconds(stage.run, [trial for trial, at in zip(trials, known, strict=True) if at is None]))
+        pairs: list[tuple[Form, Recipe]] = []
+        for trial, seconds in zip(trials, known, strict=True):
+            saved_bytes, forward_transient = trial.forward_bytes()
+            seconds = stage.costs.backward_time + next(redos) if seconds is None else seconds
+            pairs.append((Form(saved_bytes, seconds, forward_transient, trial.backward_peak()), trial.recipe))
+        return pairs, reason
+
+    # -- what an estimate has another way for
+
+    def _proven(self, stage: WholeStage, recipe: Recipe) -> bool:
+        """Whether a redo makes, bit for bit, what autograd saved in the first run."""
+        return _faithful(stage, recipe, self.bench.device)
+
+    def _redo_seconds(self, run: Run, trials: Sequence[Trial]) -> list[float]:
+        """Of each trial, the median seconds that its ``B`` takes more than the one of everything kept.
+
+        The two run in turn, and it is the differences that count: with times from different moments of a busy machine a redo
+        might seem to take less than nothing.
+        """
+        if not trials:
+            return []
+        ticks = clock(self.bench.device)
+
+        def redos() -> list[Series]:
+            return more_than_first(ticks.spans()[0::2], 1 + len(trials))
+
+        for trial in trials:  # what libraries set up for autograd's thread is no part of a redo
+            outputs, _ = trial.forward()
+            backward(get_edges(outputs), ones(outputs), trial.targets())
+        for _ in self.bench.repeats.rounds(redos):
+            leaves = run.leaves()
+            outputs = flatten(run.forward(leaves))[0]
+            self._timed_backward(ticks, outputs, run.targets(leaves))
+            for trial in trials:
+                outputs, _ = trial.forward()
+                self._timed_backward(ticks, outputs, trial.targets())
+        return [max(0.0, statistics.median(series.seconds)) for series in redos()]
+
+    @staticmethod
+    def _timed_backward(ticks: Any, outputs: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        edges, gradients = get_edges(outputs), ones(outputs)
+        outputs.clear()  # as the interpreter does when B begins
+        ticks.tick()
+        backward(edges, gradients, targets)
+        ticks.tick()
+
+
+def _faithful(stage: WholeStage, recipe: Recipe, device: torch.device) -> bool:
+    """Whether a redo makes, bit for bit, what autograd saved in the first run.
+
+    Where a second plain run does not make the same bits either, there are none to compare with: fused attention saves memory that
+    nobody has written (its random state, without dropout), and some kernels add up in any order.
+    """
+    run, behaviour = stage.run, stage.behaviour
+    state = ReplayState(Surroundings(device), behaviour.changed_buffers, behaviour.changed_attributes)
+    saved: list[torch.Tensor] = []
+    with watch_saved(lambda t: saved.append(t.detach())):
+        run.forward(run.leaves())
+    if len(saved) != len(behaviour.saved):
+        return False
+    stored = {n: saved[n] for n in recipe.kept}
+    compared = _Compared(saved, behaviour.saved)
+    leaves = run.leaves()
+    try:
+        redo(recipe, lambda: run.forward(leaves), stored, compared.look, state, poison=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # an index out of range, say, where something read what nobody should
+        return False
+    if not compared.others:
+        return True
+    if not all(_akin(saved[n], other) for n, other in compared.others.items()):
+        return False
+    _dirty([saved[n] for n in compared.others])
+    again = _Compared(saved, behaviour.saved)
+    with state, uncached_autocast(), watch_saved(again.look):
+        run.forward(run.leaves())
+    return compared.others.keys() <= again.others.keys()
+
+
+class _Compared:
+    """Looks at what autograd saves in a later run. others: by number, the stage's own tensors with other bits than in the first."""
+
+    def __init__(self, saved: Sequence[torch.Tensor], kinds: Sequence[SavedKind]) -> None:
+        self._saved = saved
+        self._kinds = kinds
+        self._count = 0
+        self.others: dict[int, torch.Tensor] = {}
+
+    def look(self, tensor: torch.Tensor) -> None:
+        n, self._count = self._count, self._count + 1
+        if self._kinds[n] is SavedKind.OWN and not _same_bits(tensor.detach(), self._saved[n]):
+            self.others[n] = tensor.detach()
+
+
+def _akin(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `b` may be the same as `a` but for what nobody wrote (in whole numbers) and for rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return True
+    return torch.allclose(a, b, rtol=1e-2, atol=1e-3 * float(a.abs().nan_to_num().max()), equal_nan=True)
+
+
+def _dirty(tensors: Sequence[torch.Tensor]) -> None:
+    """Leave some of the allocator's free memory, in blocks as of `tensors`, with other content than theirs, bit by bit."""
+    for tensor in tensors:
+        if 0 < tensor.nbytes <= 4096:
+            content = bytes_of(tensor.clone(memory_format=torch.contiguous_format).untyped_storage())
+            blocks = [content.bitwise_not() for _ in range(32)]
+            del blocks
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
+        return False
+    x, y = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(x, y)
+
+
+def _fastest(logs: Sequence[OperationLog]) -> OperationLog | None:
+    """The first of `logs` with the least time of each operation; None where they differ."""
+    first = logs[0]
+    if any([o.func for o in log.operations] != [o.func for o in first.operations] for log in logs):
+        return None
+    rows = zip(*(log.operations for log in logs), strict=True)
+    operations = tuple(replace(row[0], seconds=min(o.seconds for o in row)) for row in rows)
+    return replace(first, operations=operations)
+
+
+def _alike(a: Stage, b: Stage, slack: int = 0) -> bool:
+    """Whether stages that do the same take the same bytes. slack: bytes by which what they take while they run may differ, since each
+    block that the allocator does not split is larger than asked for by what happened to be there."""
+    if (a.saved_bytes, a.output_bytes) != (b.saved_bytes, b.output_bytes):
+        return False
+    forward = abs(a.forward_transient_bytes - b.forward_transient_bytes)
+    backward = abs((a.backward_transient_bytes or 0) - (b.backward_transient_bytes or 0))
+    return max(forward, backward) <= slack
+
+
+def _moved(found: FoundForms, seconds: float) -> FoundForms:
+    """The same forms on a stage whose backward takes `seconds` more."""
+    forms = tuple(replace(f, backward_time=max(0.0, f.backward_time + seconds)) for f in found.forms)
+    return replace(found, forms=forms)

@@ -1,0 +1,91 @@
+"""One form of one stage, run by the interpreter itself, and what that takes in bytes.
+
+The plan that runs is ``F_sel 1 k``, ``B 1`` of a chain of that one stage, so that times and bytes include all that the interpreter
+does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...core.chain import Chain, Form, Stage
+from ...core.sequence import Op, OpKind
+from ...core.sequence import Sequence as Plan
+from ...runtime.execution_plan import ExecutionPlan, compile_sequence
+from ...runtime.interpreter import Step
+from ...tensors.recipe import Recipe
+from ...tensors.stage import Behaviour
+from ...tensors.tree import flatten
+from ..memory.backward_memory import Gradients, log_backward
+from ..timing.context import Bench
+from ..timing.harness import Run, backward, handed_over, ones
+
+WORTH = 0.05  # of a stage's saved bytes: a form that frees less is not worth a choice
+
+
+@dataclass(frozen=True)
+class WholeStage:
+    """A stage as measured with everything kept. carried_bytes: of its input, that its output carries on."""
+
+    run: Run
+    costs: Stage
+    behaviour: Behaviour
+    carried_bytes: int
+
+    @property
+    def worth(self) -> float:
+        """Bytes that a form must free to be worth a choice."""
+        return WORTH * self.costs.saved_bytes
+
+
+class Trial:
+    """One form of a stage, to be run as often as needed."""
+
+    def __init__(self, stage: WholeStage, recipe: Recipe, bench: Bench) -> None:
+        self._run = stage.run
+        self.recipe = recipe
+        self._behaviour = replace(stage.behaviour, forms=(recipe,))
+        self._carried_bytes = stage.carried_bytes
+        self._bench = bench
+        self._plan, self._again = _plan_of_one(), _plan_of_one(Op(OpKind.F_CK, 1))
+        self._leaves: list[torch.Tensor] = []
+
+    def forward(self, again: bool = False) -> tuple[list[torch.Tensor], Step]:
+        """``F_sel``: the outputs, and the step that waits for their gradients. again: ``F_ck``; the step will do ``F_sel``."""
+        self._leaves = self._run.leaves()
+        plan = self._again if again else self._plan
+        step = Step(plan, [self._run.stage], [self._behaviour], self._bench.device, None, lambda _: None)
+        return flatten(step.forward(self._run.rebuild(self._leaves)))[0], step
+
+    def targets(self) -> list[torch.Tensor]:
+        """What the backward of the last forward gives gradients of; parameters come last."""
+        return self._run.targets(self._leaves)
+
+    def forward_bytes(self) -> tuple[int, int]:
+        """(saved bytes, forward transient bytes)."""
+        allocator = self._bench.allocator
+        (outputs, step), log = allocator.log(self.forward)
+        live = log.live()
+        kept = {allocator.address(t) for t in (*outputs, *step.stored(1))}
+        saved = sum(size for ptr, size in live.items() if ptr in kept)
+        return saved + self._carried_bytes, max(0, log.peak() - sum(live.values()) - self._carried_bytes)
+
+    def backward_peak(self) -> int:
+        """Bytes above what ā and δ_i hold while ``B`` runs, its redo included; as `BackwardBytes.peak`."""
+
+        def step() -> Gradients:
+            outputs, _ = self.forward()
+            start = handed_over(outputs, ones(outputs))
+            self._bench.allocator.mark("backward")
+            del outputs
+            return backward(*start, self.targets())
+
+        _, log, ends = log_backward(self._bench.allocator, self._run.parameters, step)
+        return log.after("backward").peak(ends)
+
+
+def _plan_of_one(*before: Op) -> ExecutionPlan:
+    chain = Chain((Stage(forms=(Form(0, 0.0),)),), 1.0, 1.0)
+    return compile_sequence(chain, Plan((*before, Op(OpKind.F_SEL, 1, 1), Op(OpKind.B, 1))))

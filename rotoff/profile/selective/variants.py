@@ -1,0 +1,345 @@
+"""Which of a stage's saved tensors to store, and which to redo: forms from the log of one forward.
+
+A form keeps a set of storages among those that autograd saves; the stage's outputs are there anyway. What the redo then has
+to run follows from who reads what: the operations that write a storage which is neither kept nor given, and in turn what those
+read. Its cost is the sum of their times. Beginning with everything kept, the storage whose loss costs the fewest seconds a
+byte goes next, until nothing is left; that walk passes through the forms of a stage, and its lower convex hull in (bytes,
+seconds) is where the good ones lie. Of the hull at most `MOST` are taken, those that it would miss most.
+
+Must not be redone, or only with care: an operation that writes what was there before (a buffer), or returns something that
+Python may look at, always runs in a redo. A storage that something reads before its last writer has run is not stored.
+Nothing draws random numbers after a draw that was left out. A stage gets no forms at all where collectives run in it, where it
+holds compiled modules (a dispatch mode would run them uncompiled), or where something writes past the dispatcher.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...capture.operations import Leaf, Operation, OperationLog
+from ...errors import OptionError
+from ...tensors.recipe import Argument, Constant, Recipe, Result, Stored, Unread
+from ...tensors.stage import SavedKind, StageModule
+
+MOST = 4
+# Operations that look at no more than the shape of what they are given; and those whose first result alone depends on it.
+LIKE = frozenset(
+    {f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
+    | {f"new_{what}" for what in ("empty", "empty_strided", "zeros", "ones", "full")}
+)
+MASKED = frozenset({"native_dropout"})
+Policy = Callable[[Operation], bool | None]  # True: always kept, False: never, None: as it pays
+Forms = bool | Sequence[str] | Policy  # whether there are any, names of operations always kept, or a policy
+
+
+def read_forms(forms: Any) -> bool | Policy:
+    """The option `forms` as on, off, or a policy.
+
+    Raises:
+        OptionError: where it is none of `Forms`.
+    """
+    if isinstance(forms, bool) or callable(forms):
+        return forms
+    if isinstance(forms, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in forms):
+        names = frozenset(name.removeprefix("aten.").removeprefix("aten::") for name in forms)
+        if unknown := sorted(
+            names - {known.split("::")[-1].split(".")[0] for known in torch._C._dispatch_get_all_op_names()}
+        ):
+            raise OptionError(
+                f"forms names {unknown[0]!r}, which is no operation of PyTorch; names are those of the dispatcher, as in"
+                " ['addmm', 'bmm'] or in what profile.forms of a measured model shows"
+            )
+        return lambda op: True if op.name in names else None
+    raise OptionError(
+        f"forms is {forms!r}; give True, False, a list of names of operations that are kept, such as ['addmm', 'bmm'], or a"
+        " function of an operation"
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A form before it is measured: what it stores beyond the outputs, and by the log's times what its redo takes."""
+
+    recipe: Recipe
+    nbytes: int
+    seconds: float
+
+
+def unfit(stage: StageModule) -> str | None:
+    """Why `stage` gets no forms, known without running it."""
+    if stage.varying:
+        return "what it saves follows from data"
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    for outer in stage.modules:
+        for module in outer.modules():
+            if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+                return "it holds a compiled module"
+            if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                return "its parameters are gathered from other processes"
+    return None
+
+
+class StageGraph:
+    """Who reads and writes which storages of one stage.
+
+    Args:
+        log: of its forward. kinds: whose bytes each saved tensor is.
+    """
+
+    def __init__(self, log: OperationLog, kinds: Sequence[SavedKind]) -> None:
+        self._log = log
+        self.own = [n for n, kind in enumerate(kinds) if kind is SavedKind.OWN]
+        self._packs = {n: log.packs[n] for n in self.own}
+        self.writers: dict[int, list[int]] = {}
+        self._always: list[int] = []  # operations that run in every redo
+        self._draws: list[int] = []
+        for position, op in enumerate(log.operations):
+            made = self.made(position)
+            for storage in dict.fromkeys((*made, *op.writes)):
+                self.writers.setdefault(storage, []).append(position)
+            if op.draws:
+                self._draws.append(position)
+            if self._must_run(op, made):
+                self._always.append(position)
+
+    def refusal(self) -> str | None:
+        """Why the stage gets no forms, or None."""
+        collective = next((op for op in self._log.operations if "c10d" in op.func.namespace), None)
+        if collective is not None:
+            return f"{collective.name} talks to other processes"
+        for pack in self._packs.values():
+            if pack.storage is None or pack.storage not in self._log.made:
+                return "something writes past the dispatcher what autograd saves"
+        return None
+
+    def made(self, position: int) -> list[int]:
+        """Storages that first appear in the results of the operation at `position`."""
+        found = (leaf.storage for leaf in self._log.operations[position].leaves)
+        return [s for s in dict.fromkeys(found) if s is not None and self._log.made.get(s) == position]
+
+    def _must_run(self, op: Operation, made: list[int]) -> bool:
+        if any(s not in self._log.made for s in op.writes):
+            return True  # a buffer
+        plain = all(leaf.storage is not None or leaf.constant is None or type(leaf.constant) is int for leaf in op.leaves)
+        if not plain or not any(leaf.storage is not None for leaf in op.leaves):
+            return True
+        for leaf in op.leaves:
+            old = leaf.storage is not None and leaf.storage not in made
+            if old and leaf.argument is None and (op.writes or made):
+                return True  # a new view of an argument, beside other results
+        return False
+
+    # -- what is saved
+
+    @property
+    def given(self) -> frozenset[int]:
+        """Storages that are there in any form: the outputs'."""
+        return frozenset(p.storage for p in self._packs.values() if p.storage is not None and p.storage in self._log.outputs)
+
+    @property
+    def saved(self) -> frozenset[int]:
+        """Storages of all that autograd saves."""
+        return frozenset(p.storage for p in self._packs.values() if p.storage is not None)
+
+    def nbytes(self, storages: Iterable[int]) -> int:
+        """Bytes of `storages`."""
+        return sum(self._log.nbytes[s] for s in storages)
+
+    def makers(self, storage: int) -> list[Operation]:
+        """The operations that write `storage`."""
+        return [self._log.operations[p] for p in self.writers[storage]]
+
+    # -- the redo
+
+    def redo(self, kept: frozenset[int]) -> tuple[set[int], set[int]]:
+        """(positions of the operations that a redo runs, storages that it makes) where `kept` is stored."""
+        operations, made = self._log.operations, self._log.made
+        runs: set[int] = set()
+        makes: set[int] = set()
+        read: set[int] = set()
+        todo: list[int] = []
+
+        def make(storage: int) -> None:
+            if storage not in makes and storage in made:
+                makes.add(storage)
+                todo.extend(self.writers[storage])
+
+        def need(position: int) -> None:
+            """The operation at `position` reads its arguments."""
+            for storage in operations[position].reads:
+                if storage in kept and position > self.writers[storage][-1]:
+                    continue
+                make(storage)
+                late = [] if storage in read else self.writers.get(storage, [])
+                read.add(storage)
+                for writer in late:  # that ran for its mask only, so far
+                    if (
+                        writer in runs
+                        and operations[writer].name in MASKED
+                        and operations[writer].leaves[0].storage == storage
+                    ):
+                        need(writer)
+
+        read |= self.saved - kept
+        for storage in self.saved - kept:
+            make(storage)
+        if not makes:
+            return runs, makes
+        todo.extend(self._always)
+        while todo:
+            position = todo.pop()
+            if position in runs:
+                continue
+            runs.add(position)
+            op = operations[position]
+            for storage in (*self.made(position), *op.writes):
+                make(storage)
+            if op.name not in LIKE and (op.name not in MASKED or op.leaves[0].storage in read):
+                need(position)
+            if op.draws:
+                todo.extend(p for p in self._draws if p < position)
+        return runs, makes
+
+    def seconds(self, runs: Iterable[int]) -> float:
+        """What the operations at the positions `runs` took."""
+        return sum(self._log.operations[p].seconds for p in runs)
+
+    def recipe(self, kept: frozenset[int]) -> Recipe:
+        """How the form that stores `kept` is made and redone."""
+        runs, makes = self.redo(kept)
+        kept = kept - makes
+        slots = {n: pack.storage for n, pack in self._packs.items() if pack.storage in kept}
+        first: dict[int, int] = {}
+        for n, storage in slots.items():
+            assert storage is not None
+            first.setdefault(storage, n)
+        stop = 1 + max(n for n, pack in self._packs.items() if pack.storage not in kept)
+        last = self._log.packs[stop - 1].before
+        # what is saved may be an operation's result: then the operation has run, but is not counted yet
+        functions = tuple(op.func for op in self._log.operations[: last + 1])
+        results: dict[int, tuple[Result, ...]] = {}
+        single = set()
+        for position in range(len(functions)):
+            op = self._log.operations[position]
+            touched = {*self.made(position), *op.writes}
+            if position in runs or not touched or (not op.reads and not touched & kept):
+                continue
+            results[position] = tuple(self._result(leaf, set(self.made(position)), first) for leaf in op.leaves)
+            if op.single:
+                single.add(position)
+        named = [f"{'+'.join(o.name for o in self.makers(s))} {_shape(self._log, n)}" for s, n in first.items()]
+        views = {n: self._log.packs[n].view for n in slots}
+        whole = all(position >= last for position in results)
+        return Recipe(frozenset(slots), views, stop, functions, results, frozenset(single), tuple(named), whole)
+
+    def _result(self, leaf: Leaf, made: set[int], first: dict[int, int]) -> Result:
+        if leaf.storage is None or leaf.view is None:
+            return Constant(leaf.constant)
+        if leaf.storage not in made:
+            assert leaf.argument is not None
+            return Argument(leaf.argument)
+        if leaf.storage in first:
+            return Stored(first[leaf.storage], leaf.view)
+        assert leaf.device is not None
+        return Unread(leaf.view, leaf.device)
+
+    # -- the forms
+
+    def front(self, policy: Policy | None = None) -> list[tuple[frozenset[int], int, float]]:
+        """(kept storages, their bytes beyond the outputs, seconds of the redo) from most to fewest bytes, the hull only."""
+        given = self.given
+        always, never = self._ruled(policy)
+        kept = self.saved - never | given
+        walk = [self._point(kept)]
+        while free := walk[-1][0] - given - always:
+            best = None
+            for storage in free:
+                point = self._point(walk[-1][0] - {storage})
+                gain = walk[-1][1] - point[1]
+                rate = (point[2] - walk[-1][2]) / gain if gain else (float("inf") if point[2] > walk[-1][2] else -1.0)
+                if best is None or rate < best[0]:
+                    best = (rate, point)
+            assert best is not None
+            walk.append(best[1])
+        return _hull([point for point in walk if point[0] != self.saved])
+
+    def _point(self, kept: frozenset[int]) -> tuple[frozenset[int], int, float]:
+        runs, makes = self.redo(kept)
+        kept = kept - makes
+        return kept, self.nbytes(kept - self.given), self.seconds(runs)
+
+    def _ruled(self, policy: Policy | None) -> tuple[frozenset[int], frozenset[int]]:
+        if policy is None:
+            return frozenset(), frozenset()
+        always, never = set(), set()
+        for storage in self.saved:
+            rules = [policy(op) for op in self.makers(storage)]
+            if True in rules:
+                always.add(storage)
+            elif False in rules:
+                never.add(storage)
+        return frozenset(always), frozenset(never)
+
+    def choices(self, policy: Policy | None = None) -> list[Choice]:
+        """At most `MOST` forms worth measuring, from most to fewest bytes."""
+        points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0), MOST)
+        return [Choice(self.recipe(kept), nbytes, seconds) for kept, nbytes, seconds in points]
+
+    def choice(self, slots: Iterable[int]) -> Choice:
+        """The form that stores the saved tensors number `slots`."""
+        kept = frozenset(s for n in slots if n in self._packs and (s := self._packs[n].storage) is not None)
+        kept, nbytes, seconds = self._point(kept | self.given)
+        return Choice(self.recipe(kept), nbytes, seconds)
+
+
+Point = tuple[frozenset[int], int, float]
+
+
+def _hull(walk: list[Point]) -> list[Point]:
+    """The lower left convex hull of points with falling bytes; nothing that another beats in both."""
+    found: list[Point] = []
+    for point in sorted(walk, key=lambda p: (-p[1], -p[2])):
+        while found and found[-1][2] >= point[2]:
+            found.pop()
+        while len(found) > 1 and _turns(found[-2], found[-1], point):
+            found.pop()
+        found.append(point)
+    return found
+
+
+def _turns(a: Any, b: Any, c: Any) -> bool:
+    """Whether b lies on or above the line from a to c."""
+    return bool((a[1] - c[1]) * (b[2] - a[2]) >= (a[1] - b[1]) * (c[2] - a[2]))
+
+
+def _thinned(points: list[Point], full: tuple[int, float], most: int) -> list[Point]:
+    """`most` of `points`; each time the one goes whose triangle with its neighbours is the smallest. The last one stays."""
+    points = list(points)
+    while len(points) > max(1, most):
+        ends = [(None, *full), *points]
+
+        def loss(n: int, ends: list[Any] = ends) -> float:
+            a, b, c = ends[n], ends[n + 1], ends[n + 2]
+            return abs((a[1] - c[1]) * (b[2] - a[2]) - (a[1] - b[1]) * (c[2] - a[2]))
+
+        del points[min(range(len(points) - 1), key=loss)]
+    return points
+
+
+def structure(log: OperationLog, kinds: Sequence[SavedKind]) -> Any:
+    """What stages have in common that get the same forms: operations, shapes, and who reads and writes what."""
+    operations = tuple((o.func, o.reads, o.writes, _plain(o.leaves), o.draws) for o in log.operations)
+    return operations, log.packs, log.nbytes, log.outputs, tuple(kinds)
+
+
+def _plain(leaves: tuple[Leaf, ...]) -> Any:
+    return tuple((x.storage, x.view, x.argument, repr(x.constant)) for x in leaves)
+
+
+def _shape(log: OperationLog, n: int) -> str:
+    return "x".join(map(str, log.packs[n].shape))

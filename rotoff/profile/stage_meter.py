@@ -1,0 +1,394 @@
+"""One stage, run in the ways that the machine knows, and what each run costs in bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..capture.mutations import ChangedAttributes, ChangedBuffers
+from ..capture.sharding import gathers
+from ..core.chain import Stage
+from ..errors import MeasureError
+from ..runtime.overhead import UpkeepTimes
+from ..runtime.replay import ReplayState, Surroundings
+from ..tensors.convolutions import Algorithms
+from ..tensors.rng import RNG_BYTES, Generators
+from ..tensors.stage import Behaviour, SavedKind, StageModule
+from ..tensors.storage import storage_key
+from ..tensors.tree import flatten
+from .cuda_graphs import refuse_cuda_graphs
+from .memory.backward_memory import BackwardBytes, backward_bytes
+from .memory.casts import kept_casts
+from .memory.dropped import Dropped, dropped
+from .memory.forward_memory import keep_everything
+from .memory.gradients import GradientPlace
+from .memory.skips import Lying, lying
+from .selective.graph import describe, structure
+from .selective.variant_meter import FormMeter
+from .selective.variant_run import WholeStage
+from .selective.variants import Policy, unfit
+from .timing.context import Bench
+from .timing.convergence import Repeats
+from .timing.harness import Run, backward, get_edges, ones, permuted, within_backward
+from .timing.overhead import UpkeepMeter
+from .timing.stage_timing import End, Timings, copy_bandwidth, time_stage
+from .timing.timing_cache import StageTimes, check_times
+
+# A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
+# run a few times more, always as often, since all processes must take part, and the run that seems to leave least counts.
+COLLECTIVE_TRIES = 3
+LOOKS = 3  # runs by which known times are judged
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})  # whose bytes are those of one storage
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Costs of a stage for the chain, and its behaviour for the runtime.
+
+    The costs count gradients one by one; those that share or outgrow their bytes are `gradients.charge`'s business. So
+    `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is δ_{i-1}
+    follows from that charge.
+
+    gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes: of
+    each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
+    staying_bytes: of the backward, as of `BackwardBytes`. strange_bytes: what the backward holds more where the gradients given
+    are not contiguous. joining_bytes: what it holds more where a gradient of a parameter of its own is added to a part that waits.
+    held_bytes: what stays whatever is dropped (`dropped`).
+    no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
+    alone leaves out (`runtime.early_stop`). host_bound: whether the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the stages of its kind, in which those that come later are still missing; None
+    where the times were known.
+    """
+
+    costs: Stage
+    behaviour: Behaviour
+    gradients: tuple[GradientPlace | None, ...]
+    own_gradient_bytes: tuple[int, ...]
+    lies: Lying
+    begun_bytes: int
+    staying_bytes: int
+    strange_bytes: int = 0
+    joining_bytes: int = 0
+    held_bytes: int = 0
+    no_forms: str = ""
+    tail_time: float = 0.0
+    casts: Mapping[int, int] = field(default_factory=dict)
+    timings: Timings | None = None
+    host_bound: bool = False
+
+    @property
+    def holds_for_its_kind(self) -> bool:
+        """Whether stages that do the same on inputs that lie alike need no measuring of their own."""
+        behaviour = self.behaviour
+        fresh = all(
+            mine or given is not None for mine, (_, given, _) in zip(behaviour.own_outputs, self.lies.outputs, strict=True)
+        )
+        changes = behaviour.changed_buffers or behaviour.changed_attributes
+        return fresh and not (behaviour.varying or changes or self.casts or self.held_bytes)
+
+    def of(self, stage: StageModule) -> Measured:
+        """The same for a `stage` of its kind."""
+        behaviour = replace(self.behaviour, modes=stage.modes())
+        return replace(self, costs=replace(self.costs, name=stage.name), behaviour=behaviour)
+
+    def timed(self) -> Measured:
+        """With the times of all stages of its kind, once these are measured."""
+        if self.timings is None:
+            return self
+        forward, backward, tail = self.timings.medians()
+        costs, more = self.costs, backward - self.costs.backward_time
+        forms = tuple(replace(form, backward_time=max(0.0, form.backward_time + more)) for form in costs.forms)
+        costs = replace(costs, forward_time=forward, backward_time=backward, forms=forms)
+        return replace(self, costs=costs, tail_time=tail, host_bound=self.timings.host_bound)
+
+
+class Meter:
+    """Measures stages on one bench.
+
+    Args:
+        forms: whether to look for smaller forms too; a policy says what they keep. algorithms: other ones that convolutions may
+            run by.
+    """
+
+    def __init__(self, bench: Bench, forms: bool | Policy = False, algorithms: Sequence[Algorithms] = ()) -> None:
+        self.bench = bench
+        self.allocator = bench.allocator
+        self.rng_bytes = RNG_BYTES if bench.device.type == "cpu" else 0  # on the device, of a generator's state
+        policy = None if isinstance(forms, bool) else forms
+        self._forms = self.form_meter(policy, bool(forms), algorithms) if forms or algorithms else None
+        self._lasting: set[int] = set()  # storages that are there throughout the step
+        self._counted: set[int] = set()  # storages of the input that stay whatever is dropped, and are counted
+        self._timings: dict[Any, Timings] = {}  # by what stages of one kind have in common
+        self._measured: dict[Any, Measured] = {}  # likewise
+        self._upkeep = UpkeepMeter()
+        self.samples_upkeep = True
+        self.checked: StageTimes | None = None  # known times of the stage that tells whether they still hold
+
+    def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
+        """What finds and measures smaller forms."""
+        return FormMeter(self.bench, policy, partial, algorithms)
+
+    def begin(self, value: Any) -> None:
+        """What is measured next starts the chain: its input `value` is there throughout."""
+        self._lasting = {storage_key(t) for t in flatten(value)[0]}
+        self._counted = set()
+
+    def stage(
+        self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None
+    ) -> tuple[Measured | None, Any]:
+        """Measure `stage` on the input `value`; None where its output needs no gradient. Also returns its output.
+
+        last: whether the caller holds its output throughout. known: its times, where they need not be measured.
+        """
+        if self.bench.device.type == "cuda":
+            refuse_cuda_graphs(stage)
+        tensors, rebuild = flatten(value)
+        run = Run(stage, tensors, rebuild, last)
+        leaves, changes = run.leaves(), ChangedBuffers(stage)
+        shapes: list[Any] = []  # of what autograd saves
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            shapes.append((tensor.shape, tensor.dtype))
+            return tensor.detach()  # a tensor that its own node held would never go
+
+        with saved_tensors_hooks(note, lambda t: t):
+            outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
+        self._refuse_subclasses(stage, outputs)
+        needs = [t.requires_grad for t in outputs]
+        kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last
+        if not any(needs):
+            measured = None
+        elif kind in self._measured and (known is None or known is not self.checked):
+            measured = self._measured[kind].of(stage)
+        else:
+            backward(get_edges(outputs), ones(outputs), run.targets(leaves))
+            del outputs, leaves
+            if self.bench.device.type == "cuda" and not any(gathers(module) for module in stage.modules):
+                self._replay(run)
+            measured, outputs = self._costs(run, changes, known)
+            if measured.holds_for_its_kind:
+                self._measured[kind] = measured
+        detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
+        return measured, rebuild_output(detached)
+
+    def _replay(self, run: Run) -> None:
+        """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and the workspaces of cuBLAS belong to a
+        thread; without this the first replay of a training would make them, beside all that its step holds."""
+        state = ReplayState(Surroundings(self.bench.device), ())
+
+        def again() -> None:
+            with state:
+                run.forward(run.leaves())
+
+        within_backward(again, self.bench.device)
+
+    def _costs(self, run: Run, changes: ChangedBuffers, known: StageTimes | None) -> tuple[Measured, list[torch.Tensor]]:
+        generators = Generators(self.bench.device)
+        drawn = generators.states()
+        casts = kept_casts(run, self.allocator)
+        generators.put(drawn)
+        changes.look()
+        attributes = ChangedAttributes(run.stage)
+        leaves = run.leaves()
+        versions = [t._version for t in leaves]
+        kept = keep_everything(run, leaves, self.allocator)
+        for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
+            generators.put(drawn)
+            again = keep_everything(run, leaves, self.allocator)
+            kept = again if again.live_bytes < kept.live_bytes else kept
+            del again
+        outputs, saved = kept.outputs, kept.saved
+        self._refuse_subclasses(run.stage, kept.tensors)
+        log = self.allocator.as_asked(kept.log, [*outputs, *kept.tensors])
+        live = log.live()
+        changed = changes.look()
+        changed_attributes = attributes.look()
+        draws = log.drew or generators.states() is not drawn
+        inputs = {storage_key(t) for t in leaves}
+        kinds = kept.kinds(inputs)
+        own = {one.address for one, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN and one.alive}
+        made = {self.allocator.address(t) for t in outputs}
+        self._lasting |= {
+            storage_key(t) for t in outputs if self.allocator.address(t) not in live
+        } - inputs  # a module's tables
+        own_outputs = tuple(storage_key(t) not in self._lasting for t in outputs)
+        carried = [t for t in outputs if storage_key(t) in inputs - self._lasting]
+        saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
+        output_bytes = sum(size for ptr, size in live.items() if ptr in made)
+        stuck = sum(live.values()) - saved_bytes
+        carried_bytes = self.storage_bytes(carried)  # of the input's, and charged to the output too
+        saved_bytes, output_bytes = saved_bytes + carried_bytes, output_bytes + carried_bytes
+        del carried
+        own_gradients = tuple(self.gradient_bytes([t]) for t in outputs)
+        written = [n for n, (t, version) in enumerate(zip(leaves, versions, strict=True)) if t._version != version]
+        lies = lying(leaves, outputs, [self.storage_bytes([t]) for t in outputs], kept.keys(inputs), written)
+        # nobody runs on the last stage's output
+        outputs = [t.new_empty(0) if run.last else t.detach() for t in outputs]
+        shapes = [(one.shape, one.dtype) for one in saved]
+        del leaves, kept
+
+        back, strange_bytes = self._backward(run, outputs)
+        generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
+        dropping = self._dropping(run, shapes)
+        end = self._end(run, kinds)
+        timings = None if known else self._times(run, end)
+        if known is not None and known is self.checked:
+            check_times(known, self._looked_at(run))
+        if timings is not None:
+            times = timings.medians()
+        else:
+            assert known is not None
+            times = known.forward_time, known.backward_time, known.tail_time
+        held_bytes = self._held_bytes(run, dropping, stuck, outputs)
+        above = log.peak() - saved_bytes - stuck, dropping.log.peak() - output_bytes - stuck
+        lies = lies._replace(spare=(max(0, -above[0]), max(0, -above[1])))
+        costs = Stage(
+            name=run.stage.name,
+            forward_time=times[0],
+            backward_time=times[1],
+            output_bytes=output_bytes,
+            saved_bytes=saved_bytes,
+            grad_bytes=sum(own_gradients),
+            forward_transient_bytes=max(0, above[0]),
+            checkpoint_transient_bytes=max(0, above[1]),
+            backward_transient_bytes=back.peak,
+        )
+        behaviour = Behaviour(
+            saved=kinds,
+            own_outputs=own_outputs,
+            changed_buffers=changed,
+            draws=draws,
+            stuck_bytes=stuck,
+            enough=end.enough,
+            varying=run.stage.varying,
+            changed_attributes=changed_attributes,
+            cast_bytes=sum(casts.values()),
+            modes=run.stage.modes(),
+        )
+        reason = "switched off" if self._forms is None else "the last stage needs none"
+        if self._forms is not None and not run.last:
+            found = self._forms.find(WholeStage(run, costs, behaviour, carried_bytes), known.forms if known else None)
+            costs, reason = replace(costs, forms=found.forms), found.reason
+            behaviour = replace(behaviour, forms=found.recipes)
+        if self.samples_upkeep:
+            self.sample_upkeep(run, behaviour)
+        measured = Measured(
+            costs=costs,
+            behaviour=behaviour,
+            gradients=back.places,
+            own_gradient_bytes=own_gradients,
+            lies=lies,
+            begun_bytes=back.begun,
+            staying_bytes=back.staying,
+            strange_bytes=strange_bytes,
+            held_bytes=held_bytes,
+            no_forms=reason,
+            tail_time=times[2],
+            casts=casts,
+            timings=timings,
+            host_bound=known is not None and known.host_bound,
+        )
+        return measured, outputs
+
+    def _backward(self, run: Run, outputs: Sequence[torch.Tensor]) -> tuple[BackwardBytes, int]:
+        """The bytes of the backward, and what it holds more where the gradients given are not contiguous."""
+        back = backward_bytes(self.allocator, run)
+        if run.last or all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension lies in one way
+            return back, 0
+        strange = backward_bytes(self.allocator, run, permuted)
+        pairs = zip(back.places, strange.places, strict=True)
+        places = tuple(a and a._replace(passed_on=b is not None and b.strange) for a, b in pairs)
+        return back._replace(places=places), max(0, strange.peak - back.peak)
+
+    def _dropping(self, run: Run, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> Dropped:
+        """A forward that keeps its outputs alone; `shapes` are of what autograd saved when it kept all."""
+        shapes_again: list[tuple[torch.Size, torch.dtype]] = []
+        found = dropped(run, self.allocator, lambda t: shapes_again.append((t.shape, t.dtype)))
+        if shapes_again != shapes:
+            raise MeasureError(
+                f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
+                " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
+            )
+        return found
+
+    def _held_bytes(self, run: Run, found: Dropped, stuck: int, outputs: Sequence[torch.Tensor]) -> int:
+        """Bytes that stay whatever is dropped, `outputs` being those that are handed on; a tensor held by several stages counts once."""
+        if any(gathers(module) for module in run.stage.modules):
+            return stuck  # see `COLLECTIVE_TRIES`
+        inputs = [t for n, t in enumerate(run.tensors) if n in found.inputs and storage_key(t) not in self._lasting]
+        nbytes = found.staying + self.storage_bytes([t for t in inputs if storage_key(t) not in self._counted])
+        counted = self._counted | {storage_key(t) for t in inputs} | {storage_key(outputs[n]) for n in found.outputs}
+        self._counted = counted & {storage_key(t) for t in outputs}
+        return nbytes
+
+    def _times(self, run: Run, end: End) -> Timings:
+        """Seconds of the forward, the backward and the tail, with those of the stages before that are of the same kind."""
+        timings, repeats = Timings(), self.bench.repeats
+        if not run.stage.varying:
+            kind = structure(run.stage.modules), describe(run.rebuild(run.tensors)), end.enough, run.last
+            timings = self._timings.setdefault(kind, timings)
+        time_stage(run, end, repeats.of_known_kind if timings.forward else repeats, self.bench.device, timings)
+        return timings
+
+    def _looked_at(self, run: Run) -> list[float]:
+        """Seconds that the forward and the backward take together, a few times."""
+        timings = Timings()
+        time_stage(run, End(), Repeats(LOOKS, LOOKS), self.bench.device, timings)
+        return [sum(pair) for pair in zip(timings.forward, timings.backward, strict=True)]
+
+    def copy_bandwidth(self, nbytes: float) -> float:
+        """B/s at which a tensor of `nbytes` is copied on the device."""
+        return copy_bandwidth(nbytes, self.bench.device)
+
+    def sample_upkeep(self, run: Run, behaviour: Behaviour) -> None:
+        """See what the runtime itself takes of a step of the stage."""
+        self._upkeep.sample(run, behaviour)
+
+    def upkeep_times(self) -> UpkeepTimes:
+        """What the runtime itself takes, by the stages measured so far."""
+        return self._upkeep.times()
+
+    def _end(self, run: Run, kinds: Sequence[SavedKind]) -> End:
+        """Where a replay may end. A stage that is compiled or gathers parameters may have something to do at its end, and so has one
+        with an operation that autograd saves an argument of before it is written (the noise of ``rrelu``)."""
+        own = [n for n, kind in enumerate(kinds) if kind is SavedKind.OWN]
+        if not own or unfit(run.stage) is not None:
+            return End()
+        try:
+            log = self.bench.recorded(run)
+        except Exception:  # a forward may break in any way under a dispatch mode
+            return End()
+        if len(log.packs) != len(kinds):
+            return End()
+        behind = log.operations[log.packs[own[-1]].before :]
+        storages = {log.packs[n].storage for n in own}
+        if None in storages or storages & {storage for op in behind for storage in op.writes}:
+            return End()
+        left_out, whole = (sum(op.seconds for op in ops) for ops in (behind, log.operations))
+        return End(own[-1] + 1, left_out / whole if whole else 0.0)
+
+    def gradient_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes of the gradients of those `tensors` that need one."""
+        return sum(self.allocator.rounded(t.numel() * t.element_size()) for t in tensors if t.requires_grad)
+
+    def storage_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes of the storages of `tensors`, each once."""
+        return sum(
+            self.allocator.rounded(n) for n in {storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values()
+        )
+
+    def plain(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes of `tensor` are those of one storage."""
+        return type(tensor) in PLAIN
+
+    def _refuse_subclasses(self, stage: StageModule, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if not self.plain(tensor):
+                raise MeasureError(
+                    f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move; use plain"
+                    " tensors in what it returns and differentiates"
+                )

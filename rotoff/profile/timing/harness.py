@@ -1,0 +1,115 @@
+"""One stage and its sample input, run forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ...tensors.stage import StageModule
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one stage is run, as often as needed."""
+
+    stage: StageModule
+    tensors: list[torch.Tensor]
+    rebuild: Callable[[list[torch.Tensor]], Any]
+    last: bool
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.stage.parameters()
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
+
+    def forward(self, leaves: list[torch.Tensor]) -> Any:
+        return self.stage.run(self.rebuild(leaves))
+
+    def targets(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the backward gives gradients of; parameters come last."""
+        return [t for t in leaves if t.requires_grad] + self.parameters
+
+
+def backward(
+    edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `targets`, added to no ``.grad``."""
+    return torch.autograd.grad(edges, targets, gradients, allow_unused=True)
+
+
+def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Where gradients of `outputs` enter the graph, without keeping their bytes."""
+    return [get_gradient_edge(t) for t in outputs if t.requires_grad]
+
+
+def ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
+
+
+def like_values(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs' own numbers as their gradients: devices are faster on numbers that are all the same than on those of training."""
+    return [t.detach().clone(memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
+
+
+def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As `ones`, but with the first dimension's numbers side by side."""
+    return [
+        _reversed(torch.ones_like(_reversed(t), memory_format=torch.contiguous_format)) for t in outputs if t.requires_grad
+    ]
+
+
+def _reversed(tensor: torch.Tensor) -> torch.Tensor:
+    """Its dimensions in the other order."""
+    return tensor.permute(tuple(range(tensor.dim()))[::-1])
+
+
+class _Act(torch.autograd.Function):
+    """Its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, act: Callable[[], object], like: torch.Tensor) -> torch.Tensor:
+        ctx.act = act
+        return like.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.act()
+        return None, gradient.reshape(1)
+
+
+def within_backward(act: Callable[[], object], device: torch.device) -> None:
+    """Call `act` on the thread on which autograd runs a backward of tensors on `device`, and replays run."""
+    like = torch.zeros(1, device=device, requires_grad=True)
+    torch.autograd.grad(_Act.apply(act, like), like)
+
+
+class _Give(torch.autograd.Function):
+    """Its backward gives away what is in a list, and keeps none of it, as a next stage's does."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *given
+
+
+def handed_over(
+    outputs: Sequence[torch.Tensor], gradients: list[torch.Tensor]
+) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    """Where to start a `backward` that takes `gradients` out of their list: autograd lets go of each as soon as it can.
+
+    Who passes them to ``torch.autograd.grad`` holds them to its end.
+    """
+    start = [_Give.apply(gradients, *(t for t in outputs if t.requires_grad))]
+    return get_edges(start), ones(start)

@@ -1,0 +1,164 @@
+"""How long a stage takes: clocks, and its forward, its backward and its tail timed by them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from ...tensors.saved_tensors import watch_saved
+from ...tensors.tree import flatten
+from .convergence import Repeats, Series
+from .harness import Run, backward, get_edges, like_values
+
+LEAST_TAIL = 0.01  # of a stage's forward: a shorter one is not worth timing, and counts as none
+
+HOST_BOUND = 0.9  # of the device's time: a host that takes this long to launch is not ahead of it
+MOST_COPIED = 256 << 20  # bytes: larger copies are no faster, and take twice as much of the device
+
+
+class HostClock:
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def tick(self) -> None:
+        self._times.append(time.perf_counter())
+
+    def spans(self) -> list[float]:
+        return [b - a for a, b in zip(self._times, self._times[1:], strict=False)] + [0.0]
+
+    def host_spans(self) -> list[float]:
+        """None, since host and device are one."""
+        return []
+
+
+class CudaClock:
+    """Times on the device's own time line, so that launches run ahead as they do in training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._host = HostClock()
+
+    def tick(self) -> None:
+        self._host.tick()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+    def spans(self) -> list[float]:
+        torch.cuda.synchronize(self._device)
+        return [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)] + [0.0]
+
+    def host_spans(self) -> list[float]:
+        """What the host took between ticks, to launch."""
+        return self._host.spans()
+
+
+def clock(device: torch.device) -> HostClock | CudaClock:
+    """A clock that ticks as `device` gets there."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class End(NamedTuple):
+    """Where a replay for its own backward alone may end. enough: `Behaviour.enough`. share: of the seconds of the stage's operations,
+    those behind, as they took when they were recorded."""
+
+    enough: int = 0
+    share: float = 0.0
+
+
+@dataclass
+class Timings:
+    """Seconds that the stages of one kind took, run by run. tails: shares that what a replay may leave out has of a forward. host: what
+    the host took to launch a forward and a backward, where it is not the device."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    tails: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the device waits for the host: events cannot be closer together than their launches."""
+        device = statistics.median(self.forward) + statistics.median(self.backward)
+        return bool(self.host) and statistics.median(self.host) >= HOST_BOUND * device
+
+    def series(self) -> list[Series]:
+        found = [Series(self.forward), Series(self.backward)]
+        return [*found, Series(self.tails, 1.0)] if self.tails else found
+
+    def medians(self) -> tuple[float, float, float]:
+        """Of the forward, the backward and the tail.
+
+        The tail is the median share of one forward: the difference of two, each with its own noise, would be of no use where it
+        is small.
+        """
+        forward, backward = statistics.median(self.forward), statistics.median(self.backward)
+        return forward, backward, forward * statistics.median(self.tails) if self.tails else 0.0
+
+
+def time_stage(run: Run, end: End, repeats: Repeats, device: torch.device, timings: Timings) -> None:
+    """Run the stage's forward and backward, and its forward with the tail apart, until `timings` are steady, and add to them."""
+    tailed = end.share >= LEAST_TAIL and not run.last  # nobody takes the last stage's output from a replay
+    width = 7 if tailed else 4
+    ticks = clock(device)
+    before = replace(timings, **{name: [*runs] for name, runs in vars(timings).items()})
+
+    def series() -> list[Series]:
+        spans = ticks.spans()
+        timings.forward[:] = before.forward + spans[0::width]
+        timings.backward[:] = before.backward + spans[2::width]
+        host = ticks.host_spans()
+        timings.host[:] = before.host + [a + b for a, b in zip(host[0::width], host[2::width], strict=True)]
+        if tailed:
+            parts = zip(spans[4::width], spans[5::width], strict=True)
+            timings.tails[:] = before.tails + [behind / (front + behind or 1.0) for front, behind in parts]
+        return timings.series()
+
+    for _ in repeats.rounds(series):
+        leaves = run.leaves()
+        ticks.tick()
+        outputs = flatten(run.forward(leaves))[0]
+        ticks.tick()
+        edges, gradients = get_edges(outputs), like_values(outputs)
+        del outputs
+        ticks.tick()
+        backward(edges, gradients, run.targets(leaves))
+        ticks.tick()
+        if tailed:
+            _run_with_tail(run, end.enough, ticks.tick)
+    series()
+
+
+def _run_with_tail(run: Run, enough: int, tick: Callable[[], None]) -> None:
+    """Run a forward; `tick` before it, when it has saved `enough` tensors, and at its end."""
+    leaves = run.leaves()
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> None:
+        saved.append(tensor.detach())
+        if len(saved) == enough:
+            tick()
+
+    with watch_saved(keep):
+        tick()
+        outputs = run.forward(leaves)
+    tick()
+    del outputs
+
+
+def copy_bandwidth(nbytes: float, device: torch.device) -> float:
+    """B/s at which a tensor of `nbytes`, or of `MOST_COPIED`, is copied on `device`: the median of five, after a first that does not count."""
+    nbytes = max(1, min(int(nbytes), MOST_COPIED))
+    source, ticks = torch.zeros(nbytes, dtype=torch.uint8, device=device), clock(device)
+    source.clone()
+    for _ in range(5):
+        ticks.tick()
+        source.clone()
+        ticks.tick()
+    return source.numel() / max(statistics.median(ticks.spans()[::2]), 1e-9)

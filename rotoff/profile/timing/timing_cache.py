@@ -1,0 +1,149 @@
+"""Times of a model's stages and of its link, kept on disk: what is slow to measure, and the same again in another process.
+
+Bytes are measured anew in every process, since the promise on the peak rests on them and one run shows them. Times only
+steer the plan; they are known again by all that they depend on: the stages' structure and code, the shapes, autocast, the device,
+versions and the number of threads.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...io.cache import Cache
+from ...runtime.overhead import UpkeepTimes
+from ...tensors.convolutions import flags
+from ...tensors.stage import StageModule
+from ...version import __version__
+from ..profile import Profile
+from ..provenance import device_name
+from ..selective.graph import describe, structure
+
+KIND = "times"
+WORTH_CHECKING = 1e-3  # seconds of a stage: shorter ones take another time in each process
+FAR = 1.15  # from each other: times of which one was taken while something else ran
+
+
+class TimesChanged(Exception):
+    """Times that were kept are no longer what the stages take."""
+
+
+class KnownForm(NamedTuple):
+    """A smaller form. identity: `Recipe.identity`, what is kept and by which algorithms. seconds: of its backward."""
+
+    identity: tuple[tuple[int, ...], str]
+    seconds: float
+
+
+KnownForms = tuple[KnownForm, ...]
+
+
+class StageTimes(NamedTuple):
+    """Times of one stage and of its tail (`runtime.early_stop`), in seconds, which forms it has, and whether the device waits for the host."""
+
+    name: str
+    forward_time: float
+    backward_time: float
+    tail_time: float
+    forms: KnownForms
+    host_bound: bool = False
+
+
+class KnownTimes(NamedTuple):
+    """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured. copy_bandwidth: of copies on the
+    device, B/s, likewise. upkeep: what the runtime itself takes, likewise."""
+
+    stages: tuple[StageTimes, ...]
+    link: tuple[float, float, bool] | None
+    copy_bandwidth: float | None = None
+    upkeep: UpkeepTimes | None = None
+
+    @property
+    def heaviest(self) -> StageTimes | None:
+        """The stage to look at again; None where all are too short to tell, or none was timed as such (`interpolation`)."""
+        heaviest = max(self.stages, key=lambda row: row.forward_time + row.backward_time)
+        long = heaviest.forward_time + heaviest.backward_time >= WORTH_CHECKING
+        return heaviest if long and self.link is not None else None
+
+
+def check_times(known: StageTimes, runs: Sequence[float]) -> None:
+    """Compare what the stage's forward and backward took together, in seconds, with what they are known to take.
+
+    Raises:
+        TimesChanged: where they took another time, and not for one slow run.
+    """
+    before = known.forward_time + known.backward_time
+    if min(runs) > FAR * before or statistics.median(runs) * FAR < before:
+        now = f"{statistics.median(runs):.3g} s now"
+        raise TimesChanged(f"stage {known.name!r} took {before:.3g} s when its times were kept and {now}")
+
+
+def times_of(profile: Profile) -> tuple[StageTimes, ...]:
+    """The times of a measured model's stages."""
+    rows = []
+    bound = profile.host_bound or (False,) * len(profile.chain)
+    for stage, tail, behaviour, host in zip(
+        profile.chain.stages, profile.tail_times, profile.behaviours, bound, strict=True
+    ):
+        pairs = zip(behaviour.forms, stage.forms, strict=True)
+        forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
+        rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms, host))
+    return tuple(rows)
+
+
+def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
+    """What the times of `stages` depend on; None where something among it cannot be known again in another process."""
+
+    told = structure([m for stage in stages for m in stage.modules])
+    if "@" in told:
+        return None
+    types = sorted({"cpu", device.type})
+    return {
+        "stages": [stage.name for stage in stages],
+        "structure": told,
+        "input": describe(value),
+        "device": [device.type, device_name(device)],
+        "threads": torch.get_num_threads(),
+        "versions": [__version__, torch.__version__],
+        "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
+        "precision": torch.get_float32_matmul_precision(),
+        "cudnn": list(flags()) if device.type == "cuda" else [],
+        "more": [str(one) for one in more],
+    }
+
+
+def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
+    """What `keep_times` kept for `key`, or None."""
+    found = None if key is None else cache.find(KIND, key)
+    if not isinstance(found, dict):
+        return None
+    try:
+        stages = tuple(
+            StageTimes(
+                str(name),
+                float(forward),
+                float(backward),
+                float(tail),
+                tuple(KnownForm((tuple(map(int, kept)), str(by)), float(t)) for (kept, by), t in forms),
+                bool(host),
+            )
+            for name, forward, backward, tail, forms, host in found["stages"]
+        )
+        d2h, h2d, duplex = found["link"]
+        copy = found["copy_bandwidth"]
+        upkeep = UpkeepTimes(**{name: float(seconds) for name, seconds in found["upkeep"].items()})
+        return KnownTimes(stages, (float(d2h), float(h2d), bool(duplex)), None if copy is None else float(copy), upkeep)
+    except (TypeError, KeyError, ValueError, AttributeError):  # not what was kept
+        return None
+
+
+def keep_times(cache: Cache, key: dict[str, Any] | None, profile: Profile) -> None:
+    """Keep the times of a measured model, and which forms its stages have."""
+    if key is not None:
+        chain = profile.chain
+        link = [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]
+        more = {"copy_bandwidth": profile.copy_bandwidth, "upkeep": profile.upkeep_times._asdict()}
+        cache.keep(KIND, key, {"stages": times_of(profile), "link": link, **more})

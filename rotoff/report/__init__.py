@@ -1,0 +1,1 @@
+"""Plans for people: tables, traces for Perfetto, summaries in words, rotor's names."""

@@ -1,0 +1,91 @@
+"""A step as a trace file for Perfetto (https://ui.perfetto.dev) and chrome://tracing, in the Trace Event Format's JSON.
+
+One process for the predicted step and one for the measured step, if there is one; a thread for each lane; counters for the
+bytes on the device and on the host. Times are in microseconds from the step's start, as the format has it. With parameters the
+host's updates have a thread too; what a steady step leaves to the next is shown where it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ..core.chain import Chain
+from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op
+from ..core.simulator import Event, Trace, simulate
+from ..io.atomic_write import write_whole
+
+_LANES = {"compute": (1, "compute"), "d2h": (2, "device to host"), "h2d": (3, "host to device")}
+_HOST = {"host": (4, "updates on the host")}
+_MICRO = 1e6
+
+
+def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = None) -> dict[str, Any]:
+    """The step that `sequence` is, as an object of the Trace Event Format.
+
+    Args:
+        measured: a step as it ran, from `Checkpointable.record_step`, shown as a second process.
+
+    Raises:
+        InvalidSequenceError: where the machine refuses the sequence.
+    """
+    events = _process(1, "rotoff, predicted", chain, simulate(chain, sequence))
+    if measured is not None:
+        events += _process(2, "rotoff, measured", chain, measured)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"chain": chain.name}}
+
+
+def save_chrome_trace(
+    path: str | os.PathLike[str], chain: Chain, sequence: Iterable[Op], measured: Trace | None = None
+) -> None:
+    """Write `chrome_trace` of these to the file at `path`."""
+    write_whole(path, json.dumps(chrome_trace(chain, sequence, measured)))
+
+
+def _process(pid: int, name: str, chain: Chain, trace: Trace) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
+    lanes = {**_LANES, **_HOST} if chain.parameters else _LANES
+    for tid, words in lanes.values():
+        made.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": words}})
+        made.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    clock = 0.0
+    for index, event in enumerate(trace.events):
+        # Bytes are taken when the compute lane issues an operation, not when a copy runs.
+        issued = max(clock, event.start) if event.lane == "compute" else clock
+        made.append(_counter(pid, issued, event, bool(chain.parameters)))
+        if event.lane == "compute":
+            clock = event.end
+        if event.end > event.start:
+            made.append(_slice(pid, index, chain, event))
+    return made
+
+
+def _slice(pid: int, index: int, chain: Chain, event: Event) -> dict[str, Any]:
+    op = event.op
+    kind = "wait" if event.lane == "compute" and op.kind not in COMPUTES else op.kind.value
+    where = {"stage": chain.stage(op.stage).name if op.stage else "input"}
+    if op.of or op.kind in UPDATES:
+        where = {"parameters": chain.group(op.stage).name}
+    details = {"op": index, **where, "device_bytes": event.memory, "host_bytes": event.host_memory}
+    if op.kind in FORWARDS:
+        details["again"] = event.recompute
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": {**_LANES, **_HOST}[event.lane][0],
+        "ts": event.start * _MICRO,
+        "dur": (event.end - event.start) * _MICRO,
+        "name": str(op),
+        "cat": "recompute" if event.recompute else f"{kind} parameters" if op.of else kind,
+        "args": details,
+    }
+
+
+def _counter(pid: int, seconds: float, event: Event, parameters: bool) -> dict[str, Any]:
+    held = {"device": event.memory, "host": event.host_memory}
+    if parameters:  # the parts of a counter are stacked
+        held = {"device, parameters": event.parameter_memory, "device, all else": event.memory - event.parameter_memory}
+        held["host"] = event.host_memory
+    return {"ph": "C", "pid": pid, "ts": seconds * _MICRO, "name": "bytes", "args": held}

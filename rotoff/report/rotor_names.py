@@ -1,0 +1,63 @@
+"""The names that users of rotor know, on `Checkpointable`; `docs/migrating-from-rotor.md` says what each has become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.chain import Chain
+from ..core.sequence import Sequence
+from ..core.simulator import simulate
+from .terminal import render
+
+NO_LIMIT = 2**62  # bytes; more than any device has
+
+
+class RotorNames:
+    """Baselines under rotor's names, and the plan in words; all of it in terms of `compute_sequence`."""
+
+    @property
+    def chain(self) -> Chain:
+        raise NotImplementedError
+
+    @property
+    def sequence(self) -> Sequence:
+        raise NotImplementedError
+
+    def compute_sequence(self, mem_limit: int | str, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def compute_pytorch_sequence(self) -> Any:
+        """Keep everything, as plain PyTorch does, without a limit; returns the module."""
+        return self.compute_sequence(NO_LIMIT)
+
+    def compute_seq_sequence(self, segments: int | None = None) -> Any:
+        """`segments` equal segments as of ``torch.utils.checkpoint.checkpoint_sequential``, without a limit; returns the module.
+
+        segments: ⌈√L⌉ where None (Chen et al., 2016).
+        """
+        if segments is None:
+            return self.compute_sequence(NO_LIMIT, policy="chen")
+        return self.compute_sequence(NO_LIMIT, policy="periodic", segments=segments)
+
+    def compute_homogeneous_sequence(self, mem_limit: int | str, mem_slots: int | None = None) -> Any:
+        """The optimum for a chain whose stages are all alike (Griewank and Walther's Revolve); returns the module.
+
+        mem_slots: outputs held at a time; the fastest count that fits where None.
+        """
+        return self.compute_sequence(mem_limit, policy="revolve", slots=mem_slots)
+
+    def compute_min_sequence(self) -> Any:
+        """Keep nothing but the input and recompute everything from it, without a limit; returns the module."""
+        return self.compute_sequence(NO_LIMIT, policy="revolve", slots=1)
+
+    def check_sequence(self) -> None:
+        """Run the planned sequence on the machine once more.
+
+        Raises:
+            MeasureError: where nothing has been planned. InvalidSequenceError: where the machine refuses it.
+        """
+        simulate(self.chain, self.sequence, self.sequence.mem_limit)
+
+    def display(self) -> None:
+        """Print the planned step on one screen; its limit and peak are the machine's, the chain's input counted."""
+        print(render(self.chain, self.sequence))

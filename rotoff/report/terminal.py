@@ -1,0 +1,290 @@
+"""A plan as text: lanes, the curve of bytes and what becomes of every stage, on one screen whatever the number of stages.
+
+With parameters the curve's lower part (▒) is theirs, the host's updates have a lane, and every group has a letter too.
+
+Colour is used where the terminal has it: never where ``NO_COLOR`` is set (https://no-color.org) or the output is no terminal,
+always where ``FORCE_COLOR`` is set. Without colour the same picture is told by the characters alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TextIO
+
+from ..core.chain import Chain
+from ..core.sequence import COMPUTES, Op, OpKind
+from ..core.sequence import Sequence as Plan
+from ..core.simulator import Event, Trace, simulate
+from ..core.sizes import format_bytes, parse_bytes
+from .summary import Fate, GroupFate, fates, group_fates, ranges
+
+_HEIGHT = 7  # rows of the curve
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_PARAMETERS = "▒"
+_STYLES = {  # ANSI: forward, recompute, backward, idle, both copies, updates, copies and bytes of parameters, what is faint
+    "F": "36",
+    "R": "33",
+    "B": "34",
+    ".": "90",
+    ">": "35",
+    "<": "32",
+    "U": "31",
+    "H": "31",
+    "»": "95",
+    "«": "92",
+    _PARAMETERS: "33",
+    "faint": "90",
+    "bold": "1",
+    "k": "36",
+    "s": "36",
+    "m": "35",
+    "r": "33",
+    "x": "31",
+    "p": "32",
+    "o": "32",
+    "b": "32",
+    "h": "31",
+    "z": "31",
+}
+_FATES = {"kept": "k", "reduced": "s", "moved": "m", "recomputed": "r", "moved and recomputed": "x"}
+_GROUP_FATES = {  # a letter and words for what becomes of a group of parameters
+    "resident": ("k", "resident"),
+    "streamed": ("p", "parameters streamed"),
+    "state moved": ("o", "optimizer state moved"),
+    "streamed, state moved": ("b", "parameters streamed, optimizer state moved"),
+    "updated on the host": ("h", "updated on the host"),
+    "streamed, updated on the host": ("z", "parameters streamed, updated on the host"),
+}
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether text for `stream` may be coloured."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM", "") != "dumb"
+
+
+def render(
+    chain: Chain,
+    sequence: Iterable[Op],
+    mem_limit: int | str | None = None,
+    *,
+    width: int | None = None,
+    colour: bool | None = None,
+    measured: Trace | None = None,
+) -> str:
+    """The plan as text of about 20 lines.
+
+    Args:
+        mem_limit: bytes or a size; by default the limit that the sequence was made for.
+        width: characters in a line, 40 at least; by default the terminal's, 120 at most. colour: whether to use ANSI colours;
+        by default where standard output has them. measured: a step as it ran, shown in place of the predicted times.
+
+    Raises:
+        InvalidSequenceError: where the machine refuses the sequence.
+    """
+    ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
+    trace = simulate(chain, sequence if isinstance(sequence, Plan) else ops)
+    shown = trace if measured is None else measured
+    if mem_limit is None and isinstance(sequence, Plan):
+        mem_limit = sequence.mem_limit
+    limit = None if mem_limit is None else parse_bytes(mem_limit)
+    mode = sequence.mode if isinstance(sequence, Plan) else ""
+    paint = _Paint(has_colour(sys.stdout) if colour is None else colour)
+    columns = max(40, min(120, shutil.get_terminal_size().columns) if width is None else width)
+    left = 9
+    room = columns - left - 1
+
+    lines = [
+        paint("bold", part) for part in _wrap(_headline(chain, trace, shown, mode, limit, measured is not None), columns)
+    ]
+    lines += ["", *_curve(shown, limit, room, left, paint)]
+    for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d"), ("on host", "host")):
+        if lane == "compute" or any(event.lane == lane for event in shown.events):
+            lines.append(f"{name:>{left - 1}} {paint.each(_lane(shown, lane, room))}".rstrip())
+    lines.append(f"{'':>{left}}{_axis(shown.makespan, room)}")
+    legend = "F forward  R forward again  B backward  . idle  > to host  < to device"
+    if chain.parameters:
+        legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
+    lines += [paint("faint", f"{'':>{left}}{part}") for part in _wrap(legend, room)]
+    lines += ["", *_stages(fates(ops), room, left, columns, paint)]
+    if chain.parameters:
+        lines += _groups(group_fates(sequence if isinstance(sequence, Plan) else ops), room, left, columns, paint)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+class _Paint:
+    """Puts ANSI colours around text, or leaves it as it is."""
+
+    def __init__(self, on: bool) -> None:
+        self._on = on
+
+    def __call__(self, style: str, text: str) -> str:
+        return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._on and text.strip() else text
+
+    def each(self, text: str) -> str:
+        """Every run of equal characters in its own colour."""
+        made, start = [], 0
+        for n in range(1, len(text) + 1):
+            if n == len(text) or text[n] != text[start]:
+                part = text[start:n]
+                made.append(self(part[0], part) if part[0] in _STYLES else part)
+                start = n
+        return "".join(made)
+
+    def bars(self, cells: str) -> str:
+        """A row of the curve: what is of parameters apart from all else."""
+        return "".join(
+            self(_PARAMETERS if theirs else "B", "".join(part))
+            for theirs, part in groupby(cells, lambda c: c == _PARAMETERS)
+        )
+
+
+def _headline(chain: Chain, trace: Trace, shown: Trace, mode: str, limit: int | None, measured: bool) -> str:
+    parts = [chain.name or "chain", f"{len(chain)} stages"]
+    if mode:
+        parts.append(f"mode {mode}")
+    over = f" ({_percent(shown.makespan / chain.compute_time - 1)})" if chain.compute_time else ""
+    was = f", predicted {_time(trace.makespan)}" if measured else ""
+    parts.append(f"{'measured ' if measured else ''}step {_time(shown.makespan)}{over}{was}")
+    of = f" of {format_bytes(limit)}" if limit is not None else ""
+    parts.append(f"peak {format_bytes(trace.peak_bytes)}{of}")
+    if trace.host_peak_bytes:
+        parts.append(f"host {format_bytes(trace.host_peak_bytes)}")
+    return " · ".join(parts)
+
+
+def _curve(trace: Trace, limit: int | None, room: int, left: int, paint: _Paint) -> list[str]:
+    """Bytes on the device, the most of each column's time, in `_HEIGHT` rows; the limit is the top where it is given."""
+    top = max(limit or 0, trace.peak_bytes) or 1
+    peaks, parameters = [0] * room, [0] * room
+    scale = room / trace.makespan if trace.makespan else 0.0
+    clock = 0.0
+    for event in trace.events:
+        start, end = (event.start, event.end) if event.lane == "compute" else (clock, clock)
+        first = min(room - 1, int(start * scale))
+        last = min(room - 1, max(first, int(end * scale - 1e-9)))
+        for column in range(first, last + 1):
+            if event.memory > peaks[column]:
+                peaks[column], parameters[column] = event.memory, event.parameter_memory
+        clock = end
+    for column in range(1, room):
+        if not peaks[column]:  # idle: what was held is still held
+            peaks[column], parameters[column] = peaks[column - 1], parameters[column - 1]
+    eighths = [-(-peak * _HEIGHT * 8 // top) for peak in peaks]
+    theirs = [round(part * _HEIGHT / top) for part in parameters]
+    unit = format_bytes(top).split()[1]
+    size = parse_bytes(f"1 {unit}")
+    marks = {_HEIGHT: f"{top / size:.3g} {unit}", (_HEIGHT + 1) // 2: f"{top / size / 2:.3g} {unit}", 1: f"0 {unit}"}
+    rows = []
+    for row in range(_HEIGHT, 0, -1):
+        cells = "".join(
+            _PARAMETERS if row <= lower else _BLOCKS[max(0, min(8, height - 8 * (row - 1)))]
+            for height, lower in zip(eighths, theirs, strict=True)
+        )
+        mark = marks.get(row, "")
+        rows.append(f"{mark:>{left - 1}} {paint.bars(cells)}")
+    if limit is not None:
+        label = f"limit {format_bytes(limit)} "
+        rows.insert(0, f"{'':>{left}}{paint('faint', label + '┄' * max(0, room - len(label)))}")
+    return rows
+
+
+def _lane(trace: Trace, lane: str, room: int) -> str:
+    """One character for each column: what fills most of its time."""
+    share: list[dict[str, float]] = [{} for _ in range(room)]
+    scale = room / trace.makespan if trace.makespan else 0.0
+    for event, begun, ended in trace.spans(lane):
+        if lane == "compute" and event.op.kind not in COMPUTES:
+            continue
+        start, end = begun * scale, ended * scale
+        letter = _letter(event)
+        for column in range(int(start), min(room, int(end) + 1)):
+            part = min(end, column + 1) - max(start, column)
+            share[column][letter] = share[column].get(letter, 0.0) + max(0.0, part)
+        if lane != "compute":  # copies much shorter than a column are seen all the same
+            share[min(room - 1, int(start))][letter] = 1.0
+    empty = "." if lane == "compute" else " "
+    cells = []
+    for found in share:
+        found[empty] = 1 - sum(found.values())
+        cells.append(max(found, key=lambda letter: found[letter]))
+    return "".join(cells)
+
+
+def _letter(event: Event) -> str:
+    if event.lane in ("d2h", "h2d"):
+        return {"d2h": ">»", "h2d": "<«"}[event.lane][bool(event.op.of)]
+    if event.op.kind in (OpKind.B, OpKind.U, OpKind.H):
+        return event.op.kind.value
+    return "R" if event.recompute else "F"
+
+
+def _axis(makespan: float, room: int) -> str:
+    end = _time(makespan)
+    middle = _time(makespan / 2)
+    text = "0".ljust(room // 2 - len(middle) // 2) + middle
+    return text + end.rjust(max(len(end) + 1, room - len(text)))
+
+
+def _stages(made: tuple[Fate, ...], room: int, left: int, columns: int, paint: _Paint) -> list[str]:
+    """A letter for each stage, and the same in words."""
+    letters = "".join(_FATES[fate.word] for fate in made)
+    words = {
+        "k kept": [f.stage for f in made if f.word == "kept"],
+        "s kept in a smaller form": [f.stage for f in made if f.word == "reduced"],
+        "m moved to the host": [f.stage for f in made if f.word == "moved"],
+        "r recomputed": [f.stage for f in made if f.word == "recomputed"],
+        "x moved and recomputed": [f.stage for f in made if f.word == "moved and recomputed"],
+    }
+    return _row_of_letters("stages", letters, words, room, left, columns, paint)
+
+
+def _groups(made: tuple[GroupFate, ...], room: int, left: int, columns: int, paint: _Paint) -> list[str]:
+    """The same for each group of parameters."""
+    letters = "".join(_GROUP_FATES[fate.word][0] for fate in made)
+    words = {f"{letter} {text}": [f.group for f in made if f.word == word] for word, (letter, text) in _GROUP_FATES.items()}
+    return _row_of_letters("params", letters, words, room, left, columns, paint)
+
+
+def _row_of_letters(
+    name: str, letters: str, words: dict[str, list[int]], room: int, left: int, columns: int, paint: _Paint
+) -> list[str]:
+    rows = []
+    for start in range(0, len(letters), room):
+        mark = f"{start + 1}-{min(len(letters), start + room)}"
+        rows.append(f"{name if not start else '':>{left - 1}} {paint.each(letters[start : start + room])}")
+        rows[-1] += f"  {paint('faint', mark)}" if len(letters) <= room - len(mark) - 2 else ""
+    for word, numbers in words.items():
+        if numbers:
+            text = _wrap(f"{word}: {ranges(numbers)}", columns - left)
+            rows += [f"{'':>{left}}{part}" for part in (text if len(text) <= 2 else [*text[:1], f"{text[1][:-2]} …"])]
+    return rows
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: a plan that costs nothing is not at minus nothing
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    lines, line = [], ""
+    for word in text.split(" "):
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    return [*lines, line]
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} µs"

@@ -1,0 +1,150 @@
+"""A sequence made ready to execute: all that can be decided before the step is decided here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..core.chain import Chain
+from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
+from ..core.simulator import Trace
+from .early_stop import closing_replays, expected_trace
+from .overhead import Upkeep
+
+
+@dataclass(frozen=True)
+class HostRange:
+    """Where an offloaded value lies in the host slab: bytes `offset` to `offset + room`."""
+
+    offset: int
+    room: int
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """What the interpreter follows.
+
+    ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
+    replayed: stages whose forward runs more than once, in part only after ``F_sel``. closing: op index of each ``F_all``
+    again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes: size of the
+    slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain model that runs.
+    kept: numbers of the profile's skip connections that stay in place; the sequence is one of the chain without their bytes.
+    compact: whether gradients that wait are copied.
+    """
+
+    sequence: Sequence
+    forward_end: int
+    replayed: frozenset[int]
+    closing: frozenset[int]
+    host: dict[int, HostRange]
+    host_bytes: int
+    trace: Trace
+    keeps_all: bool = False
+    kept: tuple[int, ...] = ()
+    compact: bool = False
+
+
+def compile_sequence(
+    chain: Chain,
+    sequence: Sequence,
+    mem_limit: int | None = None,
+    kept: tuple[int, ...] = (),
+    compact: bool = False,
+    tail_times: tuple[float, ...] = (),
+    upkeep: Upkeep | None = None,
+) -> ExecutionPlan:
+    """Check `sequence` on the machine and lay out its host memory.
+
+    kept: the skips that `chain` leaves out. compact: whether it is the one whose gradients are copied where they wait.
+    tail_times: what closing replays spare, of each stage. upkeep: what the runtime takes.
+
+    Raises:
+        InvalidSequenceError: where the machine refuses it.
+    """
+    trace = expected_step(chain, sequence, tail_times, upkeep, mem_limit)
+    runs: dict[int, int] = {}
+    for op in sequence:
+        if op.kind in FORWARDS:
+            runs[op.stage] = runs.get(op.stage, 0) + 1
+    redone = {op.stage for op in sequence if op.kind is OpKind.F_SEL}
+    replayed = frozenset(i for i, count in runs.items() if count > 1) | redone
+    host = _host_ranges(chain, sequence)
+    return ExecutionPlan(
+        sequence=sequence,
+        forward_end=_forward_end(sequence, len(chain)),
+        replayed=replayed,
+        closing=closing_replays(sequence, len(chain)),
+        host=host,
+        host_bytes=_slab_bytes(host),
+        trace=trace,
+        kept=kept,
+        compact=compact,
+    )
+
+
+def slab_bytes(chain: Chain, sequence: Sequence) -> int:
+    """Host memory that `sequence` takes, in one piece."""
+    return _slab_bytes(_host_ranges(chain, sequence))
+
+
+def _slab_bytes(host: dict[int, HostRange]) -> int:
+    return max((r.offset + r.room for r in host.values()), default=0)
+
+
+def expected_step(
+    chain: Chain,
+    sequence: Sequence,
+    tail_times: Iterable[float] = (),
+    upkeep: Upkeep | None = None,
+    mem_limit: int | None = None,
+) -> Trace:
+    """`tails.expected_trace`, with what the runtime itself takes.
+
+    Raises:
+        InvalidSequenceError: where the machine refuses `sequence`.
+    """
+    tails = tuple(tail_times)
+    if upkeep is None:
+        return expected_trace(chain, sequence.ops, tails, mem_limit)
+    return expected_trace(chain, sequence.ops, tails, mem_limit, upkeep.of(sequence.ops))
+
+
+def _forward_end(sequence: Sequence, L: int) -> int:
+    """Ops up to the one that first makes the output, and the moves right after it (they need not wait for a gradient)."""
+    index = next(n for n, op in enumerate(sequence) if op.kind in FORWARDS and op.stage == L) + 1
+    while index < len(sequence) and sequence[index].kind not in COMPUTES:
+        index += 1
+    return index
+
+
+def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:
+    """First fit over the lifetimes: a value lives on the host from its ``offload`` to the ``B`` that drops it."""
+    born: dict[Value, int] = {}
+    form: dict[int, int] = {}
+    lives: list[tuple[int, int, int]] = []  # (start, end, bytes)
+    for n, op in enumerate(sequence):
+        if op.kind in (OpKind.F_ALL, OpKind.F_SEL):
+            form[op.stage] = op.form
+        elif op.kind is OpKind.OFFLOAD:
+            born[op.value] = n
+        elif op.kind is OpKind.B:
+            for v in (Value(True, op.stage), Value(False, op.stage), Value(False, op.stage - 1)):
+                if v in born:
+                    size = chain.stage(v.stage).form(form[v.stage]).saved_bytes if v.saved else chain.output_bytes(v.stage)
+                    lives.append((born.pop(v), n, size))
+    ranges: dict[int, HostRange] = {}
+    for start, end, size in sorted(lives):
+        offset = 0
+        taken = sorted((ranges[s].offset, ranges[s].room) for s, e, _ in lives if s in ranges and s < end and e > start)
+        for other, room in taken:
+            if offset + size <= other:
+                break
+            offset = max(offset, other + room)
+        ranges[start] = HostRange(offset, size)
+    return ranges
+
+
+def describe(op: Op, index: int, sequence: Sequence) -> str:
+    """Where in a sequence an op stands, with its neighbours, for messages."""
+    near = " | ".join(f">{o}<" if n == index else str(o) for n, o in enumerate(sequence) if abs(n - index) <= 3)
+    return f"op {index} ({op}) of {len(sequence)}: {near}"

@@ -1,0 +1,277 @@
+"""The link for CUDA: a side stream for each direction, pinned host memory of exact size, order kept by events alone.
+
+For each copy (design, section 5): an event of the compute stream is recorded at issue and the copy's stream waits for it,
+since the source is not written, or the target still used for what it held before, until then; a copy back waits for the
+copy out that filled its host bytes; the copy's own event is what `wait` makes the compute stream wait for. Once that is
+done, memory may go back to the allocator, which hands it out again in the order of the compute stream. So the allocator
+needs no `record_stream`, whose blocks come back late, and the host never waits within a step.
+
+`StreamLink` is all of that, written against `Streams`; `CudaStreams` is the real thing, and `link_recording` has one for
+tensors on the CPU, so the code whose order is proved is the code that runs.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .base import Link
+from .pinned import Segment, Slab, pin
+
+Stream = Any
+Event = Any
+_cuda: Any = torch.cuda  # its classes are typed in part only
+
+
+class Streams(Protocol):
+    """What a `StreamLink` needs of a device: queues of work that run in order, and events that order queues."""
+
+    device: torch.device
+    timed: bool  # whether new events can tell when they passed
+
+    def current(self) -> Stream:
+        """The stream on which compute, and so the allocator, is ordered right now on the calling thread."""
+
+    def side(self) -> Stream:
+        """A new stream beside the compute stream."""
+
+    def event(self) -> Event:
+        """A new event; one that was never recorded holds nobody up."""
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """`event` stands for all that was put on `stream` so far; what waited for its former meaning still does."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """All that is put on `stream` from now on comes after what `event` stands for now; the host goes on."""
+
+    def finish(self, stream: Stream) -> None:
+        """Block the host until `stream` is empty."""
+
+    def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put a copy on `stream` for each (target, source)."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
+
+    def pin(self, nbytes: int) -> Sequence[Segment]:
+        """`nbytes` bytes of host memory that copies can use, in one piece or more."""
+
+
+class CudaStreams:
+    """`Streams` of a CUDA device; `timed` events can tell when they passed."""
+
+    def __init__(self, device: torch.device | str | int, timed: bool = False) -> None:
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.timed = timed
+
+    def current(self) -> Stream:
+        # Asked anew each time: backward runs on another thread, and the user may be on a stream of their own.
+        return torch.cuda.current_stream(self.device)
+
+    def side(self) -> Stream:
+        # torch hands its 32 streams of a priority out in turn; users take theirs from the other priority, so that a
+        # copy does not end up in the queue of a user's compute.
+        return _cuda.Stream(self.device, priority=-1)
+
+    def event(self) -> Event:
+        return _cuda.Event(enable_timing=self.timed)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        event.record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def finish(self, stream: Stream) -> None:
+        stream.synchronize()
+
+    def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        # Contiguous bytes on both sides: torch issues one cudaMemcpyAsync each, which is asynchronous because the driver
+        # knows the host side as pinned; torch itself does not look.
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def pin(self, nbytes: int) -> Sequence[Segment]:
+        return pin(nbytes, self.device)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One copy of a timed link: its direction, its bytes and the events around it."""
+
+    out: bool
+    nbytes: int
+    begin: Event
+    end: Event
+
+
+class StreamTicket:
+    """One copy that a `StreamLink` has started; it holds the tensors until somebody waits.
+
+    A ticket that dies unawaited (a step given up half-way) holds the compute stream itself, before it lets the tensors
+    go: a copy must never write to memory that the allocator has given to somebody else.
+    """
+
+    __slots__ = ("_pool", "_streams", "_tensors", "begin", "compute", "done")
+
+    def __init__(self, streams: Streams, pool: list[Event], compute: Stream, done: Event, tensors: Sequence[torch.Tensor]):
+        self._streams = streams
+        self._pool = pool
+        self._tensors: tuple[torch.Tensor, ...] | None = tuple(tensors)
+        self.compute = compute
+        self.done = done
+        self.begin: Event | None = None  # where the link is timed
+
+    def span(self, zero: Event) -> tuple[float, float]:
+        """Seconds from `zero`, a timed event of the compute stream, to the copy's begin and end; both must have passed."""
+        assert self.begin is not None
+        return zero.elapsed_time(self.begin) / 1e3, zero.elapsed_time(self.done) / 1e3
+
+    def settle(self) -> None:
+        """The compute stream is known to wait for the copy: its tensors may go."""
+        self._tensors = None
+
+    def __del__(self) -> None:
+        try:
+            if self._tensors is not None:
+                self._streams.wait(self.compute, self.done)
+        except Exception:
+            return  # the device is gone, or the process is ending
+        self._pool.append(self.done)
+
+
+class StreamLink(Link):
+    """Copies between a device with streams and a slab of its host memory; both directions at once.
+
+    timed: keep the events around each copy in `timings`, for who proves overlap; never in production, the list grows.
+    """
+
+    duplex = queues = True
+
+    def __init__(self, streams: Streams, timed: bool = False) -> None:
+        self.device = streams.device
+        self.capacity = 0
+        self.timings: list[Timing] = []
+        self._keeps_timings = self.timed = timed
+        self._streams = streams
+        self._streams.timed = timed
+        self._slab = Slab()
+        self._outward = streams.side()
+        self._inward = streams.side()
+        self._pool: list[Event] = []  # of events that nobody will wait for again
+        self._end = weakref.finalize(self, _end, os.getpid(), streams, (self._outward, self._inward), self._slab)
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes > self.capacity:
+            for segment in self._streams.pin(nbytes - self.capacity):
+                self._slab.add(segment)
+            self.capacity = self._slab.nbytes
+
+    def begin(self) -> None:
+        read = self._event()
+        self._streams.record(read, self._inward)
+        self._streams.wait(self._outward, read)
+        self._pool.append(read)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return self._streams.empty(nbytes)
+
+    def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> StreamTicket:
+        return self._start(self._outward, self._places(sources, offset), sources, None)
+
+    def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: StreamTicket) -> StreamTicket:
+        pairs = [(device, host) for host, device in self._places(targets, offset)]
+        return self._start(self._inward, pairs, targets, after)
+
+    def wait(self, ticket: StreamTicket) -> None:
+        compute = self._streams.current()
+        self._streams.wait(compute, ticket.done)
+        if compute != ticket.compute:  # the tensors' memory goes back to the allocator of the stream of their issue
+            self._streams.wait(ticket.compute, ticket.done)
+        ticket.settle()
+
+    def drain(self) -> None:
+        for stream in (self._outward, self._inward):
+            self._streams.finish(stream)
+
+    def close(self) -> None:
+        self.drain()
+        self._slab.close()
+        self.capacity = 0
+
+    def _places(self, tensors: Sequence[torch.Tensor], offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(host bytes, device bytes) for `tensors` packed from host byte `offset`."""
+        places = []
+        for tensor in tensors:
+            start = 0
+            for host in self._slab.pieces(offset, tensor.numel()):
+                stop = start + host.numel()
+                places.append((host, tensor if host.numel() == tensor.numel() else tensor[start:stop]))
+                start = stop
+            offset += tensor.numel()
+        return places
+
+    def _start(
+        self,
+        stream: Stream,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+        after: StreamTicket | None,
+    ) -> StreamTicket:
+        streams = self._streams
+        compute = streams.current()
+        ready = self._event()
+        streams.record(ready, compute)
+        streams.wait(stream, ready)
+        self._pool.append(ready)  # the wait is for what it stood for when it was asked
+        if after is not None:
+            streams.wait(stream, after.done)
+        streams.timed = self.timed
+        begin = streams.event() if self.timed else None
+        if begin is not None:
+            streams.record(begin, stream)
+        ticket = StreamTicket(streams, self._pool, compute, self._event(), tensors)
+        try:
+            streams.copy(stream, pairs)
+        finally:
+            streams.record(ticket.done, stream)  # after a failure too: some of the copies may be under way
+        ticket.begin = begin
+        if self._keeps_timings:
+            self.timings.append(Timing(after is None, sum(t.numel() for t in tensors), begin, ticket.done))
+        return ticket
+
+    def _event(self) -> Event:
+        # An event of a timing keeps its meaning, so a timed link uses none twice.
+        try:
+            return self._streams.event() if self.timed else self._pool.pop()
+        except IndexError:
+            return self._streams.event()
+
+
+class CudaLink(StreamLink):
+    """The link of a CUDA device.
+
+    device: such as "cuda" or torch.device("cuda", 1). timed: see `StreamLink`.
+    """
+
+    def __init__(self, device: torch.device | str | int = "cuda", timed: bool = False) -> None:
+        super().__init__(CudaStreams(device, timed), timed)
+
+
+def _end(process: int, streams: Streams, sides: tuple[Stream, Stream], slab: Slab) -> None:
+    """What `close` does, for a link that nobody closed: locked pages must be unlocked before they are unmapped."""
+    if slab.nbytes and process == os.getpid():  # a forked child has neither the pages nor CUDA
+        for side in sides:
+            streams.finish(side)
+        slab.close()

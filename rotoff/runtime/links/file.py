@@ -1,0 +1,207 @@
+"""The link for the CPU: RAM is the device, a private file on a real disk is the host, one thread does the copies in order.
+
+The copies leave and enter the tensors' own memory, so an offload costs no second copy in RAM. What the kernel keeps of the
+file in its page cache is not the process's memory and goes when others need it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import ExecutionError
+from .base import Link
+from .host_file import HostFile, check_directory, choose_directory
+
+
+class FileTicket:
+    """One copy that a `FileLink` has taken on; it lets its tensors go before anybody can know that it has ended."""
+
+    __slots__ = ("_after", "_finished", "_tensors", "began", "ended", "failure", "nbytes", "offset", "out", "process")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], offset: int, out: bool, after: FileTicket | None = None) -> None:
+        self._tensors = tuple(tensors)
+        self._after = after
+        self._finished = threading.Event()
+        self.nbytes = sum(tensor.numel() for tensor in tensors)
+        self.offset = offset
+        self.out = out
+        self.failure: BaseException | None = None
+        self.began = self.ended = 0.0  # on the host's clock
+        self.process = os.getpid()
+
+    def run(self, file: HostFile) -> None:
+        """Do the copy, on the link's thread; what goes wrong is kept for whoever waits."""
+        self.began = time.perf_counter()
+        try:
+            if self._after is not None and self._after.failure is not None:
+                raise self._after.failure
+            self._move(file)
+        except BaseException as error:
+            self.failure = _without_frames(error)
+        finally:
+            self._tensors = ()
+            self._after = None
+            self.ended = time.perf_counter()
+            self._finished.set()
+
+    def span(self, zero: float) -> tuple[float, float]:
+        """Seconds from `zero`, a reading of ``time.perf_counter``, to the copy's begin and end."""
+        return self.began - zero, self.ended - zero
+
+    def join(self) -> None:
+        """Block until the copy has ended; an interrupt gets through."""
+        if self.process != os.getpid():
+            raise ExecutionError("a copy begun before the process forked cannot be awaited in the child; fork between steps")
+        self._finished.wait()
+
+    def _move(self, file: HostFile) -> None:
+        offset = self.offset
+        for tensor in self._tensors:
+            data = tensor.numpy().data
+            if self.out:
+                file.write(data, offset)
+            else:
+                file.read(data, offset)
+            offset += len(data)
+
+
+_Tickets = queue.SimpleQueue["FileTicket | None"]
+
+
+class FileLink(Link):
+    """Copies between RAM and a private file; the file and the thread exist from the first need of them until `close`.
+
+    directory: where the file lies; by default the first of TMPDIR, /var/tmp, ~/.cache and the current directory that is
+    writable and on a disk.
+
+    Raises:
+        rotoff.ExecutionError: for a directory that is in RAM, missing or not writable.
+    """
+
+    duplex = False
+    cached = True
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.directory = choose_directory() if directory is None else check_directory(directory)
+        self.capacity = 0
+        self._worker: _Worker | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes <= self.capacity:
+            return
+        self._live_worker().file.reserve(nbytes)
+        self.capacity = nbytes
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def stand_in(self, nbytes: int) -> torch.Tensor:
+        """Pages of a private file: memory like any other, which the system takes back when others need it."""
+        file = HostFile(self.directory)
+        try:
+            file.reserve(nbytes)
+            return torch.frombuffer(file.mapped(), dtype=torch.uint8)  # keeps the mapping, as that the file
+        finally:
+            file.close()
+
+    def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> FileTicket:
+        return self._submit(FileTicket(sources, offset, out=True))
+
+    def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: FileTicket) -> FileTicket:
+        return self._submit(FileTicket(targets, offset, out=False, after=after))
+
+    def wait(self, ticket: FileTicket) -> None:
+        ticket.join()
+        if ticket.failure is not None:
+            raise ExecutionError(str(ticket.failure)) from ticket.failure
+
+    def drain(self) -> None:
+        if self._worker is not None and self._worker.process == os.getpid():
+            self._worker.drain()
+
+    def close(self) -> None:
+        worker, self._worker, self.capacity = self._worker, None, 0
+        if worker is not None:
+            worker.close()
+
+    def _submit(self, ticket: FileTicket) -> FileTicket:
+        if ticket.offset < 0 or ticket.offset + ticket.nbytes > self.capacity:
+            end = ticket.offset + ticket.nbytes
+            raise ExecutionError(f"a copy at host bytes {ticket.offset} to {end} leaves the {self.capacity} bytes reserved")
+        self._live_worker().submit(ticket)
+        return ticket
+
+    def _live_worker(self) -> _Worker:
+        """This process's thread and file: a forked child lacks the thread, and must not write to its parent's file."""
+        if self._worker is not None and self._worker.process != os.getpid():
+            self._worker.close()
+            self._worker = None
+        if self._worker is None:
+            self._worker = _Worker(self.directory, self.capacity)
+        return self._worker
+
+
+class _Worker:
+    """The thread that copies, its queue and its file; ended by `close`, with the link itself and at interpreter exit."""
+
+    def __init__(self, directory: str | os.PathLike[str], nbytes: int) -> None:
+        self.process = os.getpid()
+        self.file = HostFile(check_directory(directory))
+        self._tickets: _Tickets = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []  # none until the first copy, then one
+        # Neither the thread nor the finalizer knows this object: did they, a link that nobody uses could never die.
+        self._end = weakref.finalize(self, _end, self.process, self._tickets, self.file, self._threads)
+        self.file.reserve(nbytes)
+
+    def submit(self, ticket: FileTicket) -> None:
+        if not self._threads:
+            thread = threading.Thread(target=_serve, args=(self._tickets, self.file), name="rotoff-file-link", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ExecutionError(
+                    f"no thread for copies can be started ({error}); let the process have one more"
+                ) from error
+            self._threads.append(thread)
+        self._tickets.put(ticket)
+
+    def drain(self) -> None:
+        if self._threads:
+            last = FileTicket((), 0, out=True)
+            self._tickets.put(last)
+            last.join()
+
+    def close(self) -> None:
+        self._end()
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """`error` without the frames of its tracebacks, which would keep the tensors alive for as long as the error is."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def _serve(tickets: _Tickets, file: HostFile) -> None:
+    while (ticket := tickets.get()) is not None:
+        ticket.run(file)
+        del ticket  # or the last one would live until the next comes
+
+
+def _end(process: int, tickets: _Tickets, file: HostFile, threads: list[threading.Thread]) -> None:
+    thread = threads.pop() if threads else None
+    if thread is not None and process == os.getpid():
+        tickets.put(None)
+        if thread is not threading.current_thread():  # the collector may run this on the thread itself
+            thread.join()
+    file.close()

@@ -1,0 +1,71 @@
+"""Half precision on the way: float32 values cross the link, and wait on the host, in 16 bits. Lossy, and off by default.
+
+Source: Hascoet et al., *Reducing the Memory Cost of Training Convolutional Neural Networks by CPU Offloading* (JSEA 2019),
+sections 4.3 and 5.2, where converting "the hidden activations to FP16 before sending them" is proposed.
+
+The conversion is a part of the copy: it runs on the copy's own stream, piece by piece, so it holds up no compute and needs
+one piece of device memory for each direction (`STAGING_BYTES`), whatever the size of the value. Nothing else changes: order,
+events and host addresses are the `StreamLink`'s. What is not float32 crosses as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import OptionError
+from .cuda import CudaStreams, StreamLink, Streams
+
+PIECE = 2 << 20  # elements that are converted at a time
+# Each direction's stream has one piece in 16 bits at a time: the allocator gives it back to the same stream, in order, and
+# rounds what it takes for a stream of its own up to 20 MiB at most.
+STAGING_BYTES = 2 * (20 << 20)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def check_offload_dtype(dtype: torch.dtype | None) -> None:
+    """Raise OptionError where `dtype` is neither None nor a 16-bit floating-point type."""
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"offload_dtype is {dtype!r}; give torch.float16, torch.bfloat16, or None for no conversion")
+
+
+class HalfLink(StreamLink):
+    """A `StreamLink` that keeps float32 tensors in `dtype` on the host.
+
+    Sources and targets may be 1-d float32 tensors beside 1-d uint8 ones (`typed`); a value's tensors must come back with the
+    types that they left with.
+    """
+
+    typed = True
+
+    def __init__(self, streams: Streams, dtype: torch.dtype, timed: bool = False) -> None:
+        super().__init__(streams, timed)
+        self._dtype = dtype
+
+    def _places(self, tensors: Sequence[torch.Tensor], offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(host, device) for `tensors`; each keeps the host bytes that it would have unconverted, of which it needs half."""
+        places: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            host = self._halves(tensor, offset) if tensor.dtype is torch.float32 else None
+            if host is None:
+                places += super()._places([tensor.view(torch.uint8)], offset)
+            else:
+                places += zip(host.split(PIECE), tensor.split(PIECE), strict=True)
+            offset += nbytes
+        return places
+
+    def _halves(self, tensor: torch.Tensor, offset: int) -> torch.Tensor | None:
+        """The tensor's place on the host in 16 bits, where it lies in one piece and at an even address."""
+        pieces = list(self._slab.pieces(offset, 2 * tensor.numel()))
+        if len(pieces) != 1 or pieces[0].storage_offset() % 2:
+            return None
+        return pieces[0].view(self._dtype)
+
+
+class CudaHalfLink(HalfLink):
+    """The link of a CUDA device with values in `dtype` on the host."""
+
+    def __init__(self, device: torch.device | str | int, dtype: torch.dtype, timed: bool = False) -> None:
+        super().__init__(CudaStreams(device, timed), dtype, timed)

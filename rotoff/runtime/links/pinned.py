@@ -1,0 +1,235 @@
+"""Pinned host memory of exact size: anonymous pages registered with CUDA, as one range of bytes that grows by segments.
+
+PyTorch's own pinned allocator rounds a request up to a power of two and never gives it back; a plan knows its bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ...core.sizes import parse_bytes
+from ...errors import ExecutionError
+
+_cuda: Any = torch.cuda  # typed in part only
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap does not name
+SEGMENT_BYTES = 1 << 30  # what is locked at once: a driver may refuse one range of tens of GiB that it takes in pieces
+_CURE = (
+    'plan fewer host bytes with a larger mem_limit or with mode="remat", give the process more memory, or say in the environment that'
+    " there is more (ROTOFF_HOST_MEMORY)"
+)
+
+
+class Segment(Protocol):
+    """Host bytes in one piece: `tensor` is 1-d uint8; `close` gives them back, after which nothing may use them."""
+
+    tensor: torch.Tensor
+
+    def close(self) -> None: ...
+
+
+class Slab:
+    """One range of host bytes, addressed from 0, over the segments that were added to it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._segments: list[tuple[int, Segment]] = []
+
+    def add(self, segment: Segment) -> None:
+        """Lengthen the range by `segment`; what lies before it stays where it is."""
+        self._segments.append((self.nbytes, segment))
+        self.nbytes += segment.tensor.numel()
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        """The bytes from `offset` on as views, in order: one, or more where they lie across segments.
+
+        Raises:
+            rotoff.ExecutionError: where they are not all inside of the slab.
+        """
+        end = offset + nbytes
+        if offset < 0 or end > self.nbytes:
+            raise ExecutionError(f"a copy at host bytes {offset} to {end} leaves the {self.nbytes} bytes reserved")
+        for start, segment in self._segments:
+            low, high = max(offset - start, 0), min(end - start, segment.tensor.numel())
+            if low < high:
+                yield segment.tensor[low:high]
+
+    def close(self) -> None:
+        """Give all segments back; closing twice is harmless."""
+        while self._segments:
+            _, segment = self._segments.pop()
+            self.nbytes -= segment.tensor.numel()
+            segment.close()
+
+
+# No operation may run when memory is let go: a garbage collection may do it amid a redo, which would take it for one of its own.
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def pin(nbytes: int, device: torch.device) -> list[Segment]:
+    """`nbytes` bytes of page-locked memory, in segments of at most `SEGMENT_BYTES`; all of them or none.
+
+    Raises:
+        rotoff.ExecutionError: where the host cannot give or lock them.
+    """
+    _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
+    segments: list[Segment] = []
+    try:
+        for start in range(0, nbytes, SEGMENT_BYTES):
+            segments.append(PinnedSegment(min(SEGMENT_BYTES, nbytes - start), device))
+    except BaseException:
+        for segment in segments:
+            segment.close()
+        raise
+    return segments
+
+
+class PinnedSegment:
+    """`nbytes` bytes of page-locked memory that `device` copies from and to at full speed and without the host's help.
+
+    Raises:
+        rotoff.ExecutionError: where the host cannot give or lock them.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._device = device
+        self._address = self._taken = 0
+        _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
+        try:
+            self.tensor = _anonymous(nbytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ExecutionError(f"the host cannot give {nbytes} bytes of memory ({error}); {_CURE}") from error
+        with torch.cuda.device(device):
+            code = int(_cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, _PORTABLE))
+            if code == 0:
+                self._address = self.tensor.data_ptr()
+                self._count(nbytes)
+                return
+            _clear_last_error(device)
+        del self.tensor  # or the host would hold these bytes twice
+        rounded = 1 << (nbytes - 1).bit_length()  # what PyTorch's allocator takes for them
+        _check_room(
+            rounded,
+            f"{nbytes} bytes of host memory cannot be registered (CUDA error {code}), allocating them takes {rounded}",
+        )
+        try:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            reason = f"registering them gives CUDA error {code}, allocating them {str(error).splitlines()[0]!r}"
+            raise ExecutionError(f"{nbytes} bytes of host memory cannot be pinned: {reason}; {_CURE}") from error
+        self._count(rounded)
+
+    def _count(self, nbytes: int) -> None:
+        global _pinned
+        with _lock:
+            _pinned += nbytes - self._taken
+            self._taken = nbytes
+
+    def close(self) -> None:
+        """Unlock the memory and let it go; no copy may be under way."""
+        address, self._address = self._address, 0
+        if address:
+            with torch.cuda.device(self._device):
+                if int(_cuda.cudart().cudaHostUnregister(address)) != 0:
+                    _clear_last_error(self._device)
+        self.tensor = _NOTHING
+        self._count(0)
+
+
+_pinned = 0  # bytes, by all segments of this process
+_lock = threading.RLock()  # a garbage collection amid a count may close another segment
+
+
+def _check_room(nbytes: int, needed: str) -> None:
+    """Locking more than there is invites the kernel to kill the process."""
+    free = available_bytes()
+    if free is not None and nbytes > free:
+        raise ExecutionError(f"{needed} and {free} are available; {_CURE}")
+
+
+def room_for_plan(device: torch.device) -> int | None:
+    """Host bytes that a plan for `device` may use: what there is, with what this process has pinned already, shared among the
+    processes that the environment's LOCAL_WORLD_SIZE says are on this host. None where the device's host tier is no memory of the
+    host's, or the system does not say.
+    """
+    free = available_bytes() if device.type == "cuda" else None
+    if free is None:
+        return None
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return free // max(1, int(processes) if processes.isdigit() else 1) + _pinned
+
+
+def available_bytes() -> int | None:
+    """Host bytes that this process can still take without swapping or being killed; None where the system does not say.
+
+    The environment's ROTOFF_HOST_MEMORY, such as "100 GiB", is taken at its word where it is set, less what this process has pinned:
+    a virtual machine that grows as it is used says less than it has.
+    """
+    if said := os.environ.get("ROTOFF_HOST_MEMORY"):
+        return max(parse_bytes(said, "ROTOFF_HOST_MEMORY") - _pinned, 0)
+    figures = [_meminfo(), *_cgroup_room()]
+    known = [figure for figure in figures if figure is not None]
+    return max(min(known), 0) if known else None
+
+
+def _anonymous(nbytes: int) -> torch.Tensor:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A forked child (a data loader's worker) must neither see these pages nor make the parent copy a locked one on write.
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            with suppress(OSError):  # a kernel without the one shares a little more, without the other locks slower
+                pages.madvise(getattr(mmap, advice))
+    _populate(pages)
+    return torch.frombuffer(pages, dtype=torch.uint8)  # the tensor keeps the mapping, and the mapping goes with it
+
+
+def _populate(pages: mmap.mmap) -> None:
+    """Have the pages now, so that a host without room for them says so here and not to the driver.
+
+    Raises:
+        OSError: where there is no room.
+    """
+    try:
+        pages.madvise(_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older kernel does not know the advice; registering brings the pages too
+            raise
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """CUDA keeps a failed call's error for the next kernel launch to trip over; launch one that may."""
+    with suppress(RuntimeError):
+        torch.empty(1, dtype=torch.uint8, device=device).fill_(1)
+
+
+def _meminfo() -> int | None:
+    try:
+        rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+
+
+def _cgroup_room() -> Iterator[int | None]:
+    """What the process's control group has left, by version 2's files or version 1's; its page cache counts as free."""
+    for folder, limit, used in (
+        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            total, now = int((folder / limit).read_text()), int((folder / used).read_text())
+            rows = (folder / "memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        stat = {words[0]: int(words[1]) for words in map(str.split, rows) if len(words) == 2 and words[1].isdigit()}
+        cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+        yield total - now + cache

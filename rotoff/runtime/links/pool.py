@@ -1,0 +1,119 @@
+"""Links for steps: each step that moves values has one to itself, so that two steps never share host bytes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import torch
+
+from ...errors import ExecutionError, OptionError
+from .bandwidth import beside, measure_bandwidth
+from .base import Link
+from .cuda import CudaLink
+from .file import FileLink
+from .half import STAGING_BYTES, CudaHalfLink
+
+logger = logging.getLogger("rotoff")
+DUPLEX = 0.5  # of the shorter copy hidden by the other: from here on two lanes are closer to what happens than one
+_shares: dict[torch.device, float] = {}  # what `beside` found, which is the machine's
+
+
+class LinkPool:
+    """Makes links when they are needed, keeps idle ones, and closes all.
+
+    Args:
+        directory: where the CPU's links keep their files; None for the first suitable one.
+        half: the 16-bit type that float32 values have on the host, or None.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, half: torch.dtype | None = None) -> None:
+        self._directory = directory
+        self._half = half
+        self._idle: list[Link] = []
+        self._closed = 0  # how often; a link taken before a close is closed when it comes back
+        self._taken: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def staging_bytes(self) -> int:
+        """What a link takes on the device for itself."""
+        return 0 if self._half is None else STAGING_BYTES
+
+    def take(self, device: torch.device, nbytes: int) -> Link:
+        """A link for `device` with at least `nbytes` of host memory, until it is given back.
+
+        Raises:
+            ExecutionError: where the host cannot give them, or there is no link for such a device.
+        """
+        with self._lock:
+            fitting = [link for link in self._idle if link.device == device]
+            link = fitting[-1] if fitting else _new_link(device, self._directory, self._half)
+            if fitting:
+                self._idle.remove(link)
+            self._taken[id(link)] = self._closed
+        try:
+            link.reserve(nbytes)
+            link.begin()
+        except BaseException:
+            self.give_back(link)
+            raise
+        return link
+
+    def give_back(self, link: Link) -> None:
+        with self._lock:
+            if self._taken.pop(id(link), -1) == self._closed:
+                self._idle.append(link)
+                return
+        link.close()
+
+    def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
+        """(device to host, host to device) in bytes per second for copies of `nbytes`, each alone, and whether both can run at once: where
+        they hinder each other so much that both take nearly as long as one after the other, they are planned so.
+
+        step_bytes: as of `measure_bandwidth`. Pinned memory that was taken for it is given back, since plans without moves need none.
+        """
+        link = self.take(device, 0)
+        had = link.capacity
+        try:
+            alone = measure_bandwidth(link, nbytes, step_bytes)
+            if not (link.duplex and link.queues):
+                return *alone, link.duplex
+            if device not in _shares:
+                try:
+                    _shares[device] = beside(link)
+                except ExecutionError:  # a host without room for that has none for a plan that moves much either
+                    return *alone, link.duplex
+                logger.info(
+                    "rotoff: copies to the host and from it, both at once: %.0f %% of the shorter are hidden by the longer",
+                    100 * _shares[device],
+                )
+            return *alone, _shares[device] >= DUPLEX
+        finally:
+            if link.queues and not had:
+                with self._lock:
+                    self._taken[id(link)] = -1  # as one that was closed meanwhile
+            self.give_back(link)
+
+    def close(self) -> None:
+        """Close idle links now, and those in use when they come back."""
+        with self._lock:
+            self._closed += 1
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.close()
+
+
+def _new_link(device: torch.device, directory: str | os.PathLike[str] | None, half: torch.dtype | None) -> Link:
+    if device.type == "cuda" and half is not None:
+        return CudaHalfLink(device, half)
+    if half is not None:
+        raise OptionError(
+            f"offload_dtype is {half}; values change their type on the way to a CUDA device only, not {device}"
+        )
+    if device.type == "cpu":
+        return FileLink(directory)
+    if device.type == "cuda":
+        return CudaLink(device)
+    raise ExecutionError(f"there is no link for a device of type {device.type!r}; rotoff moves values on cpu and cuda")

@@ -1,0 +1,181 @@
+"""What the device really holds against what the machine says, after every operation of a step: ``check=True``.
+
+Two accounts: of each value the storages that stand for it, and of the whole step every storage that its operations have made and that is
+still there, whoever holds it. What kernels take and give back is in neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from ..capture.course import SCALARS
+from ..core.chain import Chain
+from ..core.sequence import Op, Value, a
+from ..core.sequence import Sequence as Operations
+from ..core.simulator import Machine
+from ..core.sizes import format_bytes
+from ..errors import ExecutionError
+from ..report.rotor_names import NO_LIMIT
+from ..tensors.eager_mode import EagerMode
+from ..tensors.storage import key_of, rounded, storage_key
+from .execution_plan import describe
+from .values import Held
+
+logger = logging.getLogger("rotoff")
+
+
+class Checker:
+    """Runs the machine beside one step.
+
+    Args:
+        chain: what was measured. sequence: what is run. block: bytes to which the device's allocator rounds, 1 for none.
+        kept_bytes: of skip connections kept in place. levels: bytes predicted while each operation runs, in the terms of `mem_limit`;
+            empty where the step's operations cannot be seen (compiled modules, sharded ones).
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        sequence: Operations,
+        block: int = 1,
+        kept_bytes: int = 0,
+        levels: Sequence[int] = (),
+        mem_limit: int = NO_LIMIT,
+    ) -> None:
+        self._made = Made(block) if levels else None
+        self._levels = levels
+        self._mem_limit = mem_limit
+        self._astray = False
+        self._machine = Machine(chain)
+        self._sequence = sequence
+        self._block = block
+        self._kept_bytes = kept_bytes
+        self._index = -1
+
+    def after(self, op: Op, held: Mapping[Value, Held], kept: Iterable[torch.Tensor] = ()) -> None:
+        """Compare, once `op` has run, every value that the machine or the interpreter holds, what is `kept` in place, and the whole.
+
+        Raises:
+            ExecutionError: where a value is on the device that the machine has not there, or takes more bytes than are
+                charged, or is missing; or where the whole is above the prediction. It names the operation, its index, the value, and
+                both numbers of bytes. A step that has left its course is right all the same: there a warning says what is above the limit.
+        """
+        if self._astray:
+            self._compare_with_limit(op)
+            return
+        self.begin(op)
+        charged = self._machine.device
+        last = len(self._machine.chain)
+        real = {v: self._bytes(value) for v, value in held.items() if value.on_device}
+        for v in sorted({*charged, *real}):
+            if v == a(0) or (v == a(last) and v not in real):
+                continue  # the caller's
+            if v not in real:
+                raise self._error(op, v, 0, charged[v])
+            if v not in charged or real[v] > charged[v]:
+                raise self._error(op, v, real[v], charged.get(v, 0))
+        staying = self._rounded({storage_key(t): t.untyped_storage() for t in kept}.values())
+        if staying > self._kept_bytes:
+            raise self._error(op, "skip connections kept in place", staying, self._kept_bytes)
+        if self._made is not None and (alive := self._made.alive()) > self._levels[self._index]:
+            predicted = self._levels[self._index]
+            raise ExecutionError(
+                f"after {describe(op, self._index, self._sequence)}: the device holds {alive} bytes ({format_bytes(alive)}) that the step has"
+                f" made, and {predicted} ({format_bytes(predicted)}) are predicted; something (a hook, an attribute, a list) may hold what"
+                " the plan lets go, which it did not when the model was measured: call measure() again, or report a bug if that does not help"
+            )
+
+    def leave_course(self) -> None:
+        """The forward makes other calls than planned: from now on only the limit says what may be there."""
+        self._astray = True
+
+    def _compare_with_limit(self, op: Op) -> None:
+        if self._made is not None and (alive := self._made.alive()) > self._mem_limit:
+            logger.warning(
+                "rotoff: after %s, in a step that took another course than the planned one, the device holds %d bytes (%s) that the step has"
+                " made, and the limit is %d (%s)",
+                op,
+                alive,
+                format_bytes(alive),
+                self._mem_limit,
+                format_bytes(self._mem_limit),
+            )
+            self._mem_limit = alive  # more is said again
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, the storages that operations make are counted."""
+        if self._made is None or self._made.active:
+            yield
+            return
+        with self._made:
+            yield
+
+    def begin(self, op: Op) -> None:
+        """Follow an operation whose end is only seen with the next one: ``B``, which autograd runs."""
+        if not self._astray:
+            self._index += 1
+            self._machine.step(op)
+
+    def _bytes(self, held: Held) -> int:
+        return self._rounded(held.storages())
+
+    def _rounded(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        return sum(rounded(storage.nbytes(), self._block) for storage in storages)
+
+    def _error(self, op: Op, v: Value | str, real: int, charged: int) -> ExecutionError:
+        return ExecutionError(
+            f"after {describe(op, self._index, self._sequence)}: the device holds {real} bytes ({format_bytes(real)}) of {v}"
+            f" and the machine charges {charged} ({format_bytes(charged)}); call measure() again with this input, or report"
+            " a bug if that does not help"
+        )
+
+
+class Made(EagerMode):
+    """Knows the storages that operations make while it is active, and which of them are still there. `SCALARS` and less is not counted.
+
+    Args:
+        block: bytes to which the device's allocator rounds.
+    """
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self._block = block
+        self._threads: set[int] = set()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether it is, in this thread."""
+        return threading.get_ident() in self._threads
+
+    def alive(self) -> int:
+        """Bytes that are still there."""
+        self._storages = {key: one for key, one in self._storages.items() if not one[0].expired()}
+        return sum(rounded(nbytes, self._block) for _, nbytes in self._storages.values())
+
+    def __enter__(self) -> Any:
+        self._threads.add(threading.get_ident())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._threads.discard(threading.get_ident())
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {key_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if type(tensor) is torch.Tensor and (key := key_of(tensor)) is not None and key not in given:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() > SCALARS:
+                    self._storages.setdefault(key, (StorageWeakRef(storage), storage.nbytes()))
+        return result

@@ -1,0 +1,151 @@
+"""Refinement on exact bytes: simulated annealing over plans (`solver.plan_codes`), from the best proposals.
+
+Every step decodes a whole plan in compiled code. Effort is counted in plans, never in seconds, and the random numbers are
+seeded, so the same chain, limit and options give the same sequence on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..core.chain import Chain
+from ..errors import OptionError
+from .plan_codes import ALL, APART, EARLY, MOVE, evaluator, widened
+
+WIDEST = 24  # columns: deeper recompute trees are kept as they are
+DEFAULT_SECONDS = 1.0
+USUAL_STAGES, MOST_LONGER = 125, 4.0  # beyond so many stages the default effort grows with them, up to so many times
+OPERATIONS_PER_SECOND = 25e6  # what this class of machine decodes in one thread; only turns seconds into a count
+THREADS = 2
+SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is smaller, and joint searches it again
+# (and, or) of every code: remat never moves, offload runs every stage forward once and keeps all that autograd saves.
+RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MOVE, ALL)}
+# Temperatures at which the rounds start in each thread, as shares of the keep-all time; each ends a hundred times colder. The
+# first thread polishes the best plan, the second one leaves its valley.
+ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
+# A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed. As long
+# as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more; and what is
+# over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for nothing.
+OVER_WEIGHTS = (5.0, 50.0)
+GROWTH = 10.0
+STRAYED = 3.0
+FLOAT_ERROR = 1e-12  # of a step time, as a share
+NEAREST = 0.1
+COOL_STAGES = 50  # beyond so many stages one of them is less of the step, and so is what a change may cost at first
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Effort of the search, in seconds of this class of machine; 0 for none.
+
+    own: nobody gave a number, so long chains, whose tables take longer anyway, are searched for longer too.
+    """
+
+    seconds: float
+    own: bool = False
+
+    @classmethod
+    def of(cls, refine: bool | float) -> Budget:
+        """Read the option `refine`."""
+        if isinstance(refine, bool):
+            return cls(DEFAULT_SECONDS if refine else 0.0, own=True)
+        if not isinstance(refine, (int, float)) or not math.isfinite(refine) or refine < 0:
+            raise OptionError(f"refine is {refine!r}; give True, False or a number of seconds")
+        return cls(float(refine))
+
+    def evaluations(self, chain: Chain, mode: str) -> int:
+        """Plans to decode in each thread."""
+        longer = min(MOST_LONGER, max(1.0, len(chain) / USUAL_STAGES)) if self.own else 1.0
+        return int(SHARE[mode] * longer * self.seconds * OPERATIONS_PER_SECOND / (3 * len(chain) + 8))
+
+    def part(self, share: float) -> Budget:
+        """A share of it."""
+        return replace(self, seconds=share * self.seconds)
+
+
+def least_compute(chain: Chain) -> float:
+    """Seconds of every forward and backward once, each in its fastest form, and of the updates that the host cannot do: no plan
+    takes less, whatever it moves."""
+    stages = sum(s.forward_time + min(s.form(k).backward_time for k in range(1 + len(s.forms))) for s in chain.stages)
+    return stages + sum(
+        group.update_time for group in chain.parameters if group.grad_bytes and group.host_update_time is None
+    )
+
+
+def refined(
+    chain: Chain,
+    limit: int,
+    mode: str,
+    starts: list[np.ndarray],
+    budget: Budget,
+    host_limit: int | None = None,
+    progress: Callable[[float, float], None] | None = None,
+) -> np.ndarray | None:
+    """The best plan that fits, found from `starts` (which need not fit); None where none was found.
+
+    Every round runs a chain of changes in each thread: one from the best plan so far, one from the next start. None runs once a
+    plan takes no longer than its compute, which nothing can beat.
+    """
+    starts = [codes for codes in starts if codes.shape[1] <= WIDEST]
+    if not starts or budget.seconds == 0:
+        return None
+    width = max(codes.shape[1] for codes in starts)
+    pool_codes = [widened(codes, width) for codes in starts]
+    each = max(1, budget.evaluations(chain, mode) // len(ROUNDS))
+    stop = np.zeros(1, dtype=np.int8)
+    masks = np.array(RULES[mode], dtype=np.int16)
+    scale = chain.compute_time or 1.0
+    least = least_compute(chain)
+    cooler = min(1.0, COOL_STAGES / len(chain))
+    weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
+    evaluators = [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)]
+
+    excess: list[int] = []  # bytes over the limit, of each plan
+
+    def score(codes: np.ndarray) -> tuple[bool, float]:
+        makespan, _, _, over = evaluators[0].evaluate(codes)
+        excess.append(over)
+        return bool(over), makespan + weights[0] * over
+
+    scores = [score(codes) for codes in pool_codes]
+    with ThreadPoolExecutor(THREADS) as pool:
+        for turn, heats in enumerate(ROUNDS):
+            if min(scores) <= (False, least * (1 + FLOAT_ERROR)):
+                if progress is not None:
+                    progress(1.0, min(scores)[1])
+                break
+            order = sorted(range(len(scores)), key=lambda x: scores[x])
+            firsts = [order[0], order[(1 + turn) % len(order)]]
+            jobs = []
+            for worker, first in enumerate(firsts):
+                start, best = pool_codes[first].copy(), pool_codes[first].copy()
+                hot = scale * cooler * heats[worker]
+                seed = 1 + turn * THREADS + worker
+                args = (start, each, seed, hot, hot / 100, masks, weights[worker], best, stop)
+                jobs.append((start, best, pool.submit(evaluators[worker].anneal, *args)))
+            for worker, (last, best, job) in enumerate(jobs):
+                if math.isfinite(result(job, stop)):
+                    pool_codes.append(best)
+                    scores.append(score(best))
+                if evaluators[worker].evaluate(last)[3] and not all(excess):
+                    weights[worker] *= STRAYED
+            if all(excess):
+                weights = [max(GROWTH * weight, NEAREST * scale / min(excess)) for weight in weights]
+            if progress is not None:
+                progress((turn + 1) / len(ROUNDS), min(scores)[1])
+    winner = min(range(len(scores)), key=lambda x: scores[x])
+    return None if scores[winner][0] else pool_codes[winner]
+
+
+def result(job: Future[float], stop: np.ndarray) -> float:
+    """The job's result; an interrupt meanwhile ends the kernels, which hold no lock that Ctrl-C could wait for."""
+    try:
+        return job.result()
+    except BaseException:
+        stop[0] = 1
+        raise

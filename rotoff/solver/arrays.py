@@ -1,0 +1,81 @@
+"""A chain as arrays for the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..core.chain import Chain
+from ..core.sizes import format_bytes
+from ..errors import ChainError
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A chain as arrays for the kernels; row i is stage i, row 0 stands for a_0; bytes and seconds, exact.
+
+    saved, f_transient, b_transient, u_B have a column for each form; `n_forms` says how many of them are real.
+    """
+
+    out: np.ndarray
+    grad: np.ndarray
+    u_F: np.ndarray
+    ck_transient: np.ndarray
+    n_forms: np.ndarray
+    saved: np.ndarray
+    f_transient: np.ndarray
+    b_transient: np.ndarray
+    u_B: np.ndarray
+
+
+MOST_BYTES = 2**54  # all values of a chain together; times 500 slots they still fit 64 bits
+
+
+@lru_cache(maxsize=32)
+def arrays(chain: Chain) -> Arrays:
+    """The costs of `chain` as arrays.
+
+    Raises:
+        ChainError: where its values come to more than `MOST_BYTES`.
+    """
+    total = _all_bytes(chain)
+    if total > MOST_BYTES:
+        raise ChainError(
+            f"the chain's values come to {total} bytes ({format_bytes(total)}) in all, and planning takes at most"
+            f" {MOST_BYTES} ({format_bytes(MOST_BYTES)}); give sizes in bytes, of one step"
+        )
+    L, K = len(chain), 1 + max(len(s.forms) for s in chain.stages)
+    forms = [[stage.form(k) for k in range(1 + len(stage.forms))] for stage in chain.stages]
+
+    def row(values: list[Any], dtype: Any) -> np.ndarray:
+        return np.array(values, dtype=dtype)
+
+    def table(name: str, dtype: Any) -> np.ndarray:
+        made = np.zeros((L + 1, K), dtype=dtype)
+        for i, stage_forms in enumerate(forms, start=1):
+            for k, form in enumerate(stage_forms):
+                made[i, k] = getattr(form, name)
+        return made
+
+    return Arrays(
+        out=row([chain.output_bytes(i) for i in range(L + 1)], np.int64),
+        grad=row([chain.grad_bytes(i) for i in range(L + 1)], np.int64),
+        u_F=row([0.0] + [s.forward_time for s in chain.stages], np.float64),
+        ck_transient=row([0] + [s.checkpoint_transient_bytes for s in chain.stages], np.int64),
+        n_forms=row([1] + [len(f) for f in forms], np.int32),
+        saved=table("saved_bytes", np.int64),
+        f_transient=table("forward_transient_bytes", np.int64),
+        b_transient=table("backward_transient_bytes", np.int64),
+        u_B=table("backward_time", np.float64),
+    )
+
+
+def _all_bytes(chain: Chain) -> int:
+    forms = [stage.form(k) for stage in chain.stages for k in range(1 + len(stage.forms))]
+    values = sum(chain.output_bytes(i) + chain.grad_bytes(i) for i in range(len(chain) + 1))
+    transients = sum(stage.checkpoint_transient_bytes or 0 for stage in chain.stages)
+    made = sum(form.saved_bytes + form.forward_transient_bytes + form.backward_transient_bytes for form in forms)
+    return values + transients + made

@@ -1,0 +1,388 @@
+"""Certified lower bounds on the step time, and the smallest limits that work.
+
+Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gradient bytes, o_F, o_B transients (`chain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .._dp import remat_need
+from ..core.chain import Chain, check_chain
+from ..core.sizes import format_bytes, parse_bytes
+from ..core.steady_step import check_when
+from ..errors import InfeasibleError, OptionError
+from .arrays import MOST_BYTES, Arrays, arrays
+from .kernels.bound import ascend
+from .steady_bounds import own_needs, steady_time
+
+MODES = ("joint", "remat", "offload")
+
+
+# -- the smallest limits
+
+
+def check_mode(mode: str) -> None:
+    """Raise OptionError where `mode` is none of the three."""
+    if mode not in MODES:
+        raise OptionError(f"mode is {mode!r}; modes are {', '.join(map(repr, MODES))}")
+
+
+def parse_modes(modes: Any) -> tuple[str, ...]:
+    """The modes that an option names, one or several; OptionError where there is none, or one that is not known."""
+    wanted = several(modes)
+    if not wanted:
+        raise OptionError(f"modes is empty; give at least one of {', '.join(map(repr, MODES))}")
+    for mode in wanted:
+        check_mode(mode)
+    return wanted
+
+
+def several(given: Any) -> tuple[Any, ...]:
+    """What an option holds; a lone text or number is one."""
+    lone = isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
+    return (given,) if lone else tuple(given)
+
+
+def min_mem_limit(chain: Chain, mode: str, updates: str = "during") -> int:
+    """The smallest limit in bytes in which `solve` finds a sequence of `mode`; one byte less is refused.
+
+    offload: every stage runs forward once (``F_all``) and everything else may be on the host, so it is the largest need of
+    one operation with its own operands. joint: the same with the cheapest operands that can be made: any value may be made
+    ahead of time and wait on the host. remat: nothing moves; the smallest peak over recompute trees,
+    in which a saved set may also outlive its input. With large `checkpoint_transient_bytes`, or forms whose transients differ,
+    there may be sequences that fit a few percent less (``policy="nonpersistent"`` finds them on short chains).
+
+    Parameters lie on the host but for what an operation reads or writes; in mode remat they stay, and no limit below the sum is
+    enough. updates: when groups that the host cannot update are, "during" the step or "after" ``B 1``.
+
+    Raises:
+        ChainError: where `chain` is none. OptionError: where the mode is unknown.
+    """
+    check_chain(chain)
+    check_mode(mode)
+    check_when(updates)
+    return {"joint": _joint_minimum, "remat": _remat_minimum, "offload": _offload_minimum}[mode](chain, updates)
+
+
+def infeasible(chain: Chain, mode: str, mem_limit: int, updates: str = "during") -> InfeasibleError:
+    """The error that names the smallest limit of `mode`."""
+    least = min_mem_limit(chain, mode, updates)
+    return InfeasibleError(
+        f"needs at least {format_bytes(least)} ({least} bytes) in mode {mode}; the limit is {format_bytes(mem_limit)}"
+        f" ({mem_limit} bytes)",
+        least,
+    )
+
+
+def _offload_minimum(chain: Chain, updates: str) -> int:
+    c, L = arrays(chain), len(chain)
+    read, trained, least = own_needs(chain, updates)
+    for i in range(1, L + 1):
+        operands = int(c.out[0] + c.saved[i, 0] + (c.saved[i - 1, 0] if i > 1 else 0))
+        gradients = int(c.grad[i] + c.grad[i - 1] + (c.out[L] if i < L else 0))
+        forward, backward = operands + int(read[i]), operands + int(trained[i])
+        least = max(least, forward + int(c.f_transient[i, 0]), backward + gradients + int(c.b_transient[i, 0]))
+    return least
+
+
+def _remat_minimum(chain: Chain, updates: str = "during") -> int:
+    c = remat_arrays(chain, updates)
+    _, W = need_tables(chain, updates)
+    least = int(c.out[0] + W[1])
+    if updates == "after" and chain.parameters:
+        gradients = sum(group.grad_bytes for group in chain.parameters)
+        transient = max(group.update_transient_bytes for group in chain.parameters if group.grad_bytes or not gradients)
+        least = max(least, int(c.out[0] + c.out[-1]) + chain.grad_bytes(0) + gradients + transient)
+    return least + at_rest_bytes(chain)
+
+
+def at_rest_bytes(chain: Chain) -> int:
+    """Bytes of all parameters and states, which stay in mode remat."""
+    return sum(group.bytes + group.state_bytes for group in chain.parameters)
+
+
+@lru_cache(maxsize=32)
+def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
+    """`arrays`, with the gradients of groups among those of activations, and updates beside the backward that they follow.
+
+    While δ_i is held, so are the gradients that began before B i and are not updated: they are added to δ_i. B i itself counts
+    δ_{i-1} too, so what is added to that, but is not there yet, comes off its transients, which may then be below 0.
+    """
+    c, L = arrays(chain), len(chain)
+    if not chain.parameters:
+        return c
+    grad, transient = c.grad.copy(), c.b_transient.copy()
+    held = 0
+    for i in range(L, 0, -1):
+        begun = sum(group.grad_bytes for group in chain.parameters if max(group.stages) == i)
+        done = [group for group in chain.parameters if min(group.stages) == i and group.grad_bytes and updates == "during"]
+        extra = max((group.update_transient_bytes for group in done), default=0)
+        gone = c.saved[i] + c.grad[i] - (c.out[L] if i == L else 0)  # after B i
+        left = held + begun - sum(group.grad_bytes for group in done)
+        transient[i] = np.maximum(transient[i], extra - gone) + begun - left
+        grad[i] += held
+        held = left
+    grad[0] += held
+    return replace(c, grad=grad, b_transient=transient)
+
+
+@lru_cache(maxsize=4)
+def need_tables(chain: Chain, updates: str = "during") -> tuple[np.ndarray, np.ndarray]:
+    """P and W of `_dp.remat_need` in exact bytes: what persistent recompute needs beyond the input of its first stage."""
+    c = remat_arrays(chain, updates)
+    P, W = remat_need(c.out, c.grad, c.ck_transient, c.n_forms, c.saved, c.f_transient, c.b_transient)
+    return P, W
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """How a step fits the joint minimum: with everything not in use on the host.
+
+    form[i]: form in which ā_i is made. output_input[i]: whether B i+1 (and what runs after stage i) takes a_i as its input
+    rather than ā_i.
+    """
+
+    form: tuple[int, ...]
+    output_input: tuple[bool, ...]
+
+
+def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan | None:
+    """The forms and inputs with which every single operation fits `mem_limit`, or None.
+
+    Each ā_i^k, and a_i where it serves, is made in the forward phase and moved out; ``B i`` then needs ā_i^k, one form of
+    its input, δ_i, δ_{i-1}, a_0 and (before the last stage) a_L. State of the search over i: (form of ā_i, whether a_i can
+    be made); the smallest makeable input is always the best one, because needs add.
+    """
+    c, L = arrays(chain), len(chain)
+    room = mem_limit - int(c.out[0])
+    read, trained, update = own_needs(chain, updates)
+    if update > mem_limit:
+        return None
+    # state -> (input bytes left for stage i+1, predecessor); a state is (k, a_i usable)
+    levels: list[dict[tuple[int, bool], tuple[int, bool]]] = [{(0, True): (-1, True)}]
+    for i in range(1, L + 1):
+        level: dict[tuple[int, bool], tuple[int, bool]] = {}
+        for k_before, a_before in levels[i - 1]:
+            entering = _input_bytes(c, i, k_before, a_before)
+            makes_a = i < L and entering + int(c.out[i] + c.ck_transient[i] + read[i]) <= room
+            gradients = int(c.grad[i] + c.grad[i - 1] + (c.out[L] if i < L else 0))
+            for k in range(int(c.n_forms[i])):
+                kept = entering + int(c.saved[i, k])
+                forward = kept + int(c.f_transient[i, k] + read[i])
+                backward = kept + gradients + int(c.b_transient[i, k] + trained[i])
+                if max(forward, backward) <= room:
+                    level.setdefault((k, makes_a), (k_before, a_before))
+        if not level:
+            return None
+        levels.append(level)
+    state = next(iter(levels[L]))
+    states = [state]
+    for i in range(L, 0, -1):
+        state = levels[i][state]
+        states.append(state)
+    states.reverse()
+    takes_output = [a_usable and bool(i == 0 or c.out[i] <= c.saved[i, k]) for i, (k, a_usable) in enumerate(states)]
+    return HostPlan(tuple(k for k, _ in states), tuple(takes_output))
+
+
+def _input_bytes(c: Arrays, i: int, form: int, output_usable: bool) -> int:
+    """Bytes of the smallest usable input of stage i, a_0 not counted."""
+    if i == 1:
+        return 0
+    saved = int(c.saved[i - 1, form])
+    return min(saved, int(c.out[i - 1])) if output_usable else saved
+
+
+def _joint_minimum(chain: Chain, updates: str) -> int:
+    high = _offload_minimum(chain, updates)
+    if not chain.parameters:
+        high = min(high, _remat_minimum(chain))
+    low = 0  # infeasible, and high is feasible: the smallest feasible limit lies in (low, high]
+    if host_plan(chain, 0, updates) is not None:
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if host_plan(chain, middle, updates) is None:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def largest_operation(chain: Chain) -> tuple[str, int, int]:
+    """("forward" or "backward", stage, bytes) of the operation that needs most by itself: its operands in the smallest forms,
+    gradients, transients, and what the caller holds. No sequence of any mode fits less; where `min_mem_limit` is that, it binds."""
+    forward, backward = _needs_alone(chain)
+    F, B = int(forward.argmax()), int(backward.argmax())
+    if forward[F] > backward[B]:
+        return "forward", F + 1, int(forward[F])
+    return "backward", B + 1, int(backward[B])
+
+
+def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
+    """Of stages 1 to L, what the forward and the backward need at least while they run."""
+    c, L = arrays(chain), len(chain)
+    real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
+    most = np.iinfo(np.int64).max
+    entry = np.minimum(c.out, np.where(real, c.saved, most).min(axis=1)) * (np.arange(L + 1) < L)
+    entry[0] = 0
+    ck = np.where(np.arange(L + 1) < L, c.out + c.ck_transient, most)
+    forward = c.out[0] + np.minimum(np.where(real, c.saved + c.f_transient, most).min(axis=1)[1:], ck[1:]) + entry[:-1]
+    gradients = c.grad[1:] + c.grad[:-1] + c.out[L] * (np.arange(1, L + 1) < L)
+    backward = c.out[0] + np.where(real, c.saved + c.b_transient, most).min(axis=1)[1:] + gradients + entry[:-1]
+    return forward, backward
+
+
+# -- the bound on time
+
+# With forms the dual has many more corners: a far target and much patience find up to a point more there, little elsewhere.
+PATIENCE, SHRINK, FIRST_RISE = 24000, 0.4, 0.3
+INPUT_PATIENCE, INPUT_RISE = 10000, 2.0  # once inputs are paid for: far above the best so far on a slow link, in few bytes
+SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound holds in spite of it
+ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a second
+
+
+def lower_bound(chain: Chain, mem_limit: int | str, mode: str = "joint", updates: str = "during") -> float:
+    """Seconds that no sequence within `mem_limit` can beat, in any mode; the proof is `least_time_of`'s.
+
+    With parameters it bounds the time of a steady step, which the module `steady_bounds` proves. There mode "remat", in which
+    parameters stay, is bounded by itself. updates: "after" ``B 1`` alone, or "during" the step.
+
+    Raises:
+        LimitError: where `mem_limit` is not a number of bytes. OptionError: for an unknown mode, or time of the updates.
+        InfeasibleError: where no sequence of `mode` fits.
+    """
+    check_chain(chain)
+    check_when(updates)
+    limit = parse_bytes(mem_limit)
+    if mode == "joint" and not chain.parameters:
+        return least_time_of(chain, limit)
+    if limit < min_mem_limit(chain, mode, updates):
+        raise infeasible(chain, mode, limit, updates)
+    if not chain.parameters:
+        return least_time_of(chain, limit)
+    if mode == "remat":
+        updating = sum(group.update_time for group in chain.parameters if group.grad_bytes)
+        return (least_time_of(chain.without_parameters(), limit - at_rest_bytes(chain)) + updating) * (1 - SUM_ERROR)
+    return _steady(chain, limit, updates)
+
+
+@lru_cache(maxsize=256)
+def _steady(chain: Chain, limit: int, updates: str) -> float:
+    activations = chain.without_parameters()
+    return steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations))
+
+
+def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> float:
+    """The bound of a chain's activations, where making ā_i again takes up to ``spared[i - 1]`` seconds less than stage i's forward.
+
+    Proof. Fix a sequence and cut its time where F_1, ..., F_L run first and where B_L, ..., B_1 run; these starts are in that
+    order, and interval k begins with cut k. Interval k lasts at least as long as the compute in it (the operation at its cut,
+    each forward run again in it), and as each direction of the link needs for the bytes that it copies in it. At cut k the
+    device holds what that operation needs itself (operands, gradients, transients; at least the smallest form of each) and
+    whatever else it holds of ā_q, q = 1..L-1. Consider, for each q, the ā_q that B_q uses. Either F_q's first run made it and
+    it stays; or that run made it, it leaves (its bytes pass the link out, and are held until they have) and returns (they pass
+    the link in, and are held from then on); or it is made again (u_F more compute) and stays, or leaves and returns. These are
+    linear constraints on the intervals' lengths, with each ā_q in one of those ways or, to relax, in a mixture of them, so
+    the linear program "least sum of lengths" is below the sequence's time. By weak duality so is its Lagrangian at any
+    prices λ_k ≥ 0 of memory at cut k and p_k, r_k, α_k ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in
+    interval k: Σ α_k work_k − Σ λ_k room_k + Σ_q (the cheapest way of ā_q).
+
+    What is made again has inputs. Take m = 2..L-1, and the interval from the start of B_{m+1} to that of B_m, which uses a_{m-1}
+    or ā_{m-1}. Either that is held at the interval's cut, or it arrives in the interval, or F_{m-1} runs in it and so finds its
+    own input there; and so on down to a_0. So for some q < m at least |a_q| bytes are held at the cut, beyond what B_{m+1} needs
+    itself, or arrive in the interval (or q = 0), and F_{q+1}, ..., F_{m-1} run in it. What this pays and what the ways of the ā
+    pay may be the same bytes and seconds, so there each has a part of the price: λ = (λ − λ') + λ', and so r and α. Only what
+    the ways use of ā_m itself in that interval and at its cut is never the input's, and pays the whole price.
+
+    The prices are found by an ascent from the turn-around's; how well it does affects how tight the bound is, never whether it
+    holds.
+
+    Raises:
+        InfeasibleError: where no sequence fits `limit`.
+    """
+    if limit < min_mem_limit(chain, "joint"):
+        raise infeasible(chain, "joint", limit)
+    return _certified(chain, limit, spared if any(spared) else ())
+
+
+@lru_cache(maxsize=256)
+def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
+    c, L = arrays(chain), len(chain)
+    again = c.u_F - np.array([0.0, *spared]) if spared else c.u_F
+    real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
+    fastest = np.where(real, c.u_B, np.inf).min(axis=1)
+    # In the machine's order, which a sum from the left is: rounding makes no other sequence's time less.
+    least = float(np.cumsum(np.concatenate([c.u_F[1:], fastest[:0:-1]]))[-1])
+    if L == 1 or least == 0:
+        return least
+    seconds, size = least, float(min(limit, 4 * MOST_BYTES))  # more than any sequence holds
+    saved = np.where(real, c.saved, np.inf).min(axis=1)
+    entry = np.minimum(c.out, saved) * (np.arange(L + 1) < L)
+    entry[0] = 0
+    needs_F, needs_B = _needs_alone(chain)
+    room = np.ascontiguousarray(1 - np.concatenate([needs_F, needs_B[::-1]]) / size)
+    work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
+    # A link that hardly moves may as well be faster: any finite rate is enough to keep all copies out.
+    rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
+    slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
+    costs: tuple[Any, ...] = (
+        chain.duplex,
+        *rates,
+        room,
+        work,
+        again / seconds,
+        c.saved / size,
+        slower,
+        entry / size,
+        c.n_forms,
+    )
+
+    patience = max(20, min(PATIENCE, (480 if c.saved.shape[1] > 1 else 120) * L, ASCENT_WORK // (40 * L * L)))
+    ascent = (20 * patience, FIRST_RISE, patience, SHRINK)
+    best = 1.0
+    for p0, r0, price in _turn_around_prices(chain, limit, room[L] * size):
+        prices = np.zeros((6, 2 * L))  # λ, p, r, and what of λ, r and α inputs pay
+        prices[0, L] = price * size / seconds
+        prices[1, :L], prices[2 if chain.duplex else 1, L:] = p0, r0
+        found = ascend(prices, *ascent, *costs, None) * (1 - SUM_ERROR)
+        if found > best:
+            best, of_best = found, prices
+    if best > 1:
+        patience = max(20, min(INPUT_PATIENCE, ASCENT_WORK // (100 * L * L)))
+        found = ascend(of_best, 20 * patience, INPUT_RISE, patience, SHRINK, *costs, c.out / size) * (1 - SUM_ERROR)
+        best = max(best, found)
+    return best * seconds
+
+
+def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[float, float, float]]:
+    """Prices (p before B L, r after it, λ at it) to start from: the best of a grid for the relaxation with that cut only."""
+    c, L = arrays(chain), len(chain)
+    u_F, saved = (
+        c.u_F[1:L],
+        c.saved[1:L].min(axis=1, where=np.arange(c.saved.shape[1]) < c.n_forms[1:L, None], initial=1 << 62),
+    )
+    forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())
+    most = np.finfo(np.float64).max / 1e20  # seconds of a copy over a link that hardly moves; times bytes it is finite
+    with np.errstate(over="ignore"):
+        link_out, link_in = (np.minimum(saved / bandwidth, most) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
+    top = np.array([1.0, 1.0, min(1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth, most)])
+    low, high = np.zeros(3), top
+    best = np.zeros(3)
+    for _ in range(6):  # the dual is concave, so the best of a grid is never far from the best of all
+        p, r, lam = np.meshgrid(*(np.linspace(low[x], high[x], 13) for x in range(3)), indexing="ij")
+        value = (1 - p) * forward + (1 - r) * backward - lam * room
+        for q in range(L - 1):
+            move = p * link_out[q] + r * link_in[q]
+            value += np.minimum(np.minimum(lam * saved[q], move), (1 - r) * u_F[q])
+        x = np.unravel_index(int(value.argmax()), value.shape)
+        best = np.array([p[x], r[x], lam[x]])
+        reach = (high - low) / 4
+        low, high = np.maximum(best - reach, 0), np.minimum(best + reach, top)
+    return [(float(best[0]), float(best[1]), float(best[2])), (0.0, 0.0, 0.0)]

@@ -1,0 +1,1 @@
+"""The compiled searches and bounds of the solver."""

@@ -1,0 +1,337 @@
+# cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+"""Search over plans of chains with parameters: simulated annealing, each step of which decodes a whole steady step.
+
+A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan_codes`), then the genes of each group (`_cycle`).
+"""
+
+import numpy as np
+
+from libc.math cimport log, pow, sqrt
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS, STATE_LEAVES, Cycle,
+                            Groups, cycle)
+from rotoff.solver.kernels.flow cimport E_B, E_HERE, E_OFFLOAD, E_U, ROUNDS, flow, host_peak
+from rotoff.solver.kernels.moves cimport below, mutate, unit
+from rotoff.solver.kernels.plan cimport Evaluator
+from rotoff.solver.kernels.work cimport Chain, Work
+
+cdef double INF = float("inf")
+# What a second of a lane's work costs beside the step's seconds: of plans that take equally long, the one that moves less has more
+# room for what is to come.
+cdef double EASE = 0.06
+
+
+cdef struct Verdict:
+    double makespan
+    int64_t over, over_sum, host_over
+    int rounds  # after which the best was found
+    double work
+
+
+cdef void _judge(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V, double enough, double weight,
+                 Verdict *r) noexcept nogil:
+    """Time and excess of the plan `codes`; nothing exact where it costs more than `enough`."""
+    cdef int64_t host
+    r.host_over = 0
+    r.rounds = 0
+    if cycle(c, w, p, s, codes, V) < 0:
+        r.makespan = INF
+        r.over = r.over_sum = s.over
+        return
+    r.over = s.over
+    r.over_sum = s.over_sum
+    r.makespan = flow(c, w, p, s, enough - weight * _excess(r, s), ROUNDS, &r.rounds)
+    r.work = EASE * s.work
+    if c.host_limit >= 0:
+        host = host_peak(w, p, s)
+        if host > c.host_limit:
+            r.host_over = host - c.host_limit
+
+
+cdef inline double _excess(Verdict *r, Cycle *s) noexcept nogil:
+    """Bytes over the limits: the most, and the mean over the positions, so that each that is less is seen."""
+    return <double>r.over + <double>r.over_sum / (s.n + 1) + <double>r.host_over
+
+
+cdef void _preset(int16_t *gene, Py_ssize_t which) noexcept nogil:
+    """A place that people write by hand."""
+    cdef int16_t everywhere = (1 << (AFTER_UPDATE + 1)) - 1
+    gene[MASK] = everywhere if which >= 3 else 0
+    gene[FLAGS] = 0
+    if which == 1 or which == 3:
+        gene[FLAGS] = STATE_LEAVES | (GRADIENT_LEAVES if which == 3 else 0)
+    elif which == 2 or which == 4:
+        gene[FLAGS] = ON_HOST
+    elif which == 5:
+        gene[MASK] = (1 << AFTER_UPDATE) | 4
+        gene[FLAGS] = STATE_LEAVES
+
+
+cdef void _shift(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state) noexcept nogil:
+    """Another place for the update of group k."""
+    cdef int16_t *gene = genes + k * GENES
+    cdef Py_ssize_t choice = below(state, 8), other
+    cdef int16_t rank
+    if choice < 2:
+        gene[AT] += <int16_t>(1 + below(state, 4)) * (1 if below(state, 2) else -1)
+    elif choice == 2:
+        gene[AT] = 1
+    elif choice == 3:
+        gene[AT] = <int16_t>p.first[k]
+    elif choice < 6:
+        other = below(state, p.K)
+        rank = gene[RANK]
+        gene[RANK] = genes[other * GENES + RANK]
+        genes[other * GENES + RANK] = rank
+    else:
+        gene[RANK] = <int16_t>(below(state, 2 * p.K + 1)) - <int16_t>p.K
+    if gene[AT] < 1:
+        gene[AT] = 1
+    elif gene[AT] > p.first[k]:
+        gene[AT] = <int16_t>p.first[k]
+
+
+cdef void _mutate_groups(Groups *p, int16_t *genes, uint64_t *state) noexcept nogil:
+    """One random change of where parameters lie and when they are updated."""
+    cdef Py_ssize_t k = below(state, p.K), other, x, choice = below(state, 16)
+    cdef int16_t *gene = genes + k * GENES
+    cdef int16_t held
+    if choice < 4:
+        x = below(state, 8)
+        if x < 3:
+            gene[MASK] ^= 1 << AFTER_UPDATE
+        elif x < 5:
+            gene[MASK] ^= 4
+        elif x < 7:
+            gene[MASK] ^= 1
+        else:
+            gene[MASK] ^= <int16_t>(1 << below(state, 3 * SLOTS))
+    elif choice < 6:
+        gene[FLAGS] ^= STATE_LEAVES
+    elif choice < 7:
+        gene[FLAGS] ^= GRADIENT_LEAVES
+    elif choice < 9:
+        gene[FLAGS] ^= ON_HOST
+    elif choice < 10:
+        _preset(gene, below(state, 6))
+    elif choice < 12:  # as a group near by
+        other = k + 1 - 2 * <Py_ssize_t>below(state, 2)
+        if 0 <= other < p.K:
+            gene[MASK] = genes[other * GENES + MASK]
+            gene[FLAGS] = genes[other * GENES + FLAGS]
+    elif choice < 14:
+        other = below(state, p.K)
+        for x in range(MASK, FLAGS + 1):
+            held = gene[x]
+            gene[x] = genes[other * GENES + x]
+            genes[other * GENES + x] = held
+    else:
+        _shift(p, genes, k, state)
+
+
+cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_ssize_t n, Py_ssize_t V, Py_ssize_t evaluations,
+                    uint64_t seed, double hot, double cold, const int16_t *rules, double weight, int16_t *best, int16_t *tried,
+                    const int8_t *stop) noexcept nogil:
+    cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
+    cdef Verdict r
+    cdef double cost, now, temperature, enough, found = INF, light = weight, over
+    cdef Py_ssize_t step, x, k, stages = (c.L + 1) * V
+    _judge(c, w, p, s, codes, V, INF, weight, &r)
+    now, over = r.makespan + r.work, _excess(&r, s)
+    if r.over == 0 and r.host_over == 0:
+        found = r.makespan
+        memcpy(best, codes, n * sizeof(int16_t))
+    for step in range(evaluations):
+        if stop[0]:
+            break
+        temperature = hot * pow(cold / hot, (<double>step) / evaluations)
+        weight = light * sqrt(hot / temperature)  # what is over at first shall fit at last
+        memcpy(tried, codes, n * sizeof(int16_t))
+        while True:
+            if below(&state, 3) == 0:
+                mutate(c, w, tried, V, &state)
+            else:
+                _mutate_groups(p, tried + stages, &state)
+            if below(&state, 3):
+                break
+        for x in range(V, stages):
+            tried[x] = (tried[x] & rules[0]) | rules[1]
+        for k in range(p.K):
+            tried[stages + k * GENES + MASK] &= rules[2]
+            tried[stages + k * GENES + FLAGS] &= rules[3]
+        if memcmp(tried, codes, n * sizeof(int16_t)) == 0:
+            continue
+        enough = now + weight * over - temperature * log(unit(&state) + 1e-300)
+        _judge(c, w, p, s, tried, V, enough, weight, &r)
+        cost = r.makespan + r.work + weight * _excess(&r, s)
+        if cost <= enough:
+            now, over = r.makespan + r.work, _excess(&r, s)
+            memcpy(codes, tried, n * sizeof(int16_t))
+            if r.over == 0 and r.host_over == 0 and r.makespan < found:
+                found = r.makespan
+                memcpy(best, codes, n * sizeof(int16_t))
+    return found
+
+
+cdef class Placer(Evaluator):
+    """Decodes plans of one chain with parameters at one limit.
+
+    Args:
+        groups: the groups' bytes and seconds, as `rotoff.solver.genes.GroupArrays`. after: whether updates come after ``B 1``.
+        The others are those of `Evaluator`.
+    """
+
+    cdef Groups p
+    cdef Cycle s
+
+    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit, int64_t host_limit,
+                 Py_ssize_t visits, Py_ssize_t cap, groups, bint after):
+        Evaluator.__init__(self, arrays, out_bandwidth, in_bandwidth, duplex, limit, host_limit, visits, cap)
+        cdef Groups *p = &self.p
+        cdef Cycle *s = &self.s
+        cdef Py_ssize_t k, n
+        p.K = groups.w.shape[0]
+        p.after = after
+        p.w = <int64_t *>self._input(groups.w)
+        p.g = <int64_t *>self._input(groups.g)
+        p.o = <int64_t *>self._input(groups.o)
+        p.transient = <int64_t *>self._input(groups.transient)
+        p.update = <double *>self._input(groups.update)
+        p.host = <double *>self._input(groups.host)
+        p.first = <int32_t *>self._input(groups.first)
+        p.last = <int32_t *>self._input(groups.last)
+        p.reads_from = <int32_t *>self._input(groups.reads_from)
+        p.reads = <int32_t *>self._input(groups.reads)
+        p.slot = <int32_t *>self._input(groups.slot)
+        n = cap + p.K + 4
+        self._positions(n)
+        s.order = <int32_t *>self._room(p.K + 1, np.int32)
+        s.update_at = <int32_t *>self._room(p.K + 1, np.int32)
+        s.begun = <int32_t *>self._room(p.K + 1, np.int32)
+        s.whole = <int32_t *>self._room(p.K + 1, np.int32)
+        s.use_head = <int32_t *>self._room(p.K + 1, np.int32)
+        s.use_tail = <int32_t *>self._room(p.K + 1, np.int32)
+        s.n_order = 0
+        for k in range(p.K):
+            if p.g[k] > 0:
+                s.order[s.n_order] = <int32_t>k
+                s.n_order += 1
+        uses = n * max(1, int(np.diff(groups.reads_from).max())) + p.K
+        s.use_pos = <int32_t *>self._room(uses, np.int32)
+        s.use_bit = <int32_t *>self._room(uses, np.int32)
+        s.use_next = <int32_t *>self._room(uses, np.int32)
+        s.base = <int32_t>(cap + 2)
+        values = s.base + 3 * p.K + 1
+        s.size = <int64_t *>self._room(values, np.int64)
+        s.copy_end = <double *>self._room(values, np.float64)
+        s.off_end = <double *>self._room(values, np.float64)
+        s.out_gap = <int32_t *>self._room(values, np.int32)
+        s.on_host = <int8_t *>self._room(values, np.int8)
+        made = np.full(values, -1, dtype=np.int32)
+        self.keep.append(made)
+        s.away_from = <int32_t *><size_t>made.ctypes.data
+        s.away_until = <int32_t *>self._room(values, np.int32)
+        self._gaps(2 * values + uses, n)
+
+    cdef void _positions(self, Py_ssize_t n):
+        cdef Cycle *s = &self.s
+        s.act = <int32_t *>self._room(n, np.int32)
+        s.pos = <int32_t *>self._room(n, np.int32)
+        s.lasts = <double *>self._room(n, np.float64)
+        s.room = <int64_t *>self._room(n, np.int64)
+        s.left = <int64_t *>self._room(n, np.int64)
+        s.before = <double *>self._room(2 * n, np.float64)
+        s.out_head = <int32_t *>self._room(n, np.int32)
+        s.out_tail = <int32_t *>self._room(n, np.int32)
+        s.free_head = <int32_t *>self._room(n, np.int32)
+        s.free_tail = <int32_t *>self._room(n, np.int32)
+        s.in_head = <int32_t *>self._room(n, np.int32)
+        s.in_tail = <int32_t *>self._room(n, np.int32)
+        s.wait_head = <int32_t *>self._room(n, np.int32)
+        s.wait_tail = <int32_t *>self._room(n, np.int32)
+
+    cdef void _gaps(self, Py_ssize_t n, Py_ssize_t positions):
+        cdef Cycle *s = &self.s
+        s.value = <int32_t *>self._room(n, np.int32)
+        s.from_ = <int32_t *>self._room(n, np.int32)
+        s.to = <int32_t *>self._room(n, np.int32)
+        s.free_most = <int32_t *>self._room(n, np.int32)
+        s.in_least = <int32_t *>self._room(n, np.int32)
+        s.copies = <int8_t *>self._room(n, np.int8)
+        s.made = <int32_t *>self._room(n, np.int32)
+        s.out_end = <double *>self._room(n, np.float64)
+        s.start = <double *>self._room(n, np.float64)
+        s.free_at = <int32_t *>self._room(n, np.int32)
+        s.in_at = <int32_t *>self._room(n, np.int32)
+        s.out_next = <int32_t *>self._room(n, np.int32)
+        s.free_next = <int32_t *>self._room(n, np.int32)
+        s.in_next = <int32_t *>self._room(n, np.int32)
+        s.wait_next = <int32_t *>self._room(n, np.int32)
+        n = 4 * n + 4 * positions
+        s.event = <int32_t *>self._room(n, np.int32)
+        s.subject = <int32_t *>self._room(n, np.int32)
+        s.gone = <int32_t *>self._room(n, np.int32)
+        s.seconds = <double *>self._room(n, np.float64)
+
+    def judge(self, const int16_t[::1] codes):
+        """(makespan in seconds, bytes over the limit, bytes over the host's, positions) of a plan."""
+        cdef Verdict r
+        with nogil:
+            _judge(&self.c, &self.w, &self.p, &self.s, &codes[0], self.V, INF, 0.0, &r)
+        return r.makespan, r.over, r.host_over, self.s.n
+
+    def text(self, const int16_t[::1] codes):
+        """The plan's operations as rows (kind, stage or group, form, of), and the values that lie on the device between steps.
+
+        of: -1 for a_i, 0 for ā_i, 1, 2, 3 for w, g and o. Residents are rows (of, group). The plan has been judged to be one.
+        """
+        cdef Verdict r
+        cdef int unused
+        cdef Py_ssize_t e, g
+        cdef int32_t kind, v, K = <int32_t>self.p.K
+        cdef Cycle *s = &self.s
+        _judge(&self.c, &self.w, &self.p, s, &codes[0], self.V, INF, 0.0, &r)
+        cycle(&self.c, &self.w, &self.p, s, &codes[0], self.V)
+        flow(&self.c, &self.w, &self.p, s, INF, r.rounds + 1, &unused)
+        rows = []
+        for e in range(s.n_events):
+            kind, v = s.event[e], s.subject[e]
+            if kind == E_HERE:
+                continue
+            if kind >= E_U:
+                rows.append((kind, v + 1, 0, -1))
+            elif kind <= E_B:
+                rows.append((kind, self.w.stage[v], self.w.form[v], -1))
+            elif v < s.base:
+                rows.append((kind, self.w.level[v], 0, 0 if self.w.vform[v] >= 0 else -1))
+            else:
+                rows.append((kind, (v - s.base) % K + 1, 0, 1 + (v - s.base) // K))
+        away = set()
+        for g in range(s.n_gaps):
+            if s.to[g] > s.n and s.in_at[g] > s.n and s.free_at[g] <= s.n:
+                away.add(s.value[g])
+        rest = []
+        for v in range(K):
+            if self.p.w[v] and s.base + v not in away:
+                rest.append((1, v + 1))
+            updated = self.p.g[v] > 0 and s.act[s.update_at[v]] == -1 - v and s.update_at[v] < s.n
+            if self.p.o[v] and updated and s.base + 2 * K + v not in away:
+                rest.append((3, v + 1))
+        return rows, rest
+
+    def search(self, int16_t[::1] codes, Py_ssize_t evaluations, uint64_t seed, double hot, double cold,
+               const int16_t[::1] rules, double weight, int16_t[::1] best, const int8_t[::1] stop):
+        """Search from `codes` (changed in place to the last plan); the best plan that fits goes to `best`.
+
+        Simulated annealing as in `Evaluator.anneal`. rules: what codes are and-ed, then or-ed with, and what the masks and flags of
+        groups are and-ed with. Returns the best makespan, infinity where no plan fitted.
+        """
+        cdef double found
+        cdef Py_ssize_t n = codes.shape[0]
+        cdef int16_t[::1] room = np.zeros(n, dtype=np.int16)
+        with nogil:
+            found = _anneal(&self.c, &self.w, &self.p, &self.s, &codes[0], n, self.V, evaluations, seed, hot, cold, &rules[0],
+                            weight, &best[0], &room[0], &stop[0])
+        return found

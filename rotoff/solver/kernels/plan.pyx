@@ -1,0 +1,163 @@
+# cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+"""Search over plans: simulated annealing, each step of which decodes a whole plan (`_decode`)."""
+
+import numpy as np
+
+from libc.math cimport exp, pow
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+from rotoff.solver.kernels.decode cimport Result, judge, write
+from rotoff.solver.kernels.moves cimport below, mutate, unit
+from rotoff.solver.kernels.work cimport Chain, Work
+
+cdef double INF = float("inf")
+
+
+cdef double _anneal(Chain *c, Work *w, int16_t *codes, Py_ssize_t n, Py_ssize_t V, Py_ssize_t evaluations, uint64_t seed,
+                    double hot, double cold, int16_t keep, int16_t force, double weight, int16_t *best,
+                    int16_t *tried, const int8_t *stop) noexcept nogil:
+    cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
+    cdef Result r
+    cdef double cost, now, temperature, found = INF
+    cdef Py_ssize_t step, x
+    judge(c, w, codes, V, &r)
+    now = r.makespan + weight * r.over
+    if r.over == 0:
+        found = r.makespan
+        memcpy(best, codes, n * sizeof(int16_t))
+    for step in range(evaluations):
+        if stop[0]:
+            break
+        temperature = hot * pow(cold / hot, (<double>step) / evaluations)
+        memcpy(tried, codes, n * sizeof(int16_t))
+        mutate(c, w, tried, V, &state)
+        while below(&state, 3) == 0:
+            mutate(c, w, tried, V, &state)
+        for x in range(V, n):
+            tried[x] = (tried[x] & keep) | force
+        if memcmp(tried, codes, n * sizeof(int16_t)) == 0:
+            continue
+        judge(c, w, tried, V, &r)
+        cost = r.makespan + weight * r.over
+        if cost <= now or unit(&state) < exp((now - cost) / temperature):
+            now = cost
+            memcpy(codes, tried, n * sizeof(int16_t))
+            if r.over == 0 and cost < found:
+                found = cost
+                memcpy(best, codes, n * sizeof(int16_t))
+    return found
+
+
+cdef class Evaluator:
+    """Decodes plans of one chain at one limit.
+
+    Args:
+        arrays: the chain as `rotoff.solver.bounds.Arrays`. out_bandwidth, in_bandwidth: bytes per second. limit, host_limit: bytes
+        (host_limit < 0 for none). visits: columns V of a plan. cap: the most compute operations a plan may decode to.
+    """
+
+    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit, int64_t host_limit,
+                 Py_ssize_t visits, Py_ssize_t cap):
+        self.keep = []
+        self.V = visits
+        cdef Chain *c = &self.c
+        cdef Work *w = &self.w
+        c.L = arrays.out.shape[0] - 1
+        c.K = arrays.saved.shape[1]
+        c.limit = limit
+        c.host_limit = host_limit
+        c.out_bandwidth = out_bandwidth
+        c.in_bandwidth = in_bandwidth
+        c.duplex = duplex
+        c.out = <int64_t *>self._input(arrays.out)
+        c.grad = <int64_t *>self._input(arrays.grad)
+        c.ck_transient = <int64_t *>self._input(arrays.ck_transient)
+        c.saved = <int64_t *>self._input(arrays.saved)
+        c.f_transient = <int64_t *>self._input(arrays.f_transient)
+        c.b_transient = <int64_t *>self._input(arrays.b_transient)
+        c.u_F = <double *>self._input(arrays.u_F)
+        c.u_B = <double *>self._input(arrays.u_B)
+        c.n_forms = <int32_t *>self._input(arrays.n_forms)
+        w.cap = cap
+        n = cap + 2
+        w.kind = <int8_t *>self._room(n, np.int8)
+        w.stage = <int32_t *>self._room(n, np.int32)
+        w.form = <int32_t *>self._room(n, np.int32)
+        w.source = <int32_t *>self._room(n, np.int32)
+        w.made = <int32_t *>self._room(n, np.int32)
+        w.gone = <int32_t *>self._room(n, np.int32)
+        w.saved_set = <int32_t *>self._room(n, np.int32)
+        w.away = <int32_t *>self._room(n, np.int32)
+        w.memory = <int64_t *>self._room(n, np.int64)
+        w.level = <int32_t *>self._room(n, np.int32)
+        w.vform = <int32_t *>self._room(n, np.int32)
+        w.size = <int64_t *>self._room(n, np.int64)
+        w.movable = <int8_t *>self._room(n, np.int8)
+        w.moves = <int8_t *>self._room(n, np.int8)
+        w.apart = <int8_t *>self._room(n, np.int8)
+        w.on = <int8_t *>self._room(n, np.int8)
+        w.head = <int32_t *>self._room(n, np.int32)
+        w.tail = <int32_t *>self._room(n, np.int32)
+        w.gap_of = <int32_t *>self._room(n, np.int32)
+        w.copy_end = <double *>self._room(n, np.float64)
+        w.off_end = <double *>self._room(n, np.float64)
+        w.use_op = <int32_t *>self._room(2 * n, np.int32)
+        w.use_next = <int32_t *>self._room(2 * n, np.int32)
+        # A value is absent at most once before each of its uses.
+        w.gap_value = <int32_t *>self._room(3 * n, np.int32)
+        w.gap_from = <int32_t *>self._room(3 * n, np.int32)
+        w.gap_to = <int32_t *>self._room(3 * n, np.int32)
+        w.gap_floor = <int32_t *>self._room(3 * n, np.int32)
+        w.gap_next = <int32_t *>self._room(3 * n, np.int32)
+        w.reload = <int32_t *>self._room(3 * n, np.int32)
+        w.place_head = <int32_t *>self._room(n, np.int32)
+        w.place_tail = <int32_t *>self._room(n, np.int32)
+        w.have = <int32_t *>self._room(c.L + 2, np.int32)
+        w.stash = <int32_t *>self._room(c.L + 2, np.int32)
+        w.visits = <int32_t *>self._room(c.L + 2, np.int32)
+        w.live = <int32_t *>self._room(n, np.int32)
+        self.emitted = np.zeros(4 * 12 * n, dtype=np.int32)
+
+    cdef size_t _input(self, array):
+        made = np.ascontiguousarray(array)
+        self.keep.append(made)
+        return <size_t>made.ctypes.data
+
+    cdef size_t _room(self, n, dtype):
+        made = np.zeros(n, dtype=dtype)
+        self.keep.append(made)
+        return <size_t>made.ctypes.data
+
+    def evaluate(self, const int16_t[:, ::1] codes):
+        """(makespan in seconds, peak bytes, host peak bytes, bytes over the limits: 0 where the plan fits)."""
+        cdef Result r
+        with nogil:
+            judge(&self.c, &self.w, &codes[0, 0], self.V, &r)
+        return r.makespan, r.peak, r.host_peak, r.over
+
+    def operations(self, const int16_t[:, ::1] codes):
+        """The plan's operations as rows (kind, stage, form, saved); None where it has too many."""
+        cdef Result r
+        with nogil:
+            write(&self.c, &self.w, &codes[0, 0], self.V, &self.emitted[0], &r)
+        if r.n_ops < 0:
+            return None
+        return np.asarray(self.emitted)[: 4 * r.n_emitted].reshape(-1, 4).copy()
+
+    def anneal(self, int16_t[:, ::1] codes, Py_ssize_t evaluations, uint64_t seed, double hot, double cold,
+               const int16_t[::1] masks, double weight, int16_t[:, ::1] best, const int8_t[::1] stop):
+        """Search from `codes` (changed in place to the last plan); the best plan that fits goes to `best`.
+
+        Simulated annealing: `evaluations` random changes, temperatures falling geometrically from `hot` to `cold` seconds;
+        a plan over the limits costs `weight` seconds a byte more. masks: what a code is and-ed, then or-ed with (a mode's
+        rules). stop: the search ends soon after stop[0] is set. Returns the best makespan, infinity where no plan fitted.
+        """
+        cdef double found
+        cdef Py_ssize_t n = codes.shape[0] * codes.shape[1]
+        work = np.zeros(2 * n, dtype=np.int16)
+        cdef int16_t[::1] room = work
+        with nogil:
+            found = _anneal(&self.c, &self.w, &codes[0, 0], n, self.V, evaluations, seed, hot, cold, masks[0], masks[1], weight,
+                            &best[0, 0], &room[0], &stop[0])
+        return found

@@ -1,0 +1,118 @@
+"""Plans: a table of codes that says what each visit of each stage does; `_decode` decodes it on exact bytes.
+
+``codes[q, v]`` governs the v-th time that a forward of stage q runs (v from 0; the last column serves later visits too):
+
+- ``code >> 4`` is 0 for ``F_ck q``, 1 for ``F_all q``, 1 + k for ``F_sel q k``;
+- bit 0 (MOVE): the value made may be freed while it waits on the host (it is moved only if it has to make room);
+- bit 1 (DROP): the input of q is dropped right after (``F_ck`` becomes ``F_none`` where the input is held as ``a``);
+- bit 2 (APART, with MOVE, for an ā): B q+1 takes a_q, made again for it, while ā_q waits on the host;
+- bit 3 (EARLY, with MOVE, for an ā): the same from the start, a_q is made right after ā_q, which leaves at once.
+
+``codes[0, 0]`` bit 0: no prefetch before the turn-around. Backwards need no code: before ``B i`` whatever is missing is made
+again from the nearest value below. Persistent recompute trees of the papers are such tables, and so is much more: values
+moved in the backward phase, inputs dropped under a kept ā, checkpoints dropped and made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from ..core.chain import Chain, check_chain
+from ..core.sequence import Op, OpKind, Sequence
+from .arrays import Arrays, arrays
+from .kernels.plan import Evaluator
+from .placement import RESIDENT, place
+
+MOVE, DROP, APART, EARLY = 1, 2, 4, 8
+CK, ALL = 0, 16  # F_sel k is ALL + 16 * k
+KINDS = (
+    OpKind.F_ALL,
+    OpKind.F_CK,
+    OpKind.F_NONE,
+    OpKind.B,
+    OpKind.OFFLOAD,
+    OpKind.FREE,
+    OpKind.PREFETCH,
+    OpKind.WAIT,
+    OpKind.DROP,
+)
+
+
+def select(form: int) -> int:
+    """The code of F_all (form 0) or F_sel."""
+    return ALL * (1 + form)
+
+
+def empty(chain: Chain, visits: int = 4) -> np.ndarray:
+    """The plan that keeps everything: F_all at every visit."""
+    codes = np.full((len(chain) + 1, visits), ALL, dtype=np.int16)
+    codes[0] = 0
+    return codes
+
+
+def from_forwards(chain: Chain, forwards: Iterable[tuple[int, int]], at_least: int = 4) -> np.ndarray:
+    """The plan whose forwards, in program order, are the pairs (stage, code); codes repeat after a stage's last visit."""
+    rows: list[list[int]] = [[] for _ in range(len(chain) + 1)]
+    for stage, code in forwards:
+        rows[stage].append(code)
+    width = max(at_least, max(len(row) for row in rows))
+    codes = empty(chain, width)
+    for stage, row in enumerate(rows):
+        if row:
+            codes[stage, : len(row)] = row
+    return codes
+
+
+def widened(codes: np.ndarray, visits: int) -> np.ndarray:
+    """The same plan in a table of `visits` columns, where it has no more than those."""
+    if codes.shape[1] >= visits:
+        return codes
+    last = np.repeat(codes[:, -1:], visits - codes.shape[1], axis=1)
+    return np.ascontiguousarray(np.concatenate([codes, last], axis=1))
+
+
+def narrowed(codes: np.ndarray, visits: int) -> np.ndarray:
+    """The plan in a table of exactly `visits` columns; what it says of later visits is lost."""
+    return np.ascontiguousarray(widened(codes, visits)[:, :visits])
+
+
+def evaluator(
+    chain: Chain, mem_limit: int, visits: int, host_limit: int | None = None, most_ops: int | None = None
+) -> Evaluator:
+    """Decoder of plans with `visits` columns at a limit of `mem_limit` bytes."""
+    c: Arrays = arrays(chain)
+    most = most_ops if most_ops is not None else 16 * len(chain) + 64
+    host = -1 if host_limit is None else min(host_limit, 2**63 - 1)  # more than a chain can have
+    return Evaluator(c, chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex, mem_limit, host, visits, most)
+
+
+def to_ops(rows: np.ndarray) -> tuple[Op, ...]:
+    """The operations that decoded rows (kind, stage, form, saved) stand for."""
+    ops = []
+    for kind, stage, form, saved in rows.tolist():
+        what = KINDS[kind]
+        if what is OpKind.F_ALL:
+            ops.append(Op(OpKind.F_SEL if form else what, stage, form))
+        elif kind < 4:
+            ops.append(Op(what, stage))
+        else:
+            ops.append(Op(what, stage, saved=bool(saved)))
+    return tuple(ops)
+
+
+def keep_all(chain: Chain, updates: str = "during") -> Sequence:
+    """Every stage keeps what it saves; nothing is moved or recomputed: ``F_all`` 1..L, ``B`` L..1.
+
+    Parameters are resident, and each group is updated on the device as soon as its gradient is whole, or "after" ``B 1``.
+
+    Raises:
+        ChainError: where `chain` is none.
+    """
+    check_chain(chain)
+    L = len(chain)
+    forwards = [Op(OpKind.F_ALL, i) for i in range(1, L + 1)]
+    activations = (*forwards, *(Op(OpKind.B, i) for i in range(L, 0, -1)))
+    return replace(place(chain, activations, [RESIDENT] * len(chain.parameters), updates), mode="keep-all")

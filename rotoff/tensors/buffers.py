@@ -1,0 +1,56 @@
+"""Buffers and generators that are put back after a run that must leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .rng import Generators
+
+
+def restorable(value: Any) -> bool:
+    """Whether an attribute that holds `value` is one that a replay gets back: a number, a text, or a tensor without a graph."""
+    return type(value) in (bool, int, float, str) or (type(value) is torch.Tensor and not value.requires_grad)
+
+
+def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal; fake ones have no content that could differ."""
+    return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # which those do not have
+
+
+@contextmanager
+def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: torch.device) -> Iterator[None]:
+    """Generators and `buffers` are after the block what they were before it, in place, whatever ran within: versions too, since a graph that
+    still waits for its backward may have saved them."""
+    generators = Generators(device)
+    rng = generators.states()
+    try:
+        with buffers_preserved(buffers):
+            yield
+    finally:
+        generators.put(rng)
+
+
+@contextmanager
+def buffers_preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
+    """`preserved`, of buffers alone."""
+    saved = [(module, name, buffer, buffer.detach().clone(), _version(buffer)) for module, name, buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, content, version in saved:
+                if not same_content(buffer, content):
+                    buffer.copy_(content)
+                if _version(buffer) != version:
+                    torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+                module._buffers[name] = buffer

@@ -1,0 +1,97 @@
+"""Bytes of tensors: storages, what tells them apart, and how tensors lie in them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import MeasureError
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What two tensors that share bytes have in common.
+
+    Raises:
+        MeasureError: where the tensor has no storage, as sparse ones have none.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        raise MeasureError(
+            f"the model works on a {str(tensor.layout).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}; rotoff counts"
+            " the bytes of dense tensors only: gather rows and add them up (index_select, index_add) in its place, or leave that"
+            " part outside of what is planned"
+        ) from None
+
+
+def key_of(tensor: torch.Tensor) -> int | None:
+    """`storage_key`, or None where the tensor has no storage."""
+    try:
+        return storage_key(tensor)
+    except (MeasureError, NotImplementedError, RuntimeError):
+        return None
+
+
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with storages of their own that a tensor is made of: two where it is sparse, as the gradient of
+    ``nn.Embedding(sparse=True)`` is."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached copy with the same strides, which a forward may ask for: ``clone`` closes gaps and makes expanded tensors whole."""
+    tensor = tensor.detach()
+    copy = tensor.clone()
+    if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or not tensor.numel():
+        return copy
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+
+class View(NamedTuple):
+    """How a tensor lies in a storage. conj, neg: whether it is read as the complex conjugate, or negated (PyTorch's lazy views)."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # in elements
+    conj: bool = False
+    neg: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        offset = int(tensor.storage_offset())
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
+
+    def into(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of the storage that `tensor` lies in."""
+        # a fake tensor's storage does not know its device
+        return self._over(torch.empty(0, dtype=self.dtype, device=tensor.device), tensor.untyped_storage())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return self._over(torch.empty(0, dtype=self.dtype, device=storage.device), storage)
+
+    def _over(self, made: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        made.set_(storage, self.offset, self.size, self.stride)
+        if self.conj:
+            made = made.conj()
+        return torch._neg_view(made) if self.neg else made
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """`storage` as a 1-d uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
+
+
+def block_bytes(device: torch.device) -> int:
+    """What the allocator of `device` takes is a multiple of this."""
+    return CUDA_BLOCK if device.type == "cuda" else 1
+
+
+def rounded(nbytes: int, block: int) -> int:
+    """What an allocator of blocks of `block` bytes takes for `nbytes`."""
+    return -(-nbytes // block) * block

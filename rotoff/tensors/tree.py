@@ -1,0 +1,48 @@
+"""Values as lists of tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from ..errors import MeasureError
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    """The tensors in `value` (a tensor, or tuples, lists and dicts of them), and the way to put others in their places."""
+    if isinstance(value, torch.Tensor):  # nearly always
+        return [value], _only
+    if type(value) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in value):
+        return list(value), type(value)
+    leaves, spec = pytree.tree_flatten(value)
+    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]  # holds no tensor alive
+
+    def rebuild(tensors: list[torch.Tensor]) -> Any:
+        filled = list(constants)
+        for n, tensor in zip(places, tensors, strict=True):
+            filled[n] = tensor
+        return pytree.tree_unflatten(filled, spec)
+
+    return [leaves[n] for n in places], rebuild
+
+
+def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+def refuse_packed(value: Any, what: str) -> None:
+    """Raise MeasureError where `value`, which is `what`, holds a PackedSequence: it is none with anything else in its tensors' places."""
+    if any(map(_packed, pytree.tree_leaves(value, is_leaf=_packed))):
+        raise MeasureError(
+            f"{what} is a PackedSequence, which rotoff cannot look into; pass the padded tensor and its lengths, and have one"
+            " submodule pack them, run the recurrent layers and pad what these return (pad_packed_sequence)"
+        )
+
+
+def _packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)

@@ -1,0 +1,1 @@
+"""What people call beside `Checkpointable`: attach, estimate, stages, the comparison of modes."""

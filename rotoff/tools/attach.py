@@ -1,0 +1,142 @@
+"""A model planned where it stands: `attach` gives it a forward that runs inside a limit, and leaves it the object that it is.
+
+For loops that look at the model's class, its signature or its attributes, such as trainers: there is no wrapper to see. All of
+the model's names, its checkpoints and ``isinstance`` stay as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpointable import ATTACHED, Checkpointable
+from ..errors import MeasureError, OptionError
+
+_OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"model"}
+
+
+def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint", **options: Any) -> Checkpointable:
+    """Have training forwards of `model` itself run inside `mem_limit`; returns what plans them, a `Checkpointable`.
+
+    The model is measured and planned at its first training forward, or by the result's `measure` before. In `eval` mode and
+    without gradients its own forward runs. Anything that wraps the forward later (autocast by Accelerate, DDP) stays around
+    the planned one. A deep copy of the model has a plan of its own; what is pickled (``torch.save(model)``) is the model without
+    any, to be attached again where it is loaded.
+
+    Args:
+        mem_limit, mode, options: as of `Checkpointable.compute_sequence`; those that `Checkpointable` itself takes, such as
+            ``stages`` or ``forms``, as there.
+
+    Raises:
+        OptionError: where the model is attached already. LimitError, MeasureError: as of `Checkpointable`.
+    """
+    if not isinstance(model, nn.Module):
+        raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+    if model.__dict__.get(ATTACHED) is not None:
+        raise OptionError("the model is attached already; call rotoff.detach(model) first")
+    wrapper = {name: options.pop(name) for name in _OF_THE_WRAPPER if name in options}
+    planned = Checkpointable(model, **wrapper).compute_sequence(mem_limit, mode=mode, **options)
+    attachment = _Attachment(model, planned, wrapper)
+    model.__dict__[ATTACHED] = attachment
+    model.forward = MethodType(_forward_like(attachment.original), model)
+    return planned
+
+
+def detach(model: nn.Module) -> None:
+    """Give `model` its own forward back; nothing where it is not attached."""
+    attachment = model.__dict__.pop(ATTACHED, None)
+    if attachment is not None:
+        attachment.restore()
+
+
+def attached(model: nn.Module) -> Checkpointable | None:
+    """What plans `model`, or None where it is not attached."""
+    attachment = model.__dict__.get(ATTACHED)
+    return None if attachment is None else attachment.planned
+
+
+class _Attachment:
+    """One model with a planned forward. original: the forward that it had. wrapper: the options of its `Checkpointable`."""
+
+    def __init__(self, model: nn.Module, planned: Checkpointable, wrapper: dict[str, Any]) -> None:
+        self.model = model
+        self.original: Callable[..., Any] = model.forward
+        self._planned: Checkpointable | None = planned
+        self._request = planned._courses.request
+        self._was_its_own = "forward" not in model.__dict__
+        self._wrapper = wrapper
+        self._inside = False
+        planned._courses.plain = self.its_own
+
+    @property
+    def planned(self) -> Checkpointable:
+        """What plans the model; for a copy made when it is first asked for, since the copy is not whole before."""
+        if self._planned is None:
+            mark = self.model.__dict__.pop(ATTACHED, None)  # by which a model that is planned already is refused
+            try:
+                self._planned = Checkpointable(self.model, **self._wrapper)
+            finally:
+                if mark is not None:
+                    self.model.__dict__[ATTACHED] = mark
+            self._planned._courses.request = self._request
+            self._planned._courses.plain = self.its_own
+        return self._planned
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inside or not self.model.training or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        self.planned.training = True
+        return self._within(self.planned.forward, args, kwargs)
+
+    def its_own(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, as are the calls of the model in it."""
+        return self._within(self.original, args, kwargs)
+
+    def _within(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`run`, in which a call of the model, as measuring makes it, means its own forward."""
+        before, self._inside = self._inside, True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._inside = before
+
+    def restore(self) -> None:
+        if self._was_its_own:
+            self.model.__dict__.pop("forward", None)
+        else:
+            self.model.forward = self.original
+        self.planned.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing: a pickled method is its class's, so that a model that is loaded runs its own forward."""
+        return _nothing, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
+        """For the copy of the model that is being made: the same request, measured and planned anew."""
+        model = memo[id(self.model)]
+        twin = object.__new__(_Attachment)
+        memo[id(self)] = twin
+        twin.model, twin._planned, twin._request = model, None, self.planned._courses.request
+        twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
+        twin.original = MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
+        return twin
+
+
+def _nothing() -> None:
+    return None
+
+
+def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs the attachment of whatever model it is called on, with the signature of `original`."""
+
+    @functools.wraps(getattr(original, "__func__", original))
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[ATTACHED](*args, **kwargs)
+
+    return forward

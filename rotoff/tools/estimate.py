@@ -1,0 +1,42 @@
+"""`estimate`: the chain of a model on a device that is not at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..checkpointable import Checkpointable, refuse_planned
+from ..core.chain import Chain
+from ..profile.estimate.devices import Device, find
+from ..profile.estimate.estimate import estimate_profile
+from ..profile.profile import Profile
+
+
+def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kwargs: Any) -> Chain:
+    """The chain of `model` as it would be measured on `device`, with no device and no memory taken.
+
+    Bytes are exact but for temporaries inside kernels (docs/profiles.md lists them); times are estimates from operation
+    counts and the device's data sheet. The chain's ``meta`` says so.
+
+    Args:
+        model, sample, kwargs: what is trained and what it is called with; tensors may be real, on ``meta``, or fake, and stay
+            untouched. Autocast, where it is on for the CPU or CUDA, counts. A `Checkpointable` made with ``stages=``, ``forms=``
+            or ``backward_from=`` is taken as it is.
+        device: a name (``rotoff.devices()`` lists them) or a `Device`.
+
+    Raises:
+        OptionError: for an unknown device, naming those that are known.
+        MeasureError: where the model's stages cannot be found, or what it does depends on its tensors' contents.
+    """
+    return estimated(model, sample, kwargs, find(device)).chain
+
+
+def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
+    """What measuring `model`, a `Checkpointable` or a bare one, would find on `device`."""
+    if not isinstance(model, Checkpointable):
+        refuse_planned(model)
+        return estimate_profile(model, args, kwargs, device)
+    refuse_planned(model._model)  # by rotoff.attach, whose forward is no model's own
+    options = model._options
+    return estimate_profile(model._model, args, kwargs, device, options.stages, options.forms, options.backward_from)

@@ -1,0 +1,215 @@
+"""What training a model within some bytes of a device would cost, asked without either: ``print(rotoff.plan(...))``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from ..core.chain import Chain
+from ..core.sizes import format_bytes, parse_bytes
+from ..errors import InfeasibleError, LimitError, OptionError
+from ..io.json_file import save_json
+from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything, told_bytes
+from ..profile.estimate.devices import Device, find
+from ..profile.profile import Profile
+from ..solver.bounds import MODES, parse_modes
+from .estimate import estimated
+
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
+MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what the allocator cannot use
+
+
+@dataclass(frozen=True)
+class PlannedMode:
+    """One mode within the limit; what depends on a plan is None where nothing fits.
+
+    step_time: seconds, estimated. overhead: step_time over that of keeping everything, less 1. peak_bytes: on the device, in
+    the terms of the limit. host_bytes: at most on the host. bound_time: seconds that no sequence within the limit can
+    beat. min_mem_limit: the smallest limit that works in this mode.
+    """
+
+    mode: str
+    step_time: float | None
+    overhead: float | None
+    peak_bytes: int | None
+    host_bytes: int | None
+    bound_time: float | None
+    min_mem_limit: int
+
+
+@dataclass(frozen=True)
+class PlannedModes:
+    """Rows of `PlannedMode`; prints as a table.
+
+    chain: what was planned for. mem_limit: bytes that a step may allocate. keep_all_bytes: what it takes to do nothing.
+    resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; they are there beside the
+    limit. device_bytes: of the device's memory.
+    """
+
+    chain: Chain
+    device: str
+    mem_limit: int
+    keep_all_bytes: int
+    keep_all_time: float
+    resident_bytes: dict[str, int]
+    device_bytes: int
+    rows: tuple[PlannedMode, ...]
+
+    def __iter__(self) -> Iterator[PlannedMode]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, mode: str) -> PlannedMode:
+        for row in self.rows:
+            if row.mode == mode:
+                return row
+        raise KeyError(mode)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a device must have for training inside the limit: what is resident, and the limit."""
+        return sum(self.resident_bytes.values()) + self.mem_limit
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has that much, less a margin for its context and libraries."""
+        return self.needed_bytes <= usable_bytes(self.device_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; the chain is left out."""
+        return {
+            "format": "rotoff.tools.mode_comparison",
+            "version": 1,
+            "meta": dict(self.chain.meta),
+            "device": self.device,
+            "device_bytes": self.device_bytes,
+            "mem_limit": self.mem_limit,
+            "keep_all_bytes": self.keep_all_bytes,
+            "keep_all_time": self.keep_all_time,
+            "resident_bytes": self.resident_bytes,
+            "needed_bytes": self.needed_bytes,
+            "fits": self.fits,
+            "modes": [asdict(row) for row in self.rows],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` as JSON to `path`."""
+        save_json(path, self.to_dict())
+
+    def __str__(self) -> str:
+        head = f"{'mode':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest limit':>15}"
+        lines = [
+            f"{self.chain.name or 'model'} on {self.device} within {format_bytes(self.mem_limit)} (times are estimates)",
+            f"keeping everything: {format_bytes(self.keep_all_bytes)}, {self.keep_all_time:.4g} s a step",
+            head,
+        ]
+        for row in self.rows:
+            start, end = f"{row.mode:<8} ", f" {format_bytes(row.min_mem_limit):>15}"
+            if row.step_time is None:
+                lines.append(f"{start}{'does not fit':<54}{end}")
+                continue
+            assert row.overhead is not None and row.bound_time is not None
+            bound = row.bound_time / self.keep_all_time - 1 if self.keep_all_time else 0.0
+            lines.append(
+                f"{start}{row.step_time:>10.4g} {100 * row.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
+                f" {format_bytes(row.peak_bytes or 0):>11} {format_bytes(row.host_bytes or 0):>11}{end}"
+            )
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.resident_bytes.items() if size)
+        enough = "enough" if self.fits else "not enough"
+        lines.append(
+            f"beside the limit: {parts}; {format_bytes(self.needed_bytes)} in all, of {format_bytes(self.device_bytes)}"
+            f" (less {MARGIN:.0%} for context and libraries): {enough}"
+        )
+        return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module,
+    *sample: Any,
+    mem_limit: int | str | None = None,
+    device: Device | str = "H200",
+    modes: Iterable[str] | str = MODES,
+    optimizer: str = "adam",
+    mem_slots: int = 50,
+    **kwargs: Any,
+) -> PlannedModes:
+    """What a training step of `model` would cost within `mem_limit` on `device`; neither the device nor memory is needed.
+
+    Args:
+        model, sample, kwargs: as for `rotoff.estimate`.
+        mem_limit: bytes that one step may allocate beyond what is resident (parameters, their gradients, optimizer states, the
+            batch), as for `Checkpointable`. None: all that the device has beside those, less a margin.
+        device: a name (``rotoff.devices()`` lists them) or a `Device`.
+        modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
+        optimizer: "sgd", "momentum" or "adam", of whose states the resident bytes are reckoned, in the parameters' type.
+
+    Raises:
+        OptionError: for an unknown device, mode or optimizer, naming those that are known.
+        LimitError: where `mem_limit` is no number of bytes, or what is resident fills the device.
+        MeasureError: where the model cannot be estimated.
+    """
+    target = find(device)
+    if optimizer not in OPTIMIZER_STATES:
+        raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
+    wanted = parse_modes(modes)
+    asked = None if mem_limit is None else parse_bytes(mem_limit)
+    profile = estimated(model, sample, kwargs, target)
+    resident = _resident_bytes(profile, optimizer)
+    limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
+    if limit <= 0:
+        raise LimitError(
+            f"{target.name} has {format_bytes(target.memory_bytes)}, and what is resident takes"
+            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step"
+        )
+    everything = plan_everything(profile)
+    return PlannedModes(
+        chain=profile.chain,
+        device=target.name,
+        mem_limit=limit,
+        keep_all_bytes=told_bytes(profile, everything),
+        keep_all_time=everything.trace.makespan,
+        resident_bytes=resident,
+        device_bytes=target.memory_bytes,
+        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), everything.trace.makespan) for mode in wanted),
+    )
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """Of a device's memory, what a training process can hand out."""
+    return int(device_bytes * (1 - MARGIN))
+
+
+def _resident_bytes(profile: Profile, optimizer: str) -> dict[str, int]:
+    meta = profile.chain.meta
+    trained = meta["trained_bytes"]
+    return {
+        "parameters": meta["parameter_bytes"],
+        "buffers": meta["buffer_bytes"],
+        "gradients": trained,
+        f"{optimizer} states": OPTIMIZER_STATES[optimizer] * trained,
+        "batch": profile.resident_input_bytes,
+    }
+
+
+def _row(profile: Profile, request: Request, base: float) -> PlannedMode:
+    least = least_limit(profile, request)
+    try:
+        found = make_plan(profile, request)
+    except InfeasibleError as error:
+        return PlannedMode(request.mode, None, None, None, None, None, error.min_mem_limit)
+    time = found.trace.makespan
+    return PlannedMode(
+        mode=request.mode,
+        step_time=time,
+        overhead=time / base - 1 if base else 0.0,
+        peak_bytes=told_bytes(profile, found),
+        host_bytes=found.trace.host_peak_bytes,
+        bound_time=least_time(profile, request),
+        min_mem_limit=least,
+    )

@@ -1,0 +1,293 @@
+"""Links that record what they do for the check of `order`, and that let a missing wait do its worst, on any machine.
+
+`RecordingLink` is the CUDA link's own code over streams that exist in name only: compute runs as the CPU always does, and
+each copy runs as late as the recorded waits allow (or at a random moment before). Fresh memory, released memory and new
+host memory are filled with garbage. So an order that is not enforced is seen twice: by `check`, and in wrong numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from . import order
+from .links.cuda import StreamLink
+from .links.file import FileLink, FileTicket
+from .links.host_file import HostFile
+from .order import HOST, Recording
+
+_FRESH, _RELEASED = 0xA5, 0xDB  # two bytes that make absurd numbers in every dtype
+
+
+class Lane:
+    """A stream in name: the actions put on it, of which the first `done` have run."""
+
+    def __init__(self, name: str, eager: bool) -> None:
+        self.name = name
+        self.eager = eager  # compute: its work has run when the host gets here
+        self.issued = 0
+        self.done = 0
+        self._pending: deque[Callable[[], None]] = deque()
+
+    def put(self, action: Callable[[], None]) -> None:
+        if self.eager:
+            action()
+            return
+        self._pending.append(action)
+        self.issued += 1
+
+    def run(self, position: int) -> None:
+        """Run the first `position` actions ever put here, those that have not run yet."""
+        while self.done < position:
+            self.done += 1
+            self._pending.popleft()()
+
+
+class Mark:
+    """An event: the place in a lane that it stands for, if any."""
+
+    def __init__(self) -> None:
+        self.lane: Lane | None = None
+        self.position = 0
+        self.mark = 0
+
+
+class RecordingStreams:
+    """`Streams` over tensors on the CPU.
+
+    recording: what was done so far. eagerness: the chance that a copy runs at each opportunity before it is forced to;
+    0 is the latest moment that the waits allow. seed: of that chance.
+    """
+
+    def __init__(self, eagerness: float = 0.0, seed: int = 0) -> None:
+        self.device = torch.device("cpu")
+        self.timed = False
+        self.recording = Recording()
+        self._eagerness = eagerness
+        self._random = random.Random(seed)
+        self._lanes: list[Lane] = []
+        self._current = [Lane("compute", eager=True)]
+        self._copies = 0
+
+    @contextmanager
+    def compute_on(self, lane: Lane) -> Iterator[None]:
+        """Compute is on `lane` meanwhile, as within `torch.cuda.stream`."""
+        self._current.append(lane)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def current(self) -> Lane:
+        return self._current[-1]
+
+    def side(self) -> Lane:
+        name = ("device to host", "host to device")[len(self._lanes)] if len(self._lanes) < 2 else f"side {len(self._lanes)}"
+        self._lanes.append(Lane(name, eager=False))
+        return self._lanes[-1]
+
+    def event(self) -> Mark:
+        return Mark()
+
+    def record(self, event: Mark, stream: Lane) -> None:
+        event.lane, event.position, event.mark = stream, stream.issued, self.recording.record(stream.name)
+
+    def wait(self, stream: Lane, event: Mark) -> None:
+        if event.lane is None:
+            return
+        self.recording.wait(stream.name, event.mark)
+        lane, position = event.lane, event.position
+        stream.put(lambda: lane.run(position))
+        self._perhaps_run()
+
+    def finish(self, stream: Lane) -> None:
+        self.recording.finish(stream.name)
+        stream.run(stream.issued)
+
+    def copy(self, stream: Lane, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in pairs:
+            spans = [self.recording.span(source)], [self.recording.span(target)]
+            self.recording.access(stream.name, f"copy {self._copies}", *spans)
+            self._copies += 1
+            stream.put(lambda target=target, source=source: target.copy_(source))  # type: ignore[misc]
+        self._perhaps_run()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        data = torch.full((nbytes,), _FRESH, dtype=torch.uint8)
+        self.recording.allocate(self.current().name, self.recording.buffer(data.untyped_storage()), nbytes)
+        return data
+
+    def pin(self, nbytes: int) -> Sequence[RecordingSegment]:
+        return [RecordingSegment(nbytes, self.recording)]
+
+    def _perhaps_run(self) -> None:
+        for lane in self._lanes:
+            while lane.done < lane.issued and self._random.random() < self._eagerness:
+                lane.run(lane.done + 1)
+
+
+class RecordingSegment:
+    """Host memory whose birth and end are recorded."""
+
+    def __init__(self, nbytes: int, recording: Recording) -> None:
+        self.tensor = torch.full((nbytes,), _FRESH, dtype=torch.uint8)
+        self._recording = recording
+        self._buffer = recording.buffer(self.tensor.untyped_storage())
+        recording.names[self._buffer] = f"host memory ({nbytes} bytes)"
+        recording.allocate(HOST, self._buffer, nbytes)
+
+    def close(self) -> None:
+        self._recording.release(HOST, "close", self._buffer)
+
+
+class RecordingLink(StreamLink):
+    """The CUDA link over `RecordingStreams`.
+
+    recording: always true; `log` has the run so far. eagerness, seed: see `RecordingStreams`. scribble: whether memory that
+    is given back is overwritten at once, as its next owner would.
+    """
+
+    recording = True
+
+    def __init__(self, eagerness: float = 0.0, seed: int = 0, scribble: bool = True) -> None:
+        self.streams = RecordingStreams(eagerness, seed)
+        self.log = self.streams.recording
+        self._scribble = scribble
+        super().__init__(self.streams)
+
+    def access(self, what: str, reads: Sequence[torch.UntypedStorage], writes: Sequence[torch.UntypedStorage]) -> None:
+        lane = self.streams.current().name
+        self.log.access(lane, what, [self.log.whole(s) for s in reads], [self.log.whole(s) for s in writes])
+
+    def release(self, what: str, storages: Sequence[torch.UntypedStorage]) -> None:
+        for storage in storages:
+            self.log.release(self.streams.current().name, what, self.log.buffer(storage))
+            if self._scribble:
+                scribble(storage)
+
+    def check(self) -> list[str]:
+        """All races so far, a sentence each."""
+        return order.check(self.log)
+
+
+class RecordingFileLink(FileLink):
+    """A file link that records; `delay` seconds pass before each copy, so that a missing wait gives wrong numbers.
+
+    scribble: whether memory that is given back is overwritten at once, as its next owner would.
+    """
+
+    recording = True
+
+    def __init__(self, directory: str | None = None, delay: float = 0.0, scribble: bool = True) -> None:
+        super().__init__(directory)
+        self.log = Recording()
+        self._delay = delay
+        self._scribble = scribble
+        self._copies = 0
+        self._host: int | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        super().reserve(nbytes)
+        if self._host is None:
+            self._host = self.log.new_buffer("the host's file")
+        self.log.allocate(HOST, self._host, self.capacity)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        data = super().allocate(nbytes).fill_(_FRESH)
+        self.log.allocate("compute", self.log.buffer(data.untyped_storage()), nbytes)
+        return data
+
+    def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> RecordedTicket:  # type: ignore[override]
+        return self._record(LateTicket(sources, offset, True, None, self._delay), sources)
+
+    def copy_in(  # type: ignore[override]
+        self, targets: Sequence[torch.Tensor], offset: int, after: RecordedTicket
+    ) -> RecordedTicket:
+        return self._record(LateTicket(targets, offset, False, after.copy, self._delay), targets)
+
+    def wait(self, ticket: RecordedTicket) -> None:  # type: ignore[override]
+        super().wait(ticket.copy)
+        ticket.settle()
+
+    def drain(self) -> None:
+        super().drain()
+        self.log.finish("file")
+
+    def close(self) -> None:
+        super().close()  # ends the thread, and so comes after all its copies
+        self.log.finish("file")
+        if self._host is not None:
+            self.log.release(HOST, "close", self._host)
+            self._host = None
+
+    def access(self, what: str, reads: Sequence[torch.UntypedStorage], writes: Sequence[torch.UntypedStorage]) -> None:
+        self.log.access("compute", what, [self.log.whole(s) for s in reads], [self.log.whole(s) for s in writes])
+
+    def release(self, what: str, storages: Sequence[torch.UntypedStorage]) -> None:
+        for storage in storages:
+            self.log.release("compute", what, self.log.buffer(storage))
+            if self._scribble:
+                scribble(storage)
+
+    def check(self) -> list[str]:
+        """All races so far, a sentence each."""
+        return order.check(self.log)
+
+    def _record(self, copy: LateTicket, tensors: Sequence[torch.Tensor]) -> RecordedTicket:
+        assert self._host is not None
+        spans = [self.log.span(tensor) for tensor in tensors]
+        self._submit(copy)
+        self.log.wait("file", self.log.record("compute"))  # what is in a queue when it is read was put there before
+        host = [order.Span(self._host, copy.offset, copy.offset + copy.nbytes)]
+        reads, writes = (spans, host) if copy.out else (host, spans)
+        self.log.access("file", f"copy {self._copies}", reads, writes)
+        self._copies += 1
+        return RecordedTicket(copy, self.log, self.log.record("file"))
+
+
+class LateTicket(FileTicket):
+    """A copy that begins `delay` seconds after its turn has come."""
+
+    __slots__ = ("_delay",)
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], offset: int, out: bool, after: FileTicket | None, delay: float
+    ) -> None:
+        super().__init__(tensors, offset, out, after)
+        self._delay = delay
+
+    def run(self, file: HostFile) -> None:
+        time.sleep(self._delay)
+        super().run(file)
+
+
+class RecordedTicket:
+    """What a `RecordingFileLink` hands out: `copy`, and the mark in the recording at which it has ended.
+
+    A file link's copy keeps its tensors alive until it has ended, so a ticket that dies unawaited counts as awaited.
+    """
+
+    def __init__(self, copy: FileTicket, log: Recording, mark: int) -> None:
+        self.copy = copy
+        self._log = log
+        self._mark = mark
+        self._settled = False
+
+    def settle(self) -> None:
+        self._log.wait("compute", self._mark)
+        self._settled = True
+
+    def __del__(self) -> None:
+        if not self._settled:
+            self.copy.join()
+            self.settle()
+
+
+def scribble(storage: torch.UntypedStorage) -> None:
+    """Overwrite memory that nobody may use any more."""
+    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_RELEASED)
