@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # of the packages below; las
 import rotoff
 from benchmarks.grid.run import commit, machine
 from rotoff.core.chain import Form
-from rotoff.planning.planner import Request, least_limit, make_plan, own_bytes
+from rotoff.planning.planner import Request, least_limit, make_plan, simulated_bytes
 from rotoff.profile.estimate.devices import find
 from rotoff.profile.estimate.estimate import estimate_profile
 from rotoff.profile.profile import Profile
@@ -71,7 +71,7 @@ class Size:
     @property
     def keep_all_bytes(self) -> int:
         chain = self.profile.chain
-        return self.resident_bytes + own_bytes(self.profile, compile_sequence(chain, keep_all(chain)))
+        return self.resident_bytes + simulated_bytes(self.profile, compile_sequence(chain, keep_all(chain)))
 
 
 @dataclass
@@ -207,7 +207,7 @@ def _row(name: str, unit: str, paper: int, at: Callable[[int], Size], said: Call
 def _planned(size: Size, room: int) -> tuple[float, str]:
     """Of a plan in what `room` leaves, which the machine has accepted, the overhead; and what binds, in words."""
     plan = make_plan(size.profile, Request(room - size.resident_bytes, "joint", 50, {}))
-    assert own_bytes(size.profile, plan) + size.resident_bytes <= room
+    assert simulated_bytes(size.profile, plan) + size.resident_bytes <= room
     text = f"{binding(size.profile.chain)}; what is resident takes {size.resident_bytes / room:.0%} of the memory"
     return plan.trace.makespan / size.profile.chain.compute_time - 1, text
 

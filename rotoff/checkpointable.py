@@ -27,7 +27,7 @@ from .core.sizes import parse_bytes
 from .errors import MeasureError, OptionError
 from .io.cache import Cache
 from .io.progress import Bar
-from .module_proxy import LikeItsModel
+from .module_proxy import ModuleProxy
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.options import Options
 from .planning.planner import (
@@ -37,9 +37,9 @@ from .planning.planner import (
     expected_levels,
     least_limit,
     plan_everything,
-    told_bytes,
+    reported_bytes,
 )
-from .planning.specialization import Course, Courses, device_of
+from .planning.specialization import Specialization, Specializations, device_of
 from .profile.measure import Progress
 from .profile.profile import Profile
 from .profile.selective.variants import Forms
@@ -49,7 +49,7 @@ from .runtime.execution_plan import ExecutionPlan
 from .runtime.interpreter import Step
 from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
-from .runtime.memory_check import Checker
+from .runtime.memory_check import MemoryChecker
 from .runtime.step_times import Recording
 from .solver.bounds import check_mode
 from .tensors.storage import block_bytes
@@ -59,7 +59,7 @@ from .tensors.tree import flatten
 ATTACHED = "_rotoff_attachment"
 
 
-class Checkpointable(RotorNames, LikeItsModel):
+class Checkpointable(RotorNames, ModuleProxy):
     """`model`, whose training steps stay inside a memory limit once `compute_sequence` has been called.
 
     In `eval` mode and without gradients the model runs as it is. `state_dict`, `named_parameters` and attributes are the
@@ -138,7 +138,7 @@ class Checkpointable(RotorNames, LikeItsModel):
         """Take up what no copy shares: threads, files, measurements and plans."""
         self._cache = Cache.of(self._options.cache_directory)
         self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
-        self._courses = Courses(self, self._model, self._options, self._links, self._group, self._cache)
+        self._courses = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
         self._recording: Recording | None = None
         weakref.finalize(self, self._links.close)
 
@@ -291,7 +291,7 @@ class Checkpointable(RotorNames, LikeItsModel):
         return plan
 
     @property
-    def _latest(self) -> Course:
+    def _latest(self) -> Specialization:
         if self._courses.latest is None:
             raise MeasureError(
                 "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
@@ -315,7 +315,7 @@ class Checkpointable(RotorNames, LikeItsModel):
     @property
     def keep_all_memory(self) -> int:
         """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
-        return told_bytes(self.profile, plan_everything(self.profile, plain=not self._check))
+        return reported_bytes(self.profile, plan_everything(self.profile, plain=not self._check))
 
     # -- running
 
@@ -350,7 +350,7 @@ class Checkpointable(RotorNames, LikeItsModel):
         if self._check:
             assert self._courses.request is not None
             seen = not any(compiled(m) or gathers(m) for stage in profile.stages for m in stage.every_module())
-            checker = Checker(
+            checker = MemoryChecker(
                 profile.chain,
                 plan.sequence,
                 block_bytes(device),

@@ -12,7 +12,7 @@ _PREFIX = "_model."
 _TORCHS = frozenset({*vars(nn.Module()), "_model"})
 
 
-class LikeItsModel(nn.Module):
+class ModuleProxy(nn.Module):
     """A module around `model`, in whose place it stands.
 
     _own: names of attributes that a subclass has for itself, beside those of its class.

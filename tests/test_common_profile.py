@@ -15,9 +15,9 @@ from test_min_mem_limit import made
 
 import rotoff
 from rotoff.core.chain import Stage
-from rotoff.planning.planner import Request, least_limit, make_plan, plan_everything, told_bytes
+from rotoff.planning.planner import Request, least_limit, make_plan, plan_everything, reported_bytes
 from rotoff.planning.reduction import RULES, Told, check_rules, common_profile, own
-from rotoff.profile.memory.eager_memory import Lingering, Passing
+from rotoff.profile.memory.eager_memory import FreedEarly, HeldLate
 from rotoff.profile.profile import Compact, Profile
 from rotoff.runtime.overhead import UpkeepTimes
 
@@ -45,7 +45,7 @@ def shaken(value: Any, rng: random.Random) -> Any:
         return value + rng.randrange(0, 1000)
     if isinstance(value, float):
         return value * rng.uniform(0.5, 2)
-    if isinstance(value, (Passing, Lingering)):
+    if isinstance(value, (FreedEarly, HeldLate)):
         return value._replace(nbytes=value.nbytes + rng.randrange(1000))
     if isinstance(value, Compact):
         return value._replace(**{n: shaken(getattr(value, n), rng) for n in value._fields if n != "copied"})
@@ -95,7 +95,7 @@ def test_all_processes_have_the_same_and_decide_alike(name: str) -> None:
         ours = agreed(profiles)
         for one in ours:
             assert decided(one) == decided(ours[0])
-        marks = sorted(told_bytes(one, plan_everything(one)) for one in (*profiles, ours[0]))
+        marks = sorted(reported_bytes(one, plan_everything(one)) for one in (*profiles, ours[0]))
         for limit in sorted({*marks, *((a + b) // 2 for a, b in zip(marks, marks[1:], strict=False))}):
             request = Request(limit, "remat", 50, {"refine": False})
             assert len({outcome(one, request) for one in ours}) == 1
@@ -111,8 +111,8 @@ def test_what_is_enough_for_all_is_enough_for_each(name: str) -> None:
         for mode in ("joint", "remat", "offload"):
             request = Request(1 << 60, mode, 50, {})
             assert least_limit(ours, request) >= max(least_limit(one, request) for one in alone)
-        most = max(told_bytes(one, plan_everything(one)) for one in alone)
-        assert told_bytes(ours, plan_everything(ours)) >= most
+        most = max(reported_bytes(one, plan_everything(one)) for one in alone)
+        assert reported_bytes(ours, plan_everything(ours)) >= most
         for stage, *theirs in zip(ours.chain.stages, *(one.chain.stages for one in profiles), strict=True):
             for field in ("saved_bytes", "output_bytes", "backward_transient_bytes", "forward_time"):
                 assert getattr(stage, field) == max(getattr(one, field) for one in theirs)
@@ -162,8 +162,8 @@ def test_other_stages_are_one_sentence() -> None:
 def test_lingering_bytes_are_the_most_of_each_span() -> None:
     one = profile_of("mlp", 1)
     theirs = [((0, 2, 100), (3, 5, 10)), ((3, 5, 90),), ()]
-    ours = agreed([replace(one, lingering=tuple(Lingering(*span) for span in spans)) for spans in theirs])
-    assert ours[0].lingering == (Lingering(0, 2, 100), Lingering(3, 5, 90))
+    ours = agreed([replace(one, lingering=tuple(HeldLate(*span) for span in spans)) for spans in theirs])
+    assert ours[0].lingering == (HeldLate(0, 2, 100), HeldLate(3, 5, 90))
 
 
 @pytest.mark.parametrize("kind", RULES)

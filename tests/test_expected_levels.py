@@ -88,7 +88,7 @@ def test_no_operation_holds_more_than_expected_and_a_backward_about_as_much(
     assert wrapped.profile.skips
     gaps: list[float] = []
     for kept, compact in ways(wrapped):
-        gone = wrapped.profile.keeping(kept, compact).gone_bytes
+        gone = wrapped.profile.keeping(kept, compact).freed_before_backward
         alone = len(kept) == len(wrapped.profile.skips)  # nothing is carried, so no bytes are charged twice
         for plan in plans(wrapped, kept, compact):
             wrapped.compute_sequence(1 << 40)

@@ -10,7 +10,7 @@ from models import fresh, plain, same, train
 
 import rotoff
 from rotoff.core.sequence import Op, OpKind, parse
-from rotoff.planning.planner import Request, least_limit, make_plan, own_bytes, plan_everything
+from rotoff.planning.planner import Request, least_limit, make_plan, plan_everything, simulated_bytes
 from rotoff.profile.profile import Profile
 from rotoff.runtime.early_stop import expected_trace
 from rotoff.runtime.form_replays import replay_forms
@@ -68,7 +68,7 @@ def test_what_leaves_or_is_made_twice_stays_a_form(text: str) -> None:
 
 def between(profile: Profile, mode: str) -> range:
     """Limits from the smallest for `mode` to nearly all that the model takes."""
-    least, most = least_limit(profile, Request(1 << 40, mode, 50, {})), own_bytes(profile, plan_everything(profile))
+    least, most = least_limit(profile, Request(1 << 40, mode, 50, {})), simulated_bytes(profile, plan_everything(profile))
     return range(least, most, (most - least) // 5)
 
 

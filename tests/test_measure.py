@@ -81,11 +81,11 @@ def test_changing_the_batch_in_place_far_from_the_start_is_refused() -> None:
         def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             return pair[0] * pair[1].add_(1)
 
-    class Passing(nn.Module):
+    class FreedEarly(nn.Module):
         def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
             return pair[0].tanh(), pair[1]
 
-    model = nn.Sequential(Passing(), Passing(), Meddler(), nn.Linear(4, 4))
+    model = nn.Sequential(FreedEarly(), FreedEarly(), Meddler(), nn.Linear(4, 4))
     with pytest.raises(rotoff.MeasureError, match="stage '2' changes in place a part of the model's input"):
         rotoff.Checkpointable(model).measure((torch.randn(4, 4), torch.randn(4, 4)))
 
@@ -101,7 +101,7 @@ def test_stages_before_the_first_gradient_are_no_stages_of_the_chain() -> None:
 def test_what_a_graph_keeps_past_all_hooks_is_a_constant() -> None:
     model, batch = fresh("stateful")
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    assert wrapped.profile.stuck_bytes == 32 * 16 * 4
+    assert wrapped.profile.unmanaged_bytes == 32 * 16 * 4
 
 
 class ByNorm(nn.Module):

@@ -41,7 +41,7 @@ class Holding(nn.Module):
         return y.square().mean()
 
 
-class Passing(nn.Module):
+class FreedEarly(nn.Module):
     """Between two cuts goes a sum that no backward needs."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ def test_a_branch_that_crosses_cuts_is_counted_once(stages: int | None, most: fl
 
 def test_values_that_nobody_saves_are_not_counted_once_they_are_gone() -> None:
     torch.manual_seed(0)
-    model, x = Passing(), torch.randn(2048, 64)
+    model, x = FreedEarly(), torch.randn(2048, 64)
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
     peak, _ = trained(model, x)
     assert peak <= wrapped.keep_all_memory <= 1.03 * peak

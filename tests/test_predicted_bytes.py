@@ -92,7 +92,7 @@ def test_casts_of_weights_that_stages_share_are_charged_once() -> None:
             wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64), repeats=1)
         casts = sum(wrapped.profile.behaviours[0].cast_bytes for _ in layers)
         assert casts == 4 * 2 * (64 * 64 + 64)
-        charged.append(wrapped.profile.stuck_bytes)
+        charged.append(wrapped.profile.unmanaged_bytes)
     waiting = 4 * (64 * 64 + 64)
     assert charged == [casts, casts // 4 + waiting]
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):

@@ -12,7 +12,7 @@ from test_runtime import smallest, step_peak, with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.planning.planner import own_bytes
+from rotoff.planning.planner import simulated_bytes
 from rotoff.planning.sharing import shared_bytes
 from rotoff.profile.memory.skips import Skip
 
@@ -102,7 +102,7 @@ def test_no_step_holds_more_than_expected_which_is_nearer_than_what_is_charged(
         measured, predicted = step_peak(wrapped, draw), wrapped.get_expected_memory()
         assert measured <= predicted, f"{measured} > {predicted}\n{wrapped.sequence}"
         expected.append(predicted / measured)
-        charged.append(own_bytes(wrapped.profile, wrapped._plan) / measured)
+        charged.append(simulated_bytes(wrapped.profile, wrapped._plan) / measured)
 
     for seed in range(6):
         with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.5))

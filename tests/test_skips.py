@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import rotoff
 from rotoff.core.chain import Chain, Form, Stage
 from rotoff.planning.planner import Request, least_limit
-from rotoff.profile.memory.skips import Lying, Skip, behave_in_place, choices, find_skips, keep_in_place
+from rotoff.profile.memory.skips import Skip, StorageAliasing, behave_in_place, choices, find_skips, keep_in_place
 from rotoff.runtime.execution_plan import compile_sequence, expected_step
 from rotoff.tensors.stage import Behaviour, SavedKind
 
@@ -165,8 +165,8 @@ def test_a_unets_skips_and_the_memory_of_an_encoder_are_found() -> None:
     assert memory.carried >= 2
 
 
-def lies(*outputs: tuple[int, int | None, int], saved: Any = (), written: Any = ()) -> Lying:
-    return Lying(outputs, tuple(saved), frozenset(written))
+def lies(*outputs: tuple[int, int | None, int], saved: Any = (), written: Any = ()) -> StorageAliasing:
+    return StorageAliasing(outputs, tuple(saved), frozenset(written))
 
 
 def own(count: int, saved: int = 0, lasting: int = 0) -> Behaviour:
@@ -436,7 +436,7 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit() -> None:
         assert list(wrapped._plan.kept) == sequence.meta.get("kept_skips", [])
         assert wrapped._plan.compact == sequence.meta.get("compact_gradients", False)
         for way, alone in profiles.items():
-            more = alone.resident_input_bytes - alone.stuck_bytes - alone.replay_bytes
+            more = alone.resident_input_bytes - alone.unmanaged_bytes - alone.replay_bytes
             if limit >= limits[way]:
                 alternative = rotoff.solve(alone.chain, limit + more, mode="remat")
                 other = expected_step(alone.chain, alternative, profile.tail_times, alone.upkeep)

@@ -45,7 +45,7 @@ class Total(nn.Module):
         return (x * torch.ones_like(x) if self.contiguous else x).sum(1)
 
 
-class Passing(nn.Module):
+class FreedEarly(nn.Module):
     """A sum lies like its first part, so that the gradient's layout is handed on."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Passing(nn.Module):
 
 
 def wrapped(passing: int, contiguous: bool, x: torch.Tensor) -> rotoff.Checkpointable:
-    model = nn.Sequential(nn.Linear(16, 64), Block(), *(Passing() for _ in range(passing)), Total(contiguous))
+    model = nn.Sequential(nn.Linear(16, 64), Block(), *(FreedEarly() for _ in range(passing)), Total(contiguous))
     names = [str(n) for n in range(len(model))]
     return rotoff.Checkpointable(model, stages=names, check=True, forms=False).measure(x, repeats=1)
 

@@ -119,7 +119,7 @@ def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int)
 
 
 @dataclass(frozen=True)
-class Way:
+class PlanVariant:
     """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
     kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that wait are
@@ -156,7 +156,7 @@ class Way:
         said = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
         return replace(found, meta={**found.meta, **said})
 
-    def with_host_limit(self, nbytes: int) -> Way:
+    def with_host_limit(self, nbytes: int) -> PlanVariant:
         """The same where no more than `nbytes`, nor than the user asked for, wait on the host."""
         options = self.request.options
         if (asked := options.get("host_limit")) is not None:
@@ -203,7 +203,7 @@ def _decide(profile: Profile, request: Request, room: int | None) -> Sequence:
     """
     asked = request.mem_limit
     everything = plan_everything(profile, request.plain)
-    if request.policy is None and told_bytes(profile, everything) <= asked:
+    if request.policy is None and reported_bytes(profile, everything) <= asked:
         return _meant(everything.sequence, {KEPT: list(everything.kept), PLAIN: everything.keeps_all})
     ways = _ways(profile, request)
     try:
@@ -228,14 +228,14 @@ def plan_everything(profile: Profile, plain: bool = True) -> ExecutionPlan:
     """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model that runs."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
     plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]  # which replay nothing
-    return replace(min(plans, key=lambda plan: own_bytes(profile, plan)), keeps_all=plain)
+    return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain)
 
 
 def least_limit(profile: Profile, request: Request) -> int:
     """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
     least = min(way.least for way in _ways(profile, request))
     if request.policy is None:
-        least = min(least, told_bytes(profile, plan_everything(profile, request.plain)))
+        least = min(least, reported_bytes(profile, plan_everything(profile, request.plain)))
     return max(least, profile.prefix_peak_bytes, 1)
 
 
@@ -255,7 +255,7 @@ def least_time(profile: Profile, request: Request) -> float:
     return min(least_time_of(chain, limits[chain], profile.tail_times) for chain in fitting)
 
 
-def _ways(profile: Profile, request: Request) -> list[Way]:
+def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
     """What to solve. Skip connections are carried, or some of them kept in place; gradients that wait lie where they were made, or
     are copied, which comes last, since it takes time. A policy of the papers knows carrying only.
 
@@ -270,16 +270,16 @@ def _ways(profile: Profile, request: Request) -> list[Way]:
         if compact and profile.compact is None:
             continue
         chosen = profile.keeping(kept, compact)
-        offset = chosen.resident_input_bytes - chosen.stuck_bytes - chosen.snapshot_bytes
+        offset = chosen.resident_input_bytes - chosen.unmanaged_bytes - chosen.snapshot_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
         for mode in ("joint", "remat") if unpriced and request.mode == "joint" else (request.mode,):
             asked = replace(request, mode=mode)
-            ways.append(Way(kept, compact, chosen.chain, asked, more, profile.tail_times, upkeep=chosen.upkeep))
+            ways.append(PlanVariant(kept, compact, chosen.chain, asked, more, profile.tail_times, upkeep=chosen.upkeep))
             if unpriced:
                 ways.append(replace(ways[-1], shifted=True))
         if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
             asked = replace(request, mode="offload")
-            ways.append(Way(kept, compact, chosen.chain, asked, offset, profile.tail_times, upkeep=chosen.upkeep))
+            ways.append(PlanVariant(kept, compact, chosen.chain, asked, offset, profile.tail_times, upkeep=chosen.upkeep))
     return ways
 
 
@@ -289,7 +289,7 @@ def _unpriced(profile: Profile) -> bool:
     return sum(tail for stage, tail in rows if not stage.forms) > UNPRICED * profile.chain.compute_time
 
 
-def _best(asked: int, ways: list[Way]) -> Sequence:
+def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
     """The fastest sequence of all ways; its meta says which skip connections it keeps in place, and whether it copies gradients.
 
     Raises:
@@ -330,7 +330,7 @@ def _room(profile: Profile, group: Any) -> int | None:
     return None if least >= NO_LIMIT else least
 
 
-def _best_within(room: int | None, profile: Profile, request: Request, ways: list[Way]) -> Sequence:
+def _best_within(room: int | None, profile: Profile, request: Request, ways: list[PlanVariant]) -> Sequence:
     """`_best`, and where its slab of host memory is above `room` bytes, the best with a host limit.
 
     A search with the limit from the start would have another result, and another key in the cache, each time that a little more
@@ -358,9 +358,9 @@ def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
     return slab_bytes(profile.keeping(kept, compact).chain, sequence)
 
 
-def _no_room(profile: Profile, request: Request, ways: list[Way], needed: int, room: int) -> InfeasibleError:
+def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed: int, room: int) -> InfeasibleError:
     without = [min_mem_limit(way.chain, "remat") - way.more for way in ways if way.request.mode != "offload"]
-    least = max(min([told_bytes(profile, plan_everything(profile, request.plain)), *without]), profile.prefix_peak_bytes)
+    least = max(min([reported_bytes(profile, plan_everything(profile, request.plain)), *without]), profile.prefix_peak_bytes)
     return InfeasibleError(
         f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps {needed} bytes in pinned"
         f" host memory, and {room} are available; give a limit of at least {format_bytes(least)} ({least} bytes), which needs none, give"
@@ -369,7 +369,7 @@ def _no_room(profile: Profile, request: Request, ways: list[Way], needed: int, r
     )
 
 
-def _infeasible(profile: Profile, request: Request, least: int, ways: list[Way]) -> InfeasibleError:
+def _infeasible(profile: Profile, request: Request, least: int, ways: list[PlanVariant]) -> InfeasibleError:
     needs = f"the training step needs at least {format_bytes(least)} ({least} bytes)"
     limit = f"{format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
     if least <= request.mem_limit and (host := request.options.get("host_limit")) is not None:
@@ -378,7 +378,7 @@ def _infeasible(profile: Profile, request: Request, least: int, ways: list[Way])
     return InfeasibleError(f"{needs} {request}; the limit is {limit}{_binding(profile, least, ways)}", least)
 
 
-def _binding(profile: Profile, least: int, ways: list[Way]) -> str:
+def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
     """Which operation cannot do with less than `least`, where it is a single one."""
     for way in ways:
         phase, stage, nbytes = largest_operation(way.chain)
@@ -393,12 +393,12 @@ def _binding(profile: Profile, least: int, ways: list[Way]) -> str:
     return ""
 
 
-def told_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+def reported_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """The peak of `plan` that is held against a limit: the machine's, or that of the plain model where everything is kept."""
-    return expected_bytes(profile, plan) if plan.keeps_all else own_bytes(profile, plan)
+    return expected_bytes(profile, plan) if plan.keeps_all else simulated_bytes(profile, plan)
 
 
-def own_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+def simulated_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """The machine's peak in the terms of the user's limit."""
     levels = _told(profile, plan, [event.memory for event in plan.trace.events])
     return max(*levels, profile.prefix_peak_bytes)
@@ -426,7 +426,7 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     for n, event in enumerate(plan.trace.events):
         op, less = event.op, shared[n]
         if op.kind is OpKind.B:
-            less += chosen.gone_bytes[op.stage - 1] if op.stage in whole else 0
+            less += chosen.freed_before_backward[op.stage - 1] if op.stage in whole else 0
         elif made and n < plan.forward_end:
             less += profile.chain.grad_bytes(L)
         if op.kind is OpKind.F_ALL:
@@ -453,7 +453,7 @@ def _passed(profile: Profile, op: Op) -> int:
 
 def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
     """The machine's `levels` during the plan's events in the terms of the user's limit."""
-    constant = profile.stuck_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
+    constant = profile.unmanaged_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
     constant += 0 if plan.keeps_all else profile.snapshot_bytes
     beside, forms, again = profile.replay_extra(plan.replayed), dict[int, int](), []
     for event in plan.trace.events:

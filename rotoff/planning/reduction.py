@@ -13,7 +13,7 @@ from typing import Any
 from ..core.chain import Chain, Form, Stage
 from ..core.parameters import ParameterGroup
 from ..errors import MeasureError
-from ..profile.memory.eager_memory import Lingering, Passing
+from ..profile.memory.eager_memory import FreedEarly, HeldLate
 from ..profile.profile import Compact, Profile
 from ..runtime.overhead import UpkeepTimes
 
@@ -72,13 +72,13 @@ def alike_or(otherwise: Any, rule: Rule) -> Rule:
     return agreed
 
 
-def longest(values: Sequence[tuple[Lingering, ...]]) -> tuple[Lingering, ...]:
+def longest(values: Sequence[tuple[HeldLate, ...]]) -> tuple[HeldLate, ...]:
     """Between the same stages the most bytes that any process holds there."""
     most: dict[tuple[int, int], int] = {}
     for lingering in values:
         for one in lingering:
             most[one.first, one.until] = max(one.nbytes, most.get((one.first, one.until), 0))
-    return tuple(Lingering(*span, nbytes) for span, nbytes in sorted(most.items()))
+    return tuple(HeldLate(*span, nbytes) for span, nbytes in sorted(most.items()))
 
 
 RULES: dict[type, dict[str, Rule]] = {
@@ -125,12 +125,12 @@ RULES: dict[type, dict[str, Rule]] = {
         "meta": first,
         "extra": first,
     },
-    Passing: {"first": same, "last": same, "nbytes": min, "until": same},
+    FreedEarly: {"first": same, "last": same, "nbytes": min, "until": same},
     Compact: {
         "stages": each(parts(Stage)),
         "copied": same,
-        "staying_bytes": each(max),
-        "gone_bytes": each(min),
+        "output_retention": each(max),
+        "freed_before_backward": each(min),
     },
     UpkeepTimes: {"forward": max, "backward": max, "pack": max, "unpack": max, "move": max},
     Profile: {
@@ -139,20 +139,20 @@ RULES: dict[type, dict[str, Rule]] = {
         "prefix": own,
         "stages": own,
         "behaviours": own,
-        "stuck_bytes": max,
+        "unmanaged_bytes": max,
         "replay_bytes": max,
         "prefix_peak_bytes": max,
         "made_input_bytes": max,
         "no_forms": first,
         "rng_bytes": max,
-        "gone_bytes": each(min),
+        "freed_before_backward": each(min),
         # of other bytes elsewhere it could be taken off the chain by too much, and off the limit by too little
         "skips": alike_or((), same),
-        "passing": alike_or((), each(parts(Passing))),
+        "passing": alike_or((), each(parts(FreedEarly))),
         "lingering": longest,
         "spare_bytes": each(each(min)),
         "outside_bytes": each(min),
-        "staying_bytes": each(max),
+        "output_retention": each(max),
         "compact": alike_or(None, parts(Compact)),
         "copy_bandwidth": alike_or(None, min),
         "tail_times": each(min),

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..capture import strategy
 from ..capture.backward_roots import read_backward_from
-from ..capture.course import Course as Expected
-from ..capture.course import expected
+from ..capture.course import Course, expected
 from ..capture.outside import without_checkpoints
 from ..capture.undo import undone
 from ..core.chain import Stage
@@ -34,7 +33,7 @@ from ..profile.profile import Profile
 from ..profile.provenance import provenance
 from ..profile.selective.variants import read_forms
 from ..profile.stage_meter import Meter
-from ..profile.timing.context import Bench
+from ..profile.timing.context import MeasurementContext
 from ..profile.timing.interpolation import MeasuredTimes, surroundings
 from ..profile.timing.timing_cache import KnownTimes, TimesChanged, find_times, keep_times, times_key
 from ..runtime.execution_plan import ExecutionPlan
@@ -54,7 +53,7 @@ _SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
 
 
 @dataclass(eq=False)
-class Course:
+class Specialization:
     """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its input.
     measure_again: whether steps have become others than this one; left: whether the last step that was to take it did not; missed: how
     many did not, and patience: after how many all courses known are made one."""
@@ -66,7 +65,7 @@ class Course:
     hint: str = ""
     measure_again: bool = False
     left: bool = False
-    _expected: Expected | None = None
+    _expected: Course | None = None
     _astray: dict[int, int] = field(default_factory=dict)
     missed: int = 0
     patience: int = 4
@@ -90,7 +89,7 @@ class Course:
             del self._astray[next(iter(self._astray))]
 
     @property
-    def expected(self) -> Expected | None:
+    def expected(self) -> Course | None:
         """The calls that the model's forward is expected to make; None where the modules of an ``nn.Sequential`` run."""
         if self._expected is None and self.captured.tape is not None:
             self._expected = expected(self.captured.tape, self.profile.stages, self.profile.prefix)
@@ -101,7 +100,7 @@ _OTHERS = 64  # other courses that are remembered
 _TWICE = 2  # times that a step takes the same other course before that is measured, too
 
 
-class Courses:
+class Specializations:
     """The courses of `model`, measured and planned alike by all processes of `group`, if any.
 
     request: what is asked of every plan; None: nothing yet. latest: the course measured, planned or taken last. plain: what
@@ -122,7 +121,7 @@ class Courses:
         cache: Cache,
     ) -> None:
         self.request: Request | None = None
-        self.latest: Course | None = None
+        self.latest: Specialization | None = None
         self.plain: Callable[..., Any] | None = None
         self._root = weakref.ref(root)  # which owns this
         self._model = model
@@ -131,16 +130,21 @@ class Courses:
         self._group = group
         self._cache = cache
         self._times = MeasuredTimes() if options.interpolate and group is None else None
-        self._known: OrderedDict[Any, deque[Course]] = OrderedDict()
+        self._known: OrderedDict[Any, deque[Specialization]] = OrderedDict()
         self._warned = False
 
-    def __iter__(self) -> Iterator[Course]:
+    def __iter__(self) -> Iterator[Specialization]:
         """Every course that is kept."""
         return (course for courses in self._known.values() for course in courses)
 
     def measure(
-        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool = True, also: Sequence[Course] = ()
-    ) -> Course:
+        self,
+        value: Any,
+        progress: Progress | None,
+        repeats: int | None,
+        timed: bool = True,
+        also: Sequence[Specialization] = (),
+    ) -> Specialization:
         """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the place of the courses
         `also`, and is of what those do, too."""
         found: list[strategy.Captured] = []
@@ -155,7 +159,7 @@ class Courses:
         with _MEASURING:
             profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
         logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
-        course = self.latest = Course(profile, found[0])
+        course = self.latest = Specialization(profile, found[0])
         course.hint = _constants(value)
         known = self._known.setdefault(signature(value, self._model), deque(maxlen=_OF_ONE_SIGNATURE))
         for one in also:
@@ -166,7 +170,7 @@ class Courses:
         return course
 
     def _measure_here(
-        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Sequence[Course]
+        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Sequence[Specialization]
     ) -> tuple[strategy.Captured, Profile]:
         device = device_of(self._model, value)
 
@@ -198,7 +202,7 @@ class Courses:
             named = bool(strategy.named(self._model, self._options.stages))
 
             def measured(times: KnownTimes | None) -> Profile:
-                meter = Meter(Bench.on(device, repeats), read_forms(self._options.forms), others)
+                meter = Meter(MeasurementContext.on(device, repeats), read_forms(self._options.forms), others)
                 return measure(captured.stages, value, meter, bandwidth, progress, times, named)
 
             try:
@@ -216,9 +220,9 @@ class Courses:
                 meta["times"] = f"interpolated between those measured at {near.between}"
             if captured.tape is not None:
                 profile = _with_outside(profile, expected(captured.tape, profile.stages, profile.prefix))
-            stuck = profile.stuck_bytes + self._links.staging_bytes
+            stuck = profile.unmanaged_bytes + self._links.staging_bytes
             stuck += captured.tape.changed_bytes if captured.tape is not None else 0
-            return captured, replace(profile, stuck_bytes=stuck).described(type(self._model).__name__, meta)
+            return captured, replace(profile, unmanaged_bytes=stuck).described(type(self._model).__name__, meta)
         finally:
             if not was_training:
                 self._model.eval()
@@ -232,11 +236,11 @@ class Courses:
             if course is not self.latest:
                 course.plan = None
 
-    def take(self, value: Any) -> Course | None:
+    def take(self, value: Any) -> Specialization | None:
         """The planned course for the chain's input `value`, measured where it is new; None where nothing needs a gradient."""
         assert self.request is not None
         key, hint = signature(value, self._model), _constants(value)
-        known = self._known.get(key, deque[Course]())
+        known = self._known.get(key, deque[Specialization]())
         if len(known) > 1 and known[0].left:  # what was left last is not expected next
             known[0].left = False
             known.rotate(-1)
@@ -267,7 +271,7 @@ class Courses:
         self.latest = course
         return course
 
-    def followed(self, course: Course, step: Step) -> None:
+    def followed(self, course: Specialization, step: Step) -> None:
         """`step` has run its forward, and was expected to take `course`."""
         if step.astray is None or (course.captured.random and not step.unknown):
             return  # where calls are left out by chance, the plan has held
@@ -285,7 +289,7 @@ class Courses:
             told,
         )
 
-    def _made_one(self, value: Any, known: deque[Course]) -> Course:
+    def _made_one(self, value: Any, known: deque[Specialization]) -> Specialization:
         """A course of all that those `known` do, and the forward for `value`, since steps go between them as they like; the first of them, where
         the limit is too small for that."""
         assert self.request is not None
@@ -304,7 +308,7 @@ class Courses:
         return course
 
 
-def _with_outside(profile: Profile, course: Expected) -> Profile:
+def _with_outside(profile: Profile, course: Course) -> Profile:
     """`profile`, where the forwards are also charged for what the model's own code runs there and no stage does: parts of the prefix, and
     what is computed for nothing."""
     beside = max(0, profile.prefix_peak_bytes - profile.made_input_bytes) if profile.prefix else 0

@@ -91,7 +91,9 @@ def measure(
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
     measured = _with_buffers_read([one.timed() for one in measured], groups[prefix:])
     shared = _shared_parameters(groups[prefix:])
-    measured = [replace(m, joining_bytes=n) for m, n in zip(measured, _joining(groups[prefix:], shared), strict=True)]
+    measured = [
+        replace(m, grad_accumulation_bytes=n) for m, n in zip(measured, _joining(groups[prefix:], shared), strict=True)
+    ]
     sizes = [m.costs.saved_bytes for m in measured]
     typical = statistics.median(sizes)
     d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes))
@@ -123,14 +125,16 @@ def measure(
         prefix=tuple(groups[:prefix]),
         stages=tuple(groups[prefix:]),
         behaviours=tuple(m.behaviour for m in measured),
-        stuck_bytes=sum(m.held_bytes for m in measured)
+        unmanaged_bytes=sum(m.held_bytes for m in measured)
         + sum(meter.allocator.rounded(one.nbytes) for group in groups for one in group.lives.held)
         + sum(parameter.nbytes for parameter in shared)
         + _casts(measured)
         + sum(losses),
         replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         rng_bytes=meter.rng_bytes,
-        gone_bytes=tuple(_gone(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
+        freed_before_backward=tuple(
+            _gone(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)
+        ),
         made_input_bytes=input_bytes - meter.storage_bytes([t for t in starts if storage_key(t) in given]),
         prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
         no_forms=tuple(m.no_forms for m in measured),
@@ -138,7 +142,9 @@ def measure(
         passing=find_passing(runs, groups[prefix:]),
         lingering=find_lingering(groups[:prefix], groups[prefix:], meter.allocator.rounded),
         spare_bytes=tuple(m.lies.spare for m in measured),
-        staying_bytes=tuple(_staying(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)),
+        output_retention=tuple(
+            _staying(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)
+        ),
         compact=_compact(measured, compact, copy_bandwidth) if copy_bandwidth else None,
         copy_bandwidth=copy_bandwidth,
         tail_times=tuple(m.tail_time for m in measured),
@@ -155,7 +161,7 @@ def _twice(measured: Sequence[Measured], stages: Sequence[StageModule], meter: M
     found = []
     for one, stage in zip(measured, stages, strict=True):
         recorded = [held.nbytes for held in stage.lives.held if held.saved or held.storage in handed_on]
-        more = 0 if handed_on else max(0, one.held_bytes - one.behaviour.stuck_bytes)
+        more = 0 if handed_on else max(0, one.held_bytes - one.behaviour.unmanaged_bytes)
         found.append(more + sum(map(meter.allocator.rounded, recorded)))
     return tuple(found)
 
@@ -197,8 +203,8 @@ def _compact(measured: Sequence[Measured], charges: Sequence[Charge], bandwidth:
     return Compact(
         tuple(stages),
         tuple(one.copied for one in charges[:-1]),
-        staying_bytes=tuple(_staying(m, c, *pair) for m, c, pair in rows),
-        gone_bytes=tuple(_gone(m, c, *pair) for m, c, pair in rows),
+        output_retention=tuple(_staying(m, c, *pair) for m, c, pair in rows),
+        freed_before_backward=tuple(_gone(m, c, *pair) for m, c, pair in rows),
     )
 
 
@@ -232,13 +238,13 @@ def _gone(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
 def _staying(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
     """Bytes that ``B`` needs more where nothing gives the outputs back."""
     assert costs.backward_transient_bytes is not None
-    most = _while_copying(measured.staying_bytes, made)
+    most = _while_copying(measured.output_retention, made)
     return max(0, most + _beside(measured, own) - made.nbytes - costs.backward_transient_bytes)
 
 
 def _beside(measured: Measured, own: Charge) -> int:
     """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous, and sums."""
-    return own.shared + (measured.strange_bytes if own.strange else 0) + measured.joining_bytes
+    return own.shared + (measured.noncontiguous_grad_bytes if own.strange else 0) + measured.grad_accumulation_bytes
 
 
 def _while_copying(peak: int, made: Charge) -> int:

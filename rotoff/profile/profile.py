@@ -13,7 +13,7 @@ from ..runtime.overhead import NO_UPKEEP, Upkeep, UpkeepTimes
 from ..tensors.convolutions import Algorithms
 from ..tensors.stage import Behaviour, SavedKind, StageModule
 from ..tensors.storage import block_bytes, rounded
-from .memory.eager_memory import Lingering, Passing
+from .memory.eager_memory import FreedEarly, HeldLate
 from .memory.skips import Skip, behave_in_place, gone_in_place, keep_in_place
 from .provenance import TAIL_TIMES, UPKEEP_TIMES
 
@@ -35,13 +35,13 @@ class StageForms(NamedTuple):
 class Compact(NamedTuple):
     """What becomes of the chain where gradients that wait in a part of a larger storage are copied, so that the rest can go.
 
-    stages: its costs. copied: of each stage, the inputs whose gradients are. staying_bytes, gone_bytes: as of `Profile`.
+    stages: its costs. copied: of each stage, the inputs whose gradients are. output_retention, freed_before_backward: as of `Profile`.
     """
 
     stages: tuple[Stage, ...]
     copied: tuple[tuple[int, ...], ...]
-    staying_bytes: tuple[int, ...]
-    gone_bytes: tuple[int, ...]
+    output_retention: tuple[int, ...]
+    freed_before_backward: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Profile:
     """A measured model. How processes agree on each field `common.RULES` says.
 
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
-    which no gradient flows. stages, behaviours: of the chain. stuck_bytes: what autograd keeps past all hooks, and autocast of
+    which no gradient flows. stages, behaviours: of the chain. unmanaged_bytes: what autograd keeps past all hooks, and autocast of
     weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
     prefix holds, its output (the chain's input) included. made_input_bytes: those of a_0 that the prefix makes. outside_bytes: of each stage, what the
     chain charges in its forward for a prefix of which the model's own code runs a part there. skips: bytes that
     several values carry. passing: bytes of values that the plain model lets go; lingering: others that it holds longer. spare_bytes: of each
-    stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.Lying.spare`).
+    stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.StorageAliasing.spare`).
     tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.early_stop`); 0 by
-    default. gone_bytes: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
-    next stage's backward needed. staying_bytes: of each stage, what its ``B`` needs more where nothing gives its outputs
+    default. freed_before_backward: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
+    next stage's backward needed. output_retention: of each stage, what its ``B`` needs more where nothing gives its outputs
     back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients that wait copied, where
     there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. host_bound: of each
     stage, whether the device waits for the host there, so that it does for the runtime too; empty where they are one. beside_loss_bytes: of the
-    gradients of what the model returns beside a loss, which a caller may ask for or not. twice_bytes: of each stage, those of `stuck_bytes` that its values
+    gradients of what the model returns beside a loss, which a caller may ask for or not. twice_bytes: of each stage, those of `unmanaged_bytes` that its values
     are charged with as well: the plain model has them once.
     """
 
@@ -70,19 +70,19 @@ class Profile:
     prefix: tuple[StageModule, ...]
     stages: tuple[StageModule, ...]
     behaviours: tuple[Behaviour, ...]
-    stuck_bytes: int
+    unmanaged_bytes: int
     replay_bytes: int
     prefix_peak_bytes: int = 0
     made_input_bytes: int = 0
     outside_bytes: tuple[int, ...] = ()
     no_forms: tuple[str, ...] = ()
     rng_bytes: int = 0
-    gone_bytes: tuple[int, ...] = ()
+    freed_before_backward: tuple[int, ...] = ()
     skips: tuple[Skip, ...] = ()
-    passing: tuple[Passing, ...] = ()
-    lingering: tuple[Lingering, ...] = ()
+    passing: tuple[FreedEarly, ...] = ()
+    lingering: tuple[HeldLate, ...] = ()
     spare_bytes: tuple[tuple[int, int], ...] = ()
-    staying_bytes: tuple[int, ...] = ()
+    output_retention: tuple[int, ...] = ()
     compact: Compact | None = None
     copy_bandwidth: float | None = None
     tail_times: tuple[float, ...] = ()
@@ -111,8 +111,8 @@ class Profile:
                 self,
                 chain=replace(self.chain, stages=self.compact.stages),
                 behaviours=tuple(replace(one, copied=copied) for one, copied in copying),
-                staying_bytes=self.compact.staying_bytes,
-                gone_bytes=self.compact.gone_bytes,
+                output_retention=self.compact.output_retention,
+                freed_before_backward=self.compact.freed_before_backward,
                 compact=None,
             ).keeping(kept)
         if not kept:
@@ -120,10 +120,10 @@ class Profile:
         staying = [self.skips[n] for n in sorted(kept)]
         return replace(
             self,
-            chain=keep_in_place(self.chain, staying, self.spare_bytes, self.staying_bytes),
+            chain=keep_in_place(self.chain, staying, self.spare_bytes, self.output_retention),
             behaviours=behave_in_place(self.behaviours, staying),
-            stuck_bytes=self.stuck_bytes + self.kept_bytes(kept),
-            gone_bytes=gone_in_place(self.gone_bytes, staying, self.staying_bytes),
+            unmanaged_bytes=self.unmanaged_bytes + self.kept_bytes(kept),
+            freed_before_backward=gone_in_place(self.freed_before_backward, staying, self.output_retention),
             skips=(),
             compact=None,
         )
@@ -161,7 +161,9 @@ class Profile:
     def replay_extra(self, replayed: Collection[int]) -> dict[int, int]:
         """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held while each does."""
         behaviours = {i: self.behaviours[i - 1] for i in replayed}
-        return {i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.stuck_bytes + b.cast_bytes for i, b in behaviours.items()}
+        return {
+            i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes for i, b in behaviours.items()
+        }
 
     @property
     def snapshot_bytes(self) -> int:
@@ -172,7 +174,7 @@ class Profile:
 def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
     """What replays hold beside values: the clones of buffers that one replay at a time runs on, states of generators as they are put, and
     what its graph keeps past all hooks and autocast of its weights, beside what that of the first run does."""
-    return max(sum(buffer_bytes(b)) + b.stuck_bytes + b.cast_bytes for b in behaviours) + 2 * rng_bytes
+    return max(sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes for b in behaviours) + 2 * rng_bytes
 
 
 def buffer_bytes(behaviour: Behaviour) -> list[int]:

@@ -26,12 +26,12 @@ from .memory.casts import kept_casts
 from .memory.dropped import Dropped, dropped
 from .memory.forward_memory import keep_everything
 from .memory.gradients import GradientPlace
-from .memory.skips import Lying, lying
+from .memory.skips import StorageAliasing, lying
 from .selective.graph import describe, structure
 from .selective.variant_meter import FormMeter
 from .selective.variant_run import WholeStage
 from .selective.variants import Policy, unfit
-from .timing.context import Bench
+from .timing.context import MeasurementContext
 from .timing.convergence import Repeats
 from .timing.harness import Run, backward, get_edges, ones, permuted, within_backward
 from .timing.overhead import UpkeepMeter
@@ -56,8 +56,8 @@ class Measured:
 
     gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes: of
     each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
-    staying_bytes: of the backward, as of `BackwardBytes`. strange_bytes: what the backward holds more where the gradients given
-    are not contiguous. joining_bytes: what it holds more where a gradient of a parameter of its own is added to a part that waits.
+    output_retention: of the backward, as of `BackwardBytes`. noncontiguous_grad_bytes: what the backward holds more where the gradients given
+    are not contiguous. grad_accumulation_bytes: what it holds more where a gradient of a parameter of its own is added to a part that waits.
     held_bytes: what stays whatever is dropped (`dropped`).
     no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
     alone leaves out (`runtime.early_stop`). host_bound: whether the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the stages of its kind, in which those that come later are still missing; None
@@ -68,11 +68,11 @@ class Measured:
     behaviour: Behaviour
     gradients: tuple[GradientPlace | None, ...]
     own_gradient_bytes: tuple[int, ...]
-    lies: Lying
+    lies: StorageAliasing
     begun_bytes: int
-    staying_bytes: int
-    strange_bytes: int = 0
-    joining_bytes: int = 0
+    output_retention: int
+    noncontiguous_grad_bytes: int = 0
+    grad_accumulation_bytes: int = 0
     held_bytes: int = 0
     no_forms: str = ""
     tail_time: float = 0.0
@@ -114,7 +114,9 @@ class Meter:
             run by.
     """
 
-    def __init__(self, bench: Bench, forms: bool | Policy = False, algorithms: Sequence[Algorithms] = ()) -> None:
+    def __init__(
+        self, bench: MeasurementContext, forms: bool | Policy = False, algorithms: Sequence[Algorithms] = ()
+    ) -> None:
         self.bench = bench
         self.allocator = bench.allocator
         self.rng_bytes = RNG_BYTES if bench.device.type == "cpu" else 0  # on the device, of a generator's state
@@ -231,7 +233,7 @@ class Meter:
         shapes = [(one.shape, one.dtype) for one in saved]
         del leaves, kept
 
-        back, strange_bytes = self._backward(run, outputs)
+        back, noncontiguous_grad_bytes = self._backward(run, outputs)
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
         dropping = self._dropping(run, shapes)
         end = self._end(run, kinds)
@@ -262,7 +264,7 @@ class Meter:
             own_outputs=own_outputs,
             changed_buffers=changed,
             draws=draws,
-            stuck_bytes=stuck,
+            unmanaged_bytes=stuck,
             enough=end.enough,
             varying=run.stage.varying,
             changed_attributes=changed_attributes,
@@ -283,8 +285,8 @@ class Meter:
             own_gradient_bytes=own_gradients,
             lies=lies,
             begun_bytes=back.begun,
-            staying_bytes=back.staying,
-            strange_bytes=strange_bytes,
+            output_retention=back.staying,
+            noncontiguous_grad_bytes=noncontiguous_grad_bytes,
             held_bytes=held_bytes,
             no_forms=reason,
             tail_time=times[2],

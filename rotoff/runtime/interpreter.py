@@ -33,7 +33,7 @@ from .call_interception import following
 from .execution_plan import ExecutionPlan, describe
 from .links.base import Link
 from .live import LiveForward
-from .memory_check import Checker
+from .memory_check import MemoryChecker
 from .replay import ReplayState, Surroundings
 from .stage_run import StageRun
 from .stage_tape import StageTape, Var, autocast_now
@@ -65,7 +65,7 @@ class Step:
         device: torch.device,
         link: Link | None,
         done: Callable[[Link], None],
-        checker: Checker | None = None,
+        checker: MemoryChecker | None = None,
         times: StepTimes | None = None,
     ) -> None:
         self._plan = plan

@@ -32,7 +32,7 @@ from .values import Held
 logger = logging.getLogger("rotoff")
 
 
-class Checker:
+class MemoryChecker:
     """Runs the machine beside one step.
 
     Args:

@@ -106,7 +106,7 @@ class Behaviour:
     saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
     the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
     each buffer that the forward changes, or reads and another stage changes. changed_attributes: (module, name, bytes) of
-    other values of its modules that it sets, such as counters. draws: whether it draws random numbers. stuck_bytes: kept by
+    other values of its modules that it sets, such as counters. draws: whether it draws random numbers. unmanaged_bytes: kept by
     its graph past all hooks. cast_bytes: kept by autocast of its weights. modes: of `StageModule`. enough: a replay for its
     backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of
     ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the outputs that lie in skip connections
@@ -118,7 +118,7 @@ class Behaviour:
     own_outputs: tuple[bool, ...] = ()
     changed_buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: bool = False
-    stuck_bytes: int = 0
+    unmanaged_bytes: int = 0
     enough: int = 0
     forms: tuple[Recipe, ...] = ()
     kept: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ from ..core.chain import Chain
 from ..core.sizes import format_bytes, parse_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..io.json_file import save_json
-from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything, told_bytes
+from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything, reported_bytes
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
@@ -172,7 +172,7 @@ def plan(
         chain=profile.chain,
         device=target.name,
         mem_limit=limit,
-        keep_all_bytes=told_bytes(profile, everything),
+        keep_all_bytes=reported_bytes(profile, everything),
         keep_all_time=everything.trace.makespan,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
@@ -208,7 +208,7 @@ def _row(profile: Profile, request: Request, base: float) -> PlannedMode:
         mode=request.mode,
         step_time=time,
         overhead=time / base - 1 if base else 0.0,
-        peak_bytes=told_bytes(profile, found),
+        peak_bytes=reported_bytes(profile, found),
         host_bytes=found.trace.host_peak_bytes,
         bound_time=least_time(profile, request),
         min_mem_limit=least,

@@ -30,7 +30,7 @@ from ..selective.graph import describe, structure
 from ..selective.variant_meter import FormMeter
 from ..selective.variants import Forms, Policy, read_forms
 from ..stage_meter import Measured, Meter
-from ..timing.context import Bench
+from ..timing.context import MeasurementContext
 from ..timing.convergence import Repeats
 from ..timing.harness import Run
 from ..timing.stage_timing import End, Timings
@@ -117,7 +117,7 @@ class FakeMeter(Meter):
     def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy) -> None:
         roofline = Roofline(device)
         self._timed = TimedAllocator(device, mode, roofline)
-        super().__init__(Bench(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
+        super().__init__(MeasurementContext(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
         self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # read and written
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
         self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}

@@ -13,9 +13,9 @@ from typing import Any
 from ...tensors.recipe import Recipe
 from ...tensors.tree import flatten
 from ..selective.variant_meter import FormMeter
-from ..selective.variant_run import Trial, WholeStage
+from ..selective.variant_run import VariantRun, WholeStage
 from ..selective.variants import Policy
-from ..timing.context import Bench
+from ..timing.context import MeasurementContext
 from ..timing.harness import Run, backward, get_edges, ones
 
 
@@ -28,26 +28,26 @@ class FakeFormMeter(FormMeter):
 
     recorded = 1  # the same each time
 
-    def __init__(self, bench: Bench, seconds: Callable[[], float], policy: Policy | None) -> None:
+    def __init__(self, bench: MeasurementContext, seconds: Callable[[], float], policy: Policy | None) -> None:
         super().__init__(bench, policy)
         self._seconds = seconds
 
     def _proven(self, stage: WholeStage, recipe: Recipe) -> bool:
         try:
-            self._backward_seconds(Trial(stage, recipe, self.bench))
+            self._backward_seconds(VariantRun(stage, recipe, self.bench))
         except Exception:  # what fake tensors cannot do, a stage without forms does not need
             return False
         return True
 
-    def _redo_seconds(self, run: Run, trials: Sequence[Trial]) -> list[float]:
+    def _redo_seconds(self, run: Run, trials: Sequence[VariantRun]) -> list[float]:
         whole = self._backward_seconds(run)
         return [max(0.0, self._backward_seconds(trial) - whole) for trial in trials]
 
-    def _backward_seconds(self, one: Run | Trial) -> float:
+    def _backward_seconds(self, one: Run | VariantRun) -> float:
         """Of the whole stage, or of one of its forms with the redo."""
 
         def step() -> Any:
-            if isinstance(one, Trial):
+            if isinstance(one, VariantRun):
                 outputs, targets = one.forward()[0], one.targets()
             else:
                 leaves = one.leaves()

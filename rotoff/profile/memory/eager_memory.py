@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...tensors.stage import Behaviour, StageModule
-from .skips import Lying, handed_on
+from .skips import StorageAliasing, handed_on
 
 
-class Passing(NamedTuple):
+class FreedEarly(NamedTuple):
     """One storage that nobody saves and the plain model lets go in its forward, where the machine keeps it.
 
     first, last: of the values that hold it, as of `Skip`. nbytes: of it. until: the stage in whose forward the model's own code lets
@@ -26,7 +26,7 @@ class Passing(NamedTuple):
     until: int
 
 
-class Lingering(NamedTuple):
+class HeldLate(NamedTuple):
     """Bytes that are in no value, and that the plain model's own code holds after stage `first` until stage `until`: a variable of a
     forward that is still under way, or what it computes for nothing."""
 
@@ -35,7 +35,7 @@ class Lingering(NamedTuple):
     nbytes: int
 
 
-def find_passing(runs: Sequence[tuple[Lying, Behaviour]], stages: Sequence[StageModule]) -> tuple[Passing, ...]:
+def find_passing(runs: Sequence[tuple[StorageAliasing, Behaviour]], stages: Sequence[StageModule]) -> tuple[FreedEarly, ...]:
     """The storages that the plain model lets go in its forward; of recorded models, since their code was seen to do so.
 
     What autograd saves was seen when the stages ran; a stage that may save other tensors another time says nothing.
@@ -47,13 +47,13 @@ def find_passing(runs: Sequence[tuple[Lying, Behaviour]], stages: Sequence[Stage
         storage = outputs[one.output] if one.output < len(outputs) else None
         varying = any(behaviour.varying for _, behaviour in runs[one.first - 1 : one.last + 1])
         if storage in until and not (one.saved or one.written or varying):
-            found.append(Passing(one.first, one.last, one.nbytes, until[storage]))
+            found.append(FreedEarly(one.first, one.last, one.nbytes, until[storage]))
     return tuple(found)
 
 
 def find_lingering(
     prefix: Sequence[StageModule], stages: Sequence[StageModule], rounded: Callable[[int], int]
-) -> tuple[Lingering, ...]:
+) -> tuple[HeldLate, ...]:
     """What the plain model holds in its forward longer than the `stages` of a chain do. prefix: those before. rounded: what is taken
     for a number of bytes."""
     until = _ends(stages) | dict.fromkeys((storage for stage in prefix for storage in stage.lives.ends), 0)
@@ -64,7 +64,7 @@ def find_lingering(
         for end, nbytes in [*longer, (i, stage.lives.beside_bytes(charged))]:
             if end > 0 and nbytes:
                 found[i - 1, end] = found.get((i - 1, end), 0) + rounded(nbytes)
-    return tuple(Lingering(first, end, nbytes) for (first, end), nbytes in found.items())
+    return tuple(HeldLate(first, end, nbytes) for (first, end), nbytes in found.items())
 
 
 def _ends(stages: Sequence[StageModule]) -> dict[int, int]:

@@ -20,7 +20,7 @@ from ...tensors.stage import Behaviour, SavedKind
 from ...tensors.storage import storage_key
 
 
-class Lying(NamedTuple):
+class StorageAliasing(NamedTuple):
     """In which storages the tensors of one run of a stage lie.
 
     outputs: of each output tensor, (bytes of its storage, the first input in that storage or None, the first output in it).
@@ -41,14 +41,14 @@ def lying(
     output_bytes: Sequence[int],
     saved: Sequence[int | None],
     written: Collection[int],
-) -> Lying:
+) -> StorageAliasing:
     """How the tensors of a run lie.
 
     output_bytes: of each output's storage, as the device's allocator counts them. saved: the storage of each tensor saved, None for one
     that is gone.
     """
     given, made = _first(inputs), _first(outputs)
-    return Lying(
+    return StorageAliasing(
         tuple(
             (size, given.get(storage_key(t)), made[storage_key(t)]) for t, size in zip(outputs, output_bytes, strict=True)
         ),
@@ -113,7 +113,7 @@ class Found:
         )
 
 
-def find_skips(runs: Sequence[tuple[Lying, Behaviour]]) -> tuple[Skip, ...]:
+def find_skips(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> tuple[Skip, ...]:
     """The storages that the outputs of two stages or more hold, in the order of their making.
 
     Those that a later stage changes in place are left out: a replay of their making would find them changed.
@@ -121,7 +121,7 @@ def find_skips(runs: Sequence[tuple[Lying, Behaviour]]) -> tuple[Skip, ...]:
     return tuple(one.skip() for one in handed_on(runs) if one.is_skip)
 
 
-def handed_on(runs: Sequence[tuple[Lying, Behaviour]]) -> list[Found]:
+def handed_on(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> list[Found]:
     """The storages of outputs, in the order of their making."""
     found: list[Found] = []
     before: list[Found | None] = []
@@ -165,7 +165,7 @@ def keep_in_place(chain: Chain, skips: Sequence[Skip], spare: Sequence[tuple[int
     reader left.
 
     Args:
-        spare: of each stage, `Lying.spare`. staying: of each, the bytes that its ``B`` needs more where all outputs stay.
+        spare: of each stage, `StorageAliasing.spare`. staying: of each, the bytes that its ``B`` needs more where all outputs stay.
     """
     fewer = [0] * len(chain)
     handed = [0] * len(chain)  # of those, what the stage did not make

@@ -21,11 +21,11 @@ from ...tensors.recipe import Recipe
 from ...tensors.saved_tensors import watch_saved
 from ...tensors.stage import SavedKind
 from ...tensors.tree import flatten
-from ..timing.context import Bench
+from ..timing.context import MeasurementContext
 from ..timing.convergence import Series, more_than_first
 from ..timing.harness import Run, backward, get_edges, ones
 from ..timing.stage_timing import clock
-from .variant_run import Trial, WholeStage
+from .variant_run import VariantRun, WholeStage
 
 CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "cudnn_convolution_transpose"})
 Pair = tuple[Form, Recipe]
@@ -37,7 +37,11 @@ def convolves(log: OperationLog) -> bool:
 
 
 def find_conv_forms(
-    bench: Bench, stage: WholeStage, algorithms: Sequence[Algorithms], smallest: Pair | None, known: dict[Any, float]
+    bench: MeasurementContext,
+    stage: WholeStage,
+    algorithms: Sequence[Algorithms],
+    smallest: Pair | None,
+    known: dict[Any, float],
 ) -> list[Pair]:
     """Forms of `stage` with other `algorithms`: of the whole stage with each, of its smallest form with the leanest.
 
@@ -49,11 +53,11 @@ def find_conv_forms(
     whole = stage.costs.form(0), Recipe(own, {}, 0, (), {})
     # of a backward's bytes the machine charges those of the gradient that it makes in any case
     made = sum(t.numel() * t.element_size() for t in stage.run.tensors if t.requires_grad)
-    found: list[tuple[Form, Trial]] = []
+    found: list[tuple[Form, VariantRun]] = []
 
     def tried(base: Pair, by: Algorithms) -> None:
         """Add the form `base` by other algorithms, where that is worth a choice."""
-        trial = Trial(stage, replace(base[1], algorithms=by), bench)
+        trial = VariantRun(stage, replace(base[1], algorithms=by), bench)
         if (known and trial.recipe.identity not in known) or not _runs(stage.run, trial):
             return
         forward_transient, backward_peak = trial.forward_bytes()[1], trial.backward_peak()
@@ -73,7 +77,7 @@ def find_conv_forms(
             found[wholes:] = [min(found[wholes:], key=lambda one: _peak(one[0]))]
     seconds = [known.get(trial.recipe.identity) for _, trial in found]
     if None in seconds:
-        more = _more_seconds(bench, Trial(stage, whole[1], bench), [trial for _, trial in found])
+        more = _more_seconds(bench, VariantRun(stage, whole[1], bench), [trial for _, trial in found])
         seconds = [stage.costs.backward_time + one for one in more]
     pairs = zip(found, seconds, strict=True)
     return [(replace(form, backward_time=time), trial.recipe) for (form, trial), time in pairs if time is not None]
@@ -83,7 +87,7 @@ def _peak(form: Form) -> int:
     return max(form.forward_transient_bytes, form.backward_transient_bytes)
 
 
-def _runs(run: Run, trial: Trial) -> bool:
+def _runs(run: Run, trial: VariantRun) -> bool:
     """Whether the stage saves and returns the same as ever, lying as ever, and runs for the first time and again."""
     try:
         if _layout(run, trial.recipe.algorithms) != _layout(run, None):
@@ -106,7 +110,7 @@ def _layout(run: Run, algorithms: Algorithms | None) -> list[Any]:
     return [found, [lies(t) for t in outputs]]
 
 
-def _more_seconds(bench: Bench, plain: Trial, trials: Sequence[Trial]) -> list[float]:
+def _more_seconds(bench: MeasurementContext, plain: VariantRun, trials: Sequence[VariantRun]) -> list[float]:
     """Of each trial, the median seconds that forward and backward together take more than those of `plain`; runs in turn."""
     if not trials:
         return []

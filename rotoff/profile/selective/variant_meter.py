@@ -25,13 +25,13 @@ from ...tensors.stage import SavedKind
 from ...tensors.storage import bytes_of
 from ...tensors.tree import flatten
 from ..memory.allocator import UNSPLIT
-from ..timing.context import Bench
+from ..timing.context import MeasurementContext
 from ..timing.convergence import Series, more_than_first
 from ..timing.harness import Run, backward, get_edges, ones
 from ..timing.stage_timing import clock
 from ..timing.timing_cache import KnownForms
 from .conv_forms import beaten_by, convolves, find_conv_forms
-from .variant_run import Trial, WholeStage
+from .variant_run import VariantRun, WholeStage
 from .variants import Choice, Policy, StageGraph, structure, unfit
 
 
@@ -55,7 +55,7 @@ class FormMeter:
     recorded = 2  # runs under the recorder, of which each operation's faster time counts
 
     def __init__(
-        self, bench: Bench, policy: Policy | None, partial: bool = True, algorithms: Sequence[Algorithms] = ()
+        self, bench: MeasurementContext, policy: Policy | None, partial: bool = True, algorithms: Sequence[Algorithms] = ()
     ) -> None:
         self.bench = bench
         self._policy = policy
@@ -122,10 +122,10 @@ class FormMeter:
     ) -> tuple[list[tuple[Form, Recipe]], str]:
         """The forms that `choices` make, measured, and why some of them are none."""
         reason = "" if choices else "nothing that could be redone takes enough bytes"
-        trials: list[Trial] = []
+        trials: list[VariantRun] = []
         for choice in choices:
             if self._proven(stage, choice.recipe):
-                trials.append(Trial(stage, choice.recipe, self.bench))
+                trials.append(VariantRun(stage, choice.recipe, self.bench))
             else:
                 reason = "a redo does not give what the first run gave"
         known = [times.get(trial.recipe.identity) for trial in trials]
@@ -143,7 +143,7 @@ class FormMeter:
         """Whether a redo makes, bit for bit, what autograd saved in the first run."""
         return _faithful(stage, recipe, self.bench.device)
 
-    def _redo_seconds(self, run: Run, trials: Sequence[Trial]) -> list[float]:
+    def _redo_seconds(self, run: Run, trials: Sequence[VariantRun]) -> list[float]:
         """Of each trial, the median seconds that its ``B`` takes more than the one of everything kept.
 
         The two run in turn, and it is the differences that count: with times from different moments of a busy machine a redo

@@ -19,7 +19,7 @@ from ...tensors.recipe import Recipe
 from ...tensors.stage import Behaviour
 from ...tensors.tree import flatten
 from ..memory.backward_memory import Gradients, log_backward
-from ..timing.context import Bench
+from ..timing.context import MeasurementContext
 from ..timing.harness import Run, backward, handed_over, ones
 
 WORTH = 0.05  # of a stage's saved bytes: a form that frees less is not worth a choice
@@ -40,10 +40,10 @@ class WholeStage:
         return WORTH * self.costs.saved_bytes
 
 
-class Trial:
+class VariantRun:
     """One form of a stage, to be run as often as needed."""
 
-    def __init__(self, stage: WholeStage, recipe: Recipe, bench: Bench) -> None:
+    def __init__(self, stage: WholeStage, recipe: Recipe, bench: MeasurementContext) -> None:
         self._run = stage.run
         self.recipe = recipe
         self._behaviour = replace(stage.behaviour, forms=(recipe,))

@@ -16,7 +16,7 @@ from .harness import Run
 
 
 @dataclass(frozen=True)
-class Bench:
+class MeasurementContext:
     """repeats: how often something is timed; the median counts. seconds: of an operation, its arguments and its result, in place of
     a clock."""
 
@@ -26,7 +26,7 @@ class Bench:
     seconds: Callable[[Any, Any, Any, Any], float] | None = None
 
     @classmethod
-    def on(cls, device: torch.device, repeats: int | None) -> Bench:
+    def on(cls, device: torch.device, repeats: int | None) -> MeasurementContext:
         """A real one. repeats: as of `Repeats.read`."""
         return cls(device, DeviceAllocator(device), Repeats.read(repeats))
 
