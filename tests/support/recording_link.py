@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import order_checker as order
 import torch
+from order_checker import HOST, Recording
 
-from . import order
-from .links.cuda import StreamLink
-from .links.file import FileLink, FileTicket
-from .links.host_file import HostFile
-from .order import HOST, Recording
+from rotoff.runtime.links.cuda import StreamLink
+from rotoff.runtime.links.file import FileLink, FileTicket
+from rotoff.runtime.links.host_file import HostFile
 
 _FRESH, _RELEASED = 0xA5, 0xDB  # two bytes that make absurd numbers in every dtype
 
