@@ -87,7 +87,7 @@ def _interrupts() -> None:
 @pytest.fixture(autouse=True)
 def _search_effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere a tenth of the search's default effort: any plan within the limit will do."""
-    from rotoff.solver import anneal as refine
+    from rotoff.solver import anneal
 
     if not request.path.name.startswith(_ABOUT_THE_SEARCH):
-        monkeypatch.setattr(refine, "DEFAULT_SECONDS", 0.1 * refine.DEFAULT_SECONDS)
+        monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.1 * anneal.DEFAULT_SECONDS)

@@ -122,7 +122,7 @@ def test_the_timeline_has_a_lane_for_the_host() -> None:
 
 
 def test_a_trace_names_groups_and_their_bytes() -> None:
-    events = rotoff.report.chrome_trace(CHAIN, PLAN)["traceEvents"]
+    events = rotoff.chrome_trace(CHAIN, PLAN)["traceEvents"]
     lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     updates = [e for e in events if e["name"] == "H 5"]
     assert [e["tid"] for e in updates] == [lanes["updates on the host"]]
@@ -132,7 +132,7 @@ def test_a_trace_names_groups_and_their_bytes() -> None:
     counter = next(e for e in events if e["ph"] == "C")
     assert set(counter["args"]) == {"device, parameters", "device, all else", "host"}
     plain = CHAIN.without_parameters()
-    assert "updates on the host" not in json.dumps(rotoff.report.chrome_trace(plain, rotoff.keep_all(plain)))
+    assert "updates on the host" not in json.dumps(rotoff.chrome_trace(plain, rotoff.keep_all(plain)))
 
 
 def test_the_command_line_takes_chains_with_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

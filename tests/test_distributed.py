@@ -34,7 +34,7 @@ def torchrun(script: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_plan(kind: str) -> None:
-    said = torchrun(TESTS / "distributed_steps.py", kind)
+    said = torchrun(TESTS / "support" / "distributed_steps.py", kind)
     for mode in ("joint", "remat", "offload"):
         assert f"{kind} {mode}: equal=True same_plan=True works=True" in said, said
     assert "bare root: refused" in said or kind == "ddp"
@@ -42,7 +42,7 @@ def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_pla
 
 def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
     """Nobody waits for a process that does not come, and the next step works."""
-    lines = torchrun(TESTS / "distributed_failures.py").splitlines()
+    lines = torchrun(TESTS / "support" / "distributed_failures.py").splitlines()
     said = dict(
         line.split(": ", 1) for line in lines if line[:4] in ("samp", "meas", "forw", "late", "limi", "smal", "plan", "othe")
     )
@@ -86,7 +86,7 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
 )
 def test_processes_with_unequal_batches_do_the_same_under_every_limit(names: list[str]) -> None:
     """Also where everything fits in one of them alone; and what is charged covers both."""
-    said = torchrun(TESTS / "distributed_unequal.py", *names).splitlines()
+    said = torchrun(TESTS / "support" / "distributed_unequal.py", *names).splitlines()
     assert len(said) == 2 * len(names)
     assert all(line.endswith("; alike") for line in said), said
     assert not any("'kept': 0" in line for line in said), said

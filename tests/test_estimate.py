@@ -241,7 +241,7 @@ def test_a_device_of_the_users_own() -> None:
     try:
         assert rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="MyBox") == chain
     finally:
-        from rotoff.profile.estimate.estimate import devices
+        from rotoff.profile.estimate import devices
 
         del devices._known["mybox"]
 

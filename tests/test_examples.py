@@ -24,8 +24,8 @@ QUICKLY = f"""
 import os, runpy, sys
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
-from rotoff.solver import refine
-refine.DEFAULT_SECONDS *= 0.1
+from rotoff.solver import anneal
+anneal.DEFAULT_SECONDS *= 0.1
 if "train_transformer" in sys.argv[0]:
     sys.path.append({str(ROOT / "tests")!r})
     import torchvision_operators

@@ -295,7 +295,8 @@ class TestFileLink:
 
     def test_an_interrupt_gets_through_a_wait(self):
         code = """
-            import signal, threading, time, torch
+            import signal, sys, threading, time, torch
+            sys.path.append(SUPPORT)
             from recording_link import RecordingFileLink
             link = RecordingFileLink(delay=1.5)
             link.reserve(8)
@@ -310,6 +311,7 @@ class TestFileLink:
             link.close()
             print("closed")
         """
+        code = code.replace("SUPPORT", repr(str(Path(__file__).parent / "support")))
         assert run_python(code) == "interrupted True\nclosed\n"
 
     def test_a_process_that_closes_nothing_ends(self):

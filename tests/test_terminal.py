@@ -118,7 +118,7 @@ def test_a_trace_is_one_readable_line() -> None:
 def test_a_trace_file_holds_every_operation_that_takes_time() -> None:
     c = chain(3)
     trace = rotoff.simulate(c, MOVING)
-    data = json.loads(json.dumps(rotoff.report.chrome_trace(c, MOVING)))
+    data = json.loads(json.dumps(rotoff.chrome_trace(c, MOVING)))
     slices = [event for event in data["traceEvents"] if event["ph"] == "X"]
     timed = [event for event in trace.events if event.end > event.start]
     assert [s["name"] for s in slices] == [str(event.op) for event in timed]
