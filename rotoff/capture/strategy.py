@@ -182,13 +182,14 @@ def capture(
     wanted: Wanted = None,
     forward: Callable[..., Any] | None = None,
     known: Sequence[Tape] = (),
+    like: Tape | None = None,
 ) -> Captured:
     """The stages of `model` for inputs like `value`, a result of `chain_input`; the model is left as it was.
 
     Args:
         wanted: about how many stages, or modules of the model (or their dotted names) that are each to be one. None: an
             ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it is.
-        known: what other forwards of it did; the stages are for those, too.
+        known: what other forwards of it did; the stages are for those, too. like: what one did for inputs of other sizes.
 
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.
@@ -201,7 +202,7 @@ def capture(
     cached = () if kwargs.get("use_cache") else tuple(caches(model))
     try:
         with switched_off(cached):
-            call = Call(model, forward or model, args, kwargs, device, known)
+            call = Call(model, forward or model, args, kwargs, device, known, like)
             tape = _recorded(call, [model.get_submodule(name) for name in names])
     except UncuttableError:
         raise

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from ..core.chain import Chain
@@ -36,6 +37,8 @@ from .distributed import agree_on_limit, agree_on_sequence
 from .sharing import shared_bytes
 
 logger = logging.getLogger("rotoff")
+GOOD = 1.005  # times the seconds of compute: a plan of other sizes that is taken as it is
+EFFORT = 0.1  # of a step's seconds, for the search where none is
 UNPRICED = 0.01  # of a step: what tails may come to before the plan is asked for twice
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 PLAIN = "plain_model"  # likewise: whether it is the plain model that runs
@@ -123,7 +126,8 @@ class PlanVariant:
     """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
     kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that wait are
-    copied. tail_times: of the profile. shifted: whether the solver sees them in the backward. upkeep: of the profile.
+    copied. tail_times: of the profile. shifted: whether the solver sees them in the backward. upkeep: of the profile. forms: of each
+    stage, the identities of its smaller forms.
     """
 
     kept: tuple[int, ...]
@@ -134,6 +138,7 @@ class PlanVariant:
     tail_times: tuple[float, ...] = ()
     shifted: bool = False
     upkeep: Upkeep | None = None
+    forms: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def least(self) -> int:
@@ -172,10 +177,14 @@ class PlanVariant:
         return least_time_of(self.chain, asked + self.more, self.tail_times)
 
 
-def make_plan(profile: Profile, request: Request, group: Any = None) -> ExecutionPlan:
+Known = tuple[Profile, ExecutionPlan]
+
+
+def make_plan(profile: Profile, request: Request, group: Any = None, near: Iterable[Known] = ()) -> ExecutionPlan:
     """Plan under what is left of the user's limit once constants are taken off and the batch is added.
 
-    group: of processes that follow one plan, which the first of them makes, or None.
+    group: of processes that follow one plan, which the first of them makes, or None. near: plans of the same stages at other sizes. One
+    of them is taken where it is good enough, so that a new size costs little more than a look at these.
 
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
@@ -184,7 +193,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     room = _room(profile, group) if request.here else None
 
     def decide() -> Sequence:
-        return _decide(profile, request, room)
+        return _decide(profile, request, room, tuple(near))
 
     sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
@@ -195,7 +204,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None) -> Executio
     return plan
 
 
-def _decide(profile: Profile, request: Request, room: int | None) -> Sequence:
+def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Known, ...]) -> Sequence:
     """All that `make_plan` decides, as a sequence and its meta. room: host bytes that there are for it; None: enough.
 
     Raises:
@@ -209,7 +218,18 @@ def _decide(profile: Profile, request: Request, room: int | None) -> Sequence:
     try:
         if asked < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
-        return _best_within(room, profile, request, ways)
+        reused = _reused(request.mem_limit, ways, near, room) if near and request.policy is None else None
+        if reused is None:
+            return _best_within(room, profile, request, ways)
+        seconds, sequence = reused
+        if seconds <= GOOD * profile.chain.compute_time:
+            return sequence
+        effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
+        said = sequence.meta.get(KEPT, []), sequence.meta.get(COMPACT, False)
+        same = [way for way in ways if (list(way.kept), way.compact) == said and not way.shifted]
+        quick = [replace(way, request=replace(way.request, options=effort)) for way in same[:1]]
+        found = _best_within(room, profile, replace(request, options=effort), quick)
+        return found if _seconds(found, quick) < seconds else sequence
     except InfeasibleError as error:
         if str(error):  # of the host's memory, which says all
             raise
@@ -217,6 +237,48 @@ def _decide(profile: Profile, request: Request, room: int | None) -> Sequence:
             least_limit(profile, request) if request.policy is None else max(error.min_mem_limit, profile.prefix_peak_bytes)
         )
         raise _infeasible(profile, request, least, ways) from None
+
+
+def _reused(asked: int, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None) -> tuple[float, Sequence] | None:
+    """The fastest of the plans `near` that holds here, too, and its seconds."""
+    best: tuple[float, Sequence] | None = None
+    for (profile, plan), way in product(near, ways):
+        if (plan.kept, plan.compact) != (way.kept, way.compact) or way.shifted or asked + way.more <= 0:
+            continue
+        ops = _in_forms_of(plan.sequence.ops, profile, way)
+        if ops is None:
+            continue
+        sequence = replace(plan.sequence, ops=ops, mem_limit=asked + way.more)
+        try:
+            trace = expected_step(way.chain, sequence, way.tail_times, way.upkeep, sequence.mem_limit)
+        except InvalidSequenceError:
+            continue
+        if (room is None or trace.host_peak_bytes <= room) and (best is None or trace.makespan < best[0]):
+            said = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
+            best = trace.makespan, _meant(replace(sequence, meta=said), {KEPT: list(way.kept), COMPACT: way.compact})
+    return best
+
+
+def _in_forms_of(ops: tuple[Op, ...], profile: Profile, way: PlanVariant) -> tuple[Op, ...] | None:
+    """`ops`, made for `profile`, with the numbers that their forms have in `way`; None where it lacks one."""
+    if len(profile.chain) != len(way.chain):
+        return None
+    found = []
+    for op in ops:
+        if op.kind is OpKind.F_SEL:
+            identity = profile.behaviours[op.stage - 1].forms[op.form - 1].identity
+            if identity not in way.forms[op.stage - 1]:
+                return None
+            op = replace(op, form=1 + way.forms[op.stage - 1].index(identity))
+        found.append(op)
+    return tuple(found)
+
+
+def _seconds(sequence: Sequence, ways: list[PlanVariant]) -> float:
+    """What the step is expected to take by `sequence`, which was found for one of `ways`."""
+    said = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
+    way = next(way for way in ways if (way.kept, way.compact) == said)
+    return expected_step(way.chain, sequence, way.tail_times, way.upkeep).makespan
 
 
 def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
@@ -264,6 +326,7 @@ def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
     does; there joint must ask for remat as well, since what the machine thinks slower may be expected to be faster.
     """
     ways = []
+    forms = tuple(tuple(recipe.identity for recipe in behaviour.forms) for behaviour in profile.behaviours)
     unpriced = request.policy is None and request.replays and _unpriced(profile)
     choice = [(kept, compact) for compact in (False, True) for kept in choices(profile.skips)]
     for kept, compact in choice if request.policy is None else [((), False)]:
@@ -274,12 +337,16 @@ def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
         more = offset - chosen.replay_bytes if request.replays else offset
         for mode in ("joint", "remat") if unpriced and request.mode == "joint" else (request.mode,):
             asked = replace(request, mode=mode)
-            ways.append(PlanVariant(kept, compact, chosen.chain, asked, more, profile.tail_times, upkeep=chosen.upkeep))
+            ways.append(
+                PlanVariant(kept, compact, chosen.chain, asked, more, profile.tail_times, False, chosen.upkeep, forms)
+            )
             if unpriced:
                 ways.append(replace(ways[-1], shifted=True))
         if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
             asked = replace(request, mode="offload")
-            ways.append(PlanVariant(kept, compact, chosen.chain, asked, offset, profile.tail_times, upkeep=chosen.upkeep))
+            ways.append(
+                PlanVariant(kept, compact, chosen.chain, asked, offset, profile.tail_times, False, chosen.upkeep, forms)
+            )
     return ways
 
 

@@ -7,6 +7,7 @@ batch, and the model's own state. A new one is measured and planned on sight; th
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -34,22 +35,23 @@ from ..profile.provenance import provenance
 from ..profile.selective.variants import read_forms
 from ..profile.stage_meter import Meter
 from ..profile.timing.context import MeasurementContext
-from ..profile.timing.interpolation import MeasuredTimes, surroundings
-from ..profile.timing.timing_cache import KnownTimes, TimesChanged, find_times, keep_times, times_key
+from ..profile.timing.timing_cache import KnownTimes, TimesChanged, find_times, keep_times, known_times, times_key
 from ..runtime.execution_plan import ExecutionPlan
 from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
-from ..tensors.convolutions import other_algorithms, read_conv_algorithms
+from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
 from .options import Options
 from .planner import Request, make_plan
+from .sizes import MeasuredSizes, Sizes, rounded, split
 
 logger = logging.getLogger("rotoff")
 # Measuring watches calls and allocations of the whole process; so one thread does it at a time.
 _MEASURING = threading.RLock()
 _OF_ONE_SIGNATURE = 8  # courses that are kept
-_SIGNATURES = 8  # that are kept; a training loop rarely has more than a few
+_SEVERAL = 2  # sizes measured before a word is said of it
+_STAGES = 20_000  # of all courses that are kept, a few kilobytes each
 
 
 @dataclass(eq=False)
@@ -129,9 +131,12 @@ class Specializations:
         self._links = links
         self._group = group
         self._cache = cache
-        self._times = MeasuredTimes() if options.interpolate and group is None else None
+        self._varies = options.interpolate and group is None  # whether what was measured at some sizes tells of others
+        self._sizes: dict[Any, MeasuredSizes[Specialization]] = {}  # by what inputs of all sizes have in common
+        self._rounded: dict[Any, Specialization] = {}  # by that and sizes that were rounded up
         self._known: OrderedDict[Any, deque[Specialization]] = OrderedDict()
         self._warned = False
+        self._told_sizes = False
 
     def __iter__(self) -> Iterator[Specialization]:
         """Every course that is kept."""
@@ -161,13 +166,54 @@ class Specializations:
         logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
         course = self.latest = Specialization(profile, found[0])
         course.hint = _constants(value)
-        known = self._known.setdefault(signature(value, self._model), deque(maxlen=_OF_ONE_SIGNATURE))
+        key = signature(value, self._model)
+        known = self._known.setdefault(key, deque(maxlen=_OF_ONE_SIGNATURE))
         for one in also:
             known.remove(one)
         known.appendleft(course)
-        while len(self._known) > _SIGNATURES:
-            self._known.popitem(last=False)
+        if self._varies:
+            family, sizes = _family(key)
+            self._sizes.setdefault(family, MeasuredSizes()).add(sizes, course)
+            self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}  # which are better known now
+        self._drop()
         return course
+
+    def _drop(self) -> None:
+        """Of all that is known keep what was used last."""
+        while len(self._known) > 1 and sum({id(one): len(one.profile.chain) for one in self}.values()) > _STAGES:
+            gone = {id(one) for one in self._known.popitem(last=False)[1]}
+            self._rounded = {of: one for of, one in self._rounded.items() if id(one) not in gone}
+
+    def _between_sizes(self, value: Any, key: Any) -> Specialization | None:
+        """The course for an input of new sizes, by what was measured at others; None where that does not tell."""
+        assert self.request is not None
+        family, sizes = _family(key)
+        measured = self._sizes.get(family)
+        if not self._varies or measured is None:
+            return None
+        of = family, rounded(sizes)
+        if of not in self._rounded:
+            near = measured.near(sizes)
+            if near is None:
+                return None
+            if near.profile is near.like.profile:
+                course = near.like
+            else:
+                course = Specialization(near.profile, near.like.captured, hint=near.like.hint)
+            if course.plan is None:
+                try:
+                    course.plan = make_plan(course.profile, self.request, near=self._plans(measured))
+                except InfeasibleError:
+                    return None  # what it takes may be less than what it is charged with
+            self._rounded[of] = course
+        self._known[key] = deque([self._rounded[of]], maxlen=_OF_ONE_SIGNATURE)
+        self._drop()
+        return self._rounded[of]
+
+    def _plans(self, measured: MeasuredSizes[Specialization]) -> list[tuple[Profile, ExecutionPlan]]:
+        """Those made so far for other sizes."""
+        every = {id(one): one for one in (*measured, *self._rounded.values())}
+        return [(one.profile, one.plan) for one in every.values() if one.plan is not None]
 
     def _measure_here(
         self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Sequence[Specialization]
@@ -182,7 +228,9 @@ class Specializations:
             self._model.train()
         try:
             known = [one.captured.tape for one in also if one.captured.tape is not None]
-            captured = strategy.capture(self._model, value, device, self._options.stages, self.plain, known)
+            like, near = self._other_sizes(value) if self._varies and not timed and not also else (None, None)
+            tape = None if like is None else like.captured.tape
+            captured = strategy.capture(self._model, value, device, self._options.stages, self.plain, known, tape)
             captured = captured.starting(read_backward_from(self._options.backward_from))
             root = self._root()
             refuse_root_shards(self._model if root is None else root, captured.stages)
@@ -192,32 +240,26 @@ class Specializations:
             kept = find_times(self._cache, key)
             if kept is not None:
                 logger.info("rotoff: times of %d stages from the cache in %s", len(kept.stages), self._cache.directory)
-            shapes, autocast, *_ = signature(value, self._model)
-            names = tuple(stage.name for stage in captured.stages)
-            around = surroundings(self._model, autocast)
-            near = self._times.find(shapes, around, names) if self._times and kept is None and not timed else None
-            if near is not None:
-                logger.info("rotoff: times interpolated between %s", near.between)
+            between = None if near is None or kept is not None else known_times(near)
+            merged = [stage.name for stage in (*like.profile.prefix, *like.profile.stages)] if like is not None else ()
             others = other_algorithms(device) if read_conv_algorithms(self._options.conv_algorithms) else ()
             named = bool(strategy.named(self._model, self._options.stages))
 
             def measured(times: KnownTimes | None) -> Profile:
                 meter = Meter(MeasurementContext.on(device, repeats), read_forms(self._options.forms), others)
-                return measure(captured.stages, value, meter, bandwidth, progress, times, named)
+                return measure(captured.stages, value, meter, bandwidth, progress, times, named, merged)
 
             try:
-                profile = measured(near.times if near else kept)
+                profile = measured(between or kept)
             except TimesChanged as changed:
                 logger.info("rotoff: times from the cache are not used, since %s", changed)
                 kept = None
                 profile = measured(None)
-            if kept is None and near is None:
+            if kept is None and between is None:
                 keep_times(self._cache, key, profile)
-            if near is None and self._times is not None:
-                self._times.add(shapes, around, names, profile)
             meta = provenance(self._model, value, device)
-            if near is not None:
-                meta["times"] = f"interpolated between those measured at {near.between}"
+            if between is not None:
+                meta["times"] = "interpolated between those measured at other sizes"
             if captured.tape is not None:
                 profile = _with_outside(profile, expected(captured.tape, profile.stages, profile.prefix))
             stuck = profile.unmanaged_bytes + self._links.staging_bytes
@@ -226,6 +268,15 @@ class Specializations:
         finally:
             if not was_training:
                 self._model.eval()
+
+    def _other_sizes(self, value: Any) -> tuple[Specialization | None, Profile | None]:
+        """What was measured last at other sizes, and a profile to steer by: no bytes are taken from that."""
+        family, sizes = _family(signature(value, self._model))
+        measured = self._sizes.get(family)
+        if measured is None:
+            return None, None
+        near = measured.near(sizes, math.inf)
+        return measured.last, near and near.profile
 
     def ask(self, request: Request) -> None:
         """Plan the latest course for `request`, and the others when they are taken; nothing changes where that fails."""
@@ -255,6 +306,8 @@ class Specializations:
                 course.measure_again = False
                 course = self.measure(value, None, None, timed=False)
         if course is None:
+            course = self._between_sizes(value, key)
+        if course is None:
             if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
                 return None
             if not can_measure:
@@ -263,13 +316,34 @@ class Specializations:
                     " profiler is active; measure before, by model.measure(*sample)"
                 )
                 return None
-            logger.info("rotoff: measuring a new input signature %s", key[0])
+            self._say_new(key)
             course = self.measure(value, None, None, timed=False)
         self._known.move_to_end(key)
         if course.plan is None:
             course.plan = make_plan(course.profile, self.request, self._group)
         self.latest = course
         return course
+
+    def _say_new(self, key: Any) -> None:
+        """In the log: that an input of a new kind or size is measured; once, how to measure less often."""
+        logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", key[0])
+        family, sizes = _family(key)
+        known = self._sizes.get(family)
+        if known is None or len(known) < _SEVERAL or self._told_sizes:
+            return
+        self._told_sizes = True
+        every = [*known.sizes, sizes]
+        varying = [
+            (n, d) for n, shape in enumerate(sizes) for d in range(len(shape)) if len({one[n][d] for one in every}) > 1
+        ]
+        told = "; ".join(
+            f"dimension {d} of tensor {n}: {', '.join(str(one[n][d]) for one in every)}" for n, d in varying[:4]
+        )
+        logger.warning(
+            "rotoff: the input's sizes vary (%s). Sizes between two that were measured cost nothing, larger ones are measured; so measure"
+            " the largest ahead, by model.measure(*largest)",
+            told,
+        )
 
     def followed(self, course: Specialization, step: Step) -> None:
         """`step` has run its forward, and was expected to take `course`."""
@@ -350,6 +424,13 @@ def signature(value: Any, model: nn.Module) -> Any:
     # the modules of an nn.Sequential are its stages, and run themselves
     stages = tuple(modules) if strategy.is_sequential(model) else ()
     return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
+
+
+def _family(key: Any) -> tuple[Any, Sizes]:
+    """Of a `signature`: all but the sizes, with what else times depend on; and the sizes."""
+    shapes, *rest = key
+    kinds, sizes = split(shapes)
+    return (kinds, *rest, torch.get_num_threads(), torch.get_float32_matmul_precision(), flags()), sizes
 
 
 def _constants(value: Any) -> str:

@@ -44,6 +44,7 @@ def measure(
     progress: Progress | None = None,
     known: KnownTimes | None = None,
     named: bool = False,
+    merged: Sequence[str] = (),
 ) -> Profile:
     """Measure `stages` on the sample input `value`.
 
@@ -54,6 +55,7 @@ def measure(
         bandwidth: given the bytes that typically move at once, and in all, the link's (d2h B/s, h2d B/s, duplex).
         known: times that need not be measured, where they are of the same stages.
         named: whether the user named the stages, so that they stay apart unless they alias.
+        merged: what stages were called once they had been merged, on an input of other sizes.
 
     Raises:
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
@@ -65,9 +67,11 @@ def measure(
     for tensor in flatten(value)[0]:
         if not meter.plain(tensor):
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
-    groups = merge_aliases(stages, value, device)
-    if not named:
-        groups = merge_unsaved(groups, value, device)
+    groups = _merged_as(stages, merged)
+    if not groups:
+        groups = merge_aliases(stages, value, device)
+        if not named:
+            groups = merge_unsaved(groups, value, device)
     meter.begin(value)
     meter.samples_upkeep = known is None or known.upkeep is None
     meter.checked = known.heaviest if known is not None else None
@@ -153,6 +157,21 @@ def measure(
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
         twice_bytes=_twice(measured, groups[prefix:], meter),
     )
+
+
+def _merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[StageModule]:
+    """`stages` merged so that they have these names; none where they do not come to that."""
+    groups: list[StageModule] = []
+    rest = iter(stages)
+    for name in names:
+        group = next(rest, None)
+        while group is not None and group.name != name:
+            following = next(rest, None)
+            group = following and group.merged(following)
+        if group is None:
+            return []
+        groups.append(group)
+    return groups if next(rest, None) is None else []
 
 
 def _twice(measured: Sequence[Measured], stages: Sequence[StageModule], meter: Meter) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class Measured:
     each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
     output_retention: of the backward, as of `BackwardBytes`. noncontiguous_grad_bytes: what the backward holds more where the gradients given
     are not contiguous. grad_accumulation_bytes: what it holds more where a gradient of a parameter of its own is added to a part that waits.
-    held_bytes: what stays whatever is dropped (`dropped`).
+    held_bytes: what stays whatever is dropped (`dropped`). holds_others: whether its inputs or outputs are among that.
     no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
     alone leaves out (`runtime.early_stop`). host_bound: whether the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the stages of its kind, in which those that come later are still missing; None
     where the times were known.
@@ -74,6 +74,7 @@ class Measured:
     noncontiguous_grad_bytes: int = 0
     grad_accumulation_bytes: int = 0
     held_bytes: int = 0
+    holds_others: bool = False
     no_forms: str = ""
     tail_time: float = 0.0
     casts: Mapping[int, int] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class Measured:
             mine or given is not None for mine, (_, given, _) in zip(behaviour.own_outputs, self.lies.outputs, strict=True)
         )
         changes = behaviour.changed_buffers or behaviour.changed_attributes
-        return fresh and not (behaviour.varying or changes or self.casts or self.held_bytes)
+        return fresh and not (behaviour.varying or changes or self.casts or self.holds_others)
 
     def of(self, stage: StageModule) -> Measured:
         """The same for a `stage` of its kind."""
@@ -288,6 +289,7 @@ class Meter:
             output_retention=back.staying,
             noncontiguous_grad_bytes=noncontiguous_grad_bytes,
             held_bytes=held_bytes,
+            holds_others=bool(dropping.inputs or dropping.outputs),
             no_forms=reason,
             tail_time=times[2],
             casts=casts,

@@ -19,14 +19,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..tensors.autocast import uncached_autocast
 from ..tensors.convolutions import forward_by
 from ..tensors.eager_mode import EagerMode
 from ..tensors.recipe import QUERIES, Argument, Constant, Recipe, Result, Stored
 from ..tensors.saved_tensors import watch_saved
-from ..tensors.storage import bytes_of
+from ..tensors.storage import View, bytes_of
+
+_KNOWN_VIEWS: dict[tuple[Any, ...], dict[Any, tuple[View | None, ...]]] = {}  # by a forward's operations
+_MOST_VIEWS = 4096  # of one forward
 
 
 class Redone(BaseException):
@@ -61,22 +64,53 @@ class _Redo(EagerMode):
         results = recipe.results.get(n)
         if results is None:
             return func(*args, **(kwargs or {}))
-        made = [self._result(result, args, kwargs) for result in results]
+        views = None if recipe.sized else self._views(n, func, args, kwargs or {})
+        made = [
+            self._result(result, args, kwargs, views[place] if views else None)  # of this step's sizes
+            for place, result in enumerate(results)
+        ]
         return made[0] if n in recipe.single else tuple(made)
 
-    def _result(self, result: Result, args: Any, kwargs: Any) -> Any:
+    def _views(self, n: int, func: Any, args: Any, kwargs: Any) -> tuple[View | None, ...]:
+        """How the results of operation `n` would lie on these arguments."""
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [View.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        key = n, tuple(map(repr, given))
+        known = _KNOWN_VIEWS.setdefault(self._recipe.functions, {})
+        if key not in known:
+            if len(known) >= _MOST_VIEWS:
+                known.clear()
+            try:
+                on_meta, named = tree_unflatten(list(map(_on_meta, given)), spec)
+                made = func(*on_meta, **named)
+            except (NotImplementedError, RuntimeError) as error:
+                raise OtherOperations from error
+            made = made if isinstance(made, (tuple, list)) else (made,)
+            known[key] = tuple(View.of(one) if isinstance(one, torch.Tensor) else None for one in made)
+        return known[key]
+
+    def _result(self, result: Result, args: Any, kwargs: Any, view: View | None = None) -> Any:
         if isinstance(result, Stored):
-            return result.view.into(self._stored[result.slot])
+            stored = self._stored[result.slot]
+            if view is not None and view.nbytes != stored.untyped_storage().nbytes():
+                raise OtherOperations
+            return (view or result.view).into(stored)
         if isinstance(result, Argument):
             given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
             return given[result.place]
         if isinstance(result, Constant):
             return result.value
-        view = result.view
+        view = view or result.view
         empty = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=result.device)
         if self._poison:
             bytes_of(empty.untyped_storage()).fill_(0xFF)  # NaN, where it is a float
         return empty
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, View):
+        return leaf.on_meta()
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
 def redo(

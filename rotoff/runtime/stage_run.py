@@ -319,9 +319,7 @@ class StageRun:
 
     def _store(self, recipe: Recipe, n: int, tensor: torch.Tensor, slot: Slot | None) -> None:
         """Fill and hold slot `n` where form `recipe` stores it; `slot` is it, where the graph still has it."""
-        if n in recipe.kept:
-            if View.of(tensor) != recipe.views[n]:
-                return
+        if recipe.stores(n, tensor):
             slot = slot or Slot(None)
             slot.put(tensor)
             self.stored[n] = slot

@@ -17,16 +17,49 @@ from torch import nn
 Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 
+def _is_like(tensor: Any, *wanted: Any, **named: Any) -> bool:
+    """Whether ``tensor.to(*wanted, **named)`` is the tensor itself."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or named.get("copy") or named.get("memory_format") is not None:
+        return False
+    for one in (*wanted[:2], *(named.get(name) for name in ("device", "dtype", "other"))):
+        if isinstance(one, torch.Tensor):
+            if one.dtype != tensor.dtype or one.device != tensor.device:
+                return False
+        elif isinstance(one, torch.dtype):
+            if one != tensor.dtype:
+                return False
+        elif isinstance(one, torch.device | str):
+            if torch.device(one) != tensor.device:
+                return False
+        elif one is not None and not isinstance(one, bool):
+            return False
+    return not any(wanted[2:])
+
+
+def _is_of(dtype: torch.dtype) -> Callable[..., bool]:
+    return lambda tensor, *more, **named: not more and not named and _is_like(tensor, dtype)
+
+
+_CASTS = {name: getattr(torch, name) for name in ("float", "half", "bfloat16", "double", "long", "int", "bool")}
+_CONVERSIONS: dict[Any, Callable[..., bool]] = {
+    torch.Tensor.to: _is_like,
+    torch.Tensor.contiguous: lambda tensor, *more, **named: (
+        not more and not named and _is_like(tensor) and tensor.layout is torch.strided and tensor.is_contiguous()
+    ),
+    **{getattr(torch.Tensor, name): _is_of(dtype) for name, dtype in _CASTS.items()},
+}
+
+
 class Known:
     """What is known of a function.
 
     fact: whether it answers about a tensor without its bytes. written: the arguments that it changes, as far as its name tells; None:
     none. writes: whether it changes any without being told by ``out``, or may. watched: whether the versions of its arguments tell what it has changed. content: whether numbers change where it changes
     an argument. draws: whether a call may draw random numbers; None: never. attention: whether it depends on the kernels allowed
-    for attention. owner: whom a call is of that the mode does not see; None for torch's own functions. name: for messages.
+    for attention. returns_itself: tells whether a call returns its tensor as it is, such as ``x.to(x.dtype)``. owner: whom a call is of that the mode does not see; None for torch's own functions. name: for messages.
     """
 
-    __slots__ = ("attention", "content", "draws", "fact", "name", "owner", "watched", "writes", "written")
+    __slots__ = ("attention", "content", "draws", "fact", "name", "owner", "returns_itself", "watched", "writes", "written")
 
     def __init__(self, function: Any, written: Written | None, fact: bool = False, owner: Any = None) -> None:
         self.fact = fact
@@ -36,6 +69,7 @@ class Known:
         self.content = function not in _NO_CONTENT
         self.draws = _chance(function)
         self.attention = function in _ATTENTION
+        self.returns_itself = _CONVERSIONS.get(function)
         self.owner = owner
         self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
 

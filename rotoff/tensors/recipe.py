@@ -51,7 +51,8 @@ class Recipe:
     the redo ends when this many tensors have been saved. functions: the operations of the forward, in order. results: of the
     operations that do not run, by position; a sole result is no tuple's where it is in `single`. keeps: what is stored, for people.
     whole: every operation runs up to the end of the redo, so that nobody has to look at them one by one.
-    algorithms: by which convolutions run in this form, where not by those that the flags pick.
+    algorithms: by which convolutions run in this form, where not by those that the flags pick. sized: whether the views are those of
+    every step; else steps differ in sizes, and the operations that do not run tell what they would make.
     """
 
     kept: frozenset[int]
@@ -63,11 +64,26 @@ class Recipe:
     keeps: tuple[str, ...] = ()
     whole: bool = False
     algorithms: Algorithms | None = None
+    sized: bool = True
 
     @property
     def complete(self) -> bool:
         """Whether all is stored, as ``F_all`` does, and nothing redone."""
         return self.stop == 0
+
+    def stores(self, n: int, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, in slot `n`, is what this form keeps there."""
+        if n not in self.kept:
+            return False
+        own, view = View.of(tensor), self.views[n]
+        if self.sized:
+            return own == view
+        return own.dense and (own.dtype, len(own.size), own.conj, own.neg) == (
+            view.dtype,
+            len(view.size),
+            view.conj,
+            view.neg,
+        )
 
     @property
     def identity(self) -> tuple[tuple[int, ...], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,26 @@ class View(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> View:
         offset = int(tensor.storage_offset())
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
+
+    @property
+    def dense(self) -> bool:
+        """Whether the tensor starts where its storage does, and neither skips nor repeats an element up to its own end."""
+        rows = sorted((stride, size) for size, stride in zip(self.size, self.stride, strict=True) if size != 1)
+        end = 1
+        for stride, size in rows:
+            if stride != end:
+                return False
+            end *= size
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of a dense one."""
+        return math.prod(self.size) * self.dtype.itemsize
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor that lies so and has no content."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
     def into(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of the storage that `tensor` lies in."""

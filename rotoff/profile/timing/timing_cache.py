@@ -54,19 +54,20 @@ class StageTimes(NamedTuple):
 
 class KnownTimes(NamedTuple):
     """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured. copy_bandwidth: of copies on the
-    device, B/s, likewise. upkeep: what the runtime itself takes, likewise."""
+    device, B/s, likewise. upkeep: what the runtime itself takes, likewise. checked: whether to look at one of them again."""
 
     stages: tuple[StageTimes, ...]
     link: tuple[float, float, bool] | None
     copy_bandwidth: float | None = None
     upkeep: UpkeepTimes | None = None
+    checked: bool = True
 
     @property
     def heaviest(self) -> StageTimes | None:
-        """The stage to look at again; None where all are too short to tell, or none was timed as such (`interpolation`)."""
+        """The stage to look at again; None where all are too short to tell, or are of other sizes."""
         heaviest = max(self.stages, key=lambda row: row.forward_time + row.backward_time)
         long = heaviest.forward_time + heaviest.backward_time >= WORTH_CHECKING
-        return heaviest if long and self.link is not None else None
+        return heaviest if long and self.checked else None
 
 
 def check_times(known: StageTimes, runs: Sequence[float]) -> None:
@@ -92,6 +93,13 @@ def times_of(profile: Profile) -> tuple[StageTimes, ...]:
         forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
         rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms, host))
     return tuple(rows)
+
+
+def known_times(profile: Profile) -> KnownTimes:
+    """The times of a measured model, its link and the runtime."""
+    chain = profile.chain
+    link = chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex
+    return KnownTimes(times_of(profile), link, profile.copy_bandwidth, profile.upkeep_times, checked=False)
 
 
 def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:

@@ -1,0 +1,260 @@
+"""Training on batches of varying sizes: what new sizes cost, beside the same steps with every plan known and beside plain PyTorch.
+
+    python benchmarks/varying_shapes.py [--batches 500] [--workloads gpt2 bert vit unet] [--output FILE.json]
+
+Each workload trains three times on the same batches: by plain PyTorch; by a fresh `Checkpointable`, measuring and planning on the
+way; and by the same one again, which knows all plans then. A fourth pass looks at the allocator in the first step of every size.
+Reported: the time of the second pass over that of the third, the longest stall after the tenth batch in steps of that size, the largest
+peak over the limit, and whether all losses are plain's bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+import rotoff
+
+VOCABULARY = 2000
+LENGTHS = 4, 512
+
+
+def lengths(count: int, seed: int) -> list[int]:
+    """Lengths with a long tail: the longest of a batch is usually below a hundred, and at times at the end."""
+    drawn = random.Random(seed)
+    low, high = LENGTHS
+    return [min(high, max(low, int(drawn.lognormvariate(4.0, 0.8)))) for _ in range(count)]
+
+
+def tokens(batch: int, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gpt2(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=512, n_embd=192, n_layer=8, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for n, length in enumerate(lengths(count, 0)):
+            ids = tokens(4 if n % 50 != 49 else 2, length, n)
+            yield {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    return GPT2LMHeadModel(config), batches()
+
+
+def bert(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=192, num_hidden_layers=8, num_attention_heads=4, intermediate_size=768, num_labels=4
+    )
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for n, length in enumerate(lengths(count, 1)):
+            ids = tokens(4 if n % 50 != 49 else 3, length, n)
+            mask = torch.ones_like(ids)
+            mask[0, length // 2 :] = 0
+            yield {"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 4}
+
+    return BertForSequenceClassification(config), batches()
+
+
+class WithLoss(nn.Module):
+    """A model of images, and a loss that needs no labels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images).square().mean()
+
+
+def images(batch: int, height: int, width: int, seed: int) -> torch.Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def vit(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(img_size=64, patch_size=8, embed_dim=192, depth=8, num_heads=4, num_classes=10, dynamic_img_size=True)
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for n in range(count):
+            side = 128 if n % 3 == 2 else 64
+            yield {"images": images(4 if n % 50 != 49 else 3, side, side, n)}
+
+    return WithLoss(model), batches()
+
+
+class Unet(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+
+        def block(a: int, b: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU(), nn.Conv2d(b, b, 3, padding=1), nn.SiLU())
+
+        self.first = block(3, width)
+        self.down = nn.ModuleList(block(width << n, width << n + 1) for n in range(3))
+        self.up = nn.ModuleList(block((width << n) * 3, width << n) for n in reversed(range(3)))
+        self.last = nn.Conv2d(width, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = [self.first(x)]
+        for block in self.down:
+            skips.append(block(nn.functional.max_pool2d(skips[-1], 2)))
+        x = skips.pop()
+        for block in self.up:
+            x = block(torch.cat((nn.functional.interpolate(x, scale_factor=2), skips.pop()), 1))
+        return self.last(x)
+
+
+def unet(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
+    def batches() -> Iterator[dict[str, Any]]:
+        drawn = random.Random(3)
+        for n in range(count):
+            height, width = (8 * drawn.randint(4, 16) for _ in range(2))
+            yield {"images": images(4 if n % 50 != 49 else 2, height, width, n)}
+
+    return WithLoss(Unet()), batches()
+
+
+WORKLOADS: dict[str, Callable[[int], tuple[nn.Module, Iterator[dict[str, Any]]]]] = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "vit": vit,
+    "unet": unet,
+}
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result.loss
+
+
+def step(run: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any], n: int) -> tuple[float, float]:
+    """(seconds, loss) of one step."""
+    torch.manual_seed(n)
+    begun = time.perf_counter()
+    loss = loss_of(run(**batch))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return time.perf_counter() - begun, loss.item()
+
+
+def train(run: nn.Module, batches: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    optimizer = torch.optim.SGD(run.parameters(), lr=1e-3)
+    rows = [step(run, optimizer, batch, n) for n, batch in enumerate(batches)]
+    return [seconds for seconds, _ in rows], [loss for _, loss in rows]
+
+
+def peak(run: nn.Module, batch: dict[str, Any]) -> int:
+    """The most bytes that a step allocates, as the profiler's events tell."""
+    every = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True, experimental_config=every) as profiler:
+        loss_of(run(**batch)).backward()
+    events = profiler.profiler.kineto_results.events()
+    level = most = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        level += size
+        most = max(most, level)
+    return most
+
+
+def size_of(batch: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(tuple(tensor.shape) for tensor in batch.values())
+
+
+def largest(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    return max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
+
+
+def row(name: str, count: int, share: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, made = WORKLOADS[name](count)
+    batches = list(made)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    states = copy.deepcopy(model.state_dict())
+    plain, plain_losses = train(model, batches)
+    model.load_state_dict(states)
+    probe = rotoff.Checkpointable(model, cache_directory=False).measure(**largest(batches))
+    limit = int(probe.min_mem_limit() + share * (probe.keep_all_memory - probe.min_mem_limit()))
+    probe.close()
+
+    wrapped = rotoff.Checkpointable(model, cache_directory=False).compute_sequence(limit)
+    first, losses = train(wrapped, batches)
+    model.load_state_dict(states)
+    again, losses_again = train(wrapped, batches)
+    model.load_state_dict(states)
+    usual = {size_of(batch): seconds for batch, seconds in zip(batches, again, strict=True)}
+    stalls = [
+        (seconds - usual[size_of(batch)]) / usual[size_of(batch)] for batch, seconds in list(zip(batches, first, strict=True))[10:]
+    ]
+    model.zero_grad(set_to_none=False)
+    peaks = {}
+    for batch in batches:
+        if size_of(batch) not in peaks:
+            peaks[size_of(batch)] = peak(wrapped, batch)
+    measured = len({id(one.profile) for one in wrapped._courses})
+    wrapped.close()
+    return {
+        "workload": name,
+        "batches": count,
+        "sizes": len(usual),
+        "profiles": measured,
+        "limit": limit,
+        "plain_seconds": sum(plain),
+        "seconds": sum(first),
+        "known_seconds": sum(again),
+        "ratio": sum(first) / sum(again),
+        "longest_stall_steps": max(stalls, default=0.0),
+        "highest_peak_of_limit": max(peaks.values()) / limit,
+        "peaks_above_limit": sum(nbytes > limit for nbytes in peaks.values()),
+        "losses_equal": losses == plain_losses == losses_again,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=500)
+    parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--share", type=float, default=0.3, help="of the way from the smallest limit to keeping everything")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    for name in options.workloads:
+        rows.append(row(name, options.batches, options.share))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    print(f"{'':6}{'sizes':>7}{'time':>8}{'stall':>8}{'peak':>8}  losses")
+    for one in rows:
+        equal = "equal" if one["losses_equal"] else "differ"
+        print(
+            f"{one['workload']:6}{one['sizes']:7}{one['ratio']:8.2f}{one['longest_stall_steps']:8.1f}"
+            f"{one['highest_peak_of_limit']:8.3f}  {equal}"
+        )
+    if options.output is not None:
+        versions = {"rotoff": rotoff.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+        content = {"versions": versions, "threads": options.threads, "rows": rows}
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
