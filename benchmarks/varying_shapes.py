@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import rotoff
@@ -46,7 +45,14 @@ def gpt2(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=512, n_embd=192, n_layer=8, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCABULARY,
+        n_positions=512,
+        n_embd=192,
+        n_layer=8,
+        n_head=4,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
 
     def batches() -> Iterator[dict[str, Any]]:
@@ -61,7 +67,12 @@ def bert(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=192, num_hidden_layers=8, num_attention_heads=4, intermediate_size=768, num_labels=4
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        intermediate_size=768,
+        num_labels=4,
     )
 
     def batches() -> Iterator[dict[str, Any]]:
@@ -92,7 +103,9 @@ def images(batch: int, height: int, width: int, seed: int) -> torch.Tensor:
 def vit(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
     from timm.models.vision_transformer import VisionTransformer
 
-    model = VisionTransformer(img_size=64, patch_size=8, embed_dim=192, depth=8, num_heads=4, num_classes=10, dynamic_img_size=True)
+    model = VisionTransformer(
+        img_size=64, patch_size=8, embed_dim=192, depth=8, num_heads=4, num_classes=10, dynamic_img_size=True
+    )
 
     def batches() -> Iterator[dict[str, Any]]:
         for n in range(count):
@@ -107,7 +120,9 @@ class Unet(nn.Module):
         super().__init__()
 
         def block(a: int, b: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU(), nn.Conv2d(b, b, 3, padding=1), nn.SiLU())
+            return nn.Sequential(
+                nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU(), nn.Conv2d(b, b, 3, padding=1), nn.SiLU()
+            )
 
         self.first = block(3, width)
         self.down = nn.ModuleList(block(width << n, width << n + 1) for n in range(3))
@@ -165,8 +180,7 @@ def train(run: nn.Module, batches: list[dict[str, Any]]) -> tuple[list[float], l
 
 def peak(run: nn.Module, batch: dict[str, Any]) -> int:
     """The most bytes that a step allocates, as the profiler's events tell."""
-    every = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True, experimental_config=every) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         loss_of(run(**batch)).backward()
     events = profiler.profiler.kineto_results.events()
     level = most = 0
@@ -204,7 +218,8 @@ def row(name: str, count: int, share: float) -> dict[str, Any]:
     model.load_state_dict(states)
     usual = {size_of(batch): seconds for batch, seconds in zip(batches, again, strict=True)}
     stalls = [
-        (seconds - usual[size_of(batch)]) / usual[size_of(batch)] for batch, seconds in list(zip(batches, first, strict=True))[10:]
+        (seconds - usual[size_of(batch)]) / usual[size_of(batch)]
+        for batch, seconds in list(zip(batches, first, strict=True))[10:]
     ]
     model.zero_grad(set_to_none=False)
     peaks = {}

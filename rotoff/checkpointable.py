@@ -39,7 +39,7 @@ from .planning.planner import (
     plan_everything,
     reported_bytes,
 )
-from .planning.specialization import Specialization, Specializations, device_of
+from .planning.specialization import PlannedSize, Specialization, Specializations, device_of
 from .profile.measure import Progress
 from .profile.profile import Profile
 from .profile.selective.variants import Forms
@@ -87,8 +87,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         forms: whether plans may keep a part of what a stage saves and redo the rest; found and measured with the stages. Names
             of operations, such as ``["addmm", "bmm"]``: what these make is always kept. A function of an
             `rotoff.profile.selective.variants.Operation`: True where what it makes is always kept, False where never, None as it pays.
-        interpolate: whether a training forward at a new batch size or sequence length takes its times from two sizes measured
-            before, where these are near enough; its bytes are measured all the same. `measure` always times.
+        interpolate: whether a training forward on an input of new sizes is planned by what was measured at others, where that tells
+            of it (`rotoff.profile.between_sizes`). Else each new size is measured, which takes several steps.
         conv_algorithms: "any": plans may have the convolutions of a stage run by other CUDA algorithms, which are slower and take
             less workspace, than those that ``torch.backends.cudnn`` picks. Gradients are then *not bit for bit* those of the
             plain model, as with another cuDNN. Nothing to choose, and no effect, on a CPU. "plain", the default: never.
@@ -316,6 +316,13 @@ class Checkpointable(RotorNames, ModuleProxy):
     def keep_all_memory(self) -> int:
         """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
         return reported_bytes(self.profile, plan_everything(self.profile, plain=not self._check))
+
+    def plans(self) -> list[PlannedSize]:
+        """What is planned so far: one row for each kind and size of input that a training step had.
+
+        Use it where inputs vary, to see which sizes were measured, what each is expected to take, and what a larger one would.
+        """
+        return self._courses.plans()
 
     # -- running
 

@@ -1,110 +1,289 @@
-"""Numbers of bytes as people write them, and the sentences for what is not one."""
+"""Inputs of other sizes: what is known of them from those measured, that it is enough, and what it costs."""
 
 from __future__ import annotations
 
-import numpy as np
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from allocated import peak_bytes
+from models import Attention, Residual
+from torch import nn
+from torch.nn import functional as F
 
 import rotoff
+from rotoff.planning.sizes import MeasuredSizes, position, rounded, split
+from rotoff.planning.specialization import Specializations
+from rotoff.profile.between_sizes import NotAlike, Share, between
+
+WIDTH = 32
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("6 GiB", 6 * 1024**3),
-        ("6GiB", 6 * 1024**3),
-        ("6 gib", 6 * 1024**3),
-        ("1.5 GB", 1_500_000_000),
-        ("0.5 KiB", 512),
-        (".5 kB", 500),
-        ("80 MB", 80_000_000),
-        ("2 PiB", 2 * 1024**5),
-        ("2e3 B", 2000),
-        ("1.9 B", 1),
-        ("4096", 4096),
-        ("  4096  ", 4096),
-    ],
-)
-def test_sizes_as_text(text: str, number: int) -> None:
-    assert rotoff.parse_bytes(text) == number
+class Written(nn.Module):
+    """A forward of its own, so that its stages are found by recording it."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * scale
+        return x.square()
 
 
-@pytest.mark.parametrize(
-    ("value", "number"),
-    [(1, 1), (2**70, 2**70), (1.5, 1), (4096.9, 4096), (np.int64(7), 7), (np.float64(7.5), 7)],
-)
-def test_sizes_as_numbers(value: object, number: int) -> None:
-    parsed = rotoff.parse_bytes(value)
-    assert parsed == number
-    assert type(parsed) is int
+class Unet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.up, self.last = nn.Conv2d(48, 16, 3, padding=1), nn.Conv2d(16, 3, 1)
+        self.norm = nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = F.silu(self.norm(self.first(x)))
+        low = F.silu(self.down(F.max_pool2d(skip, 2)))
+        return self.last(F.silu(self.up(torch.cat((F.interpolate(low, scale_factor=2), skip), 1))))
 
 
-def test_a_whole_number_written_with_an_exponent_is_bytes() -> None:
-    assert rotoff.parse_bytes("2e9") == 2_000_000_000
-    assert rotoff.parse_bytes("1.5e3") == 1500
+class Masked(nn.Module):
+    """Asks for its mask's type before it uses the positions, as GPT-2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(WIDTH, 4) for _ in range(4))
+        self.places = nn.Parameter(torch.randn(512, WIDTH))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = x + self.places[: x.shape[1]].to(x.device)
+        if mask.to(torch.bool).all():
+            x = x * 2
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
-def test_large_whole_numbers_are_exact() -> None:
-    assert rotoff.parse_bytes(f"{2**60 + 1}") == 2**60 + 1
-    assert rotoff.parse_bytes(2**60 + 1) == 2**60 + 1
+def rows(batch: int) -> tuple[Any, ...]:
+    return (torch.randn(batch, WIDTH),)
 
 
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (0, "must be above 0"),
-        (-1, "must be above 0"),
-        (-0.5, "must be above 0"),
-        (0.0, "must be above 0"),
-        (0.5, "looks like a fraction"),
-        (1.0, "looks like a fraction"),
-        (float("nan"), "is nan"),
-        (float("inf"), "is inf"),
-        (True, "is True"),
-        (False, "is False"),
-        (None, "is None"),
-        (1j, "is 1j"),
-        ([4096], "is \\[4096\\]"),
-        ("", "is ''"),
-        ("six GiB", "is 'six GiB'"),
-        ("-6 GiB", "is '-6 GiB'"),
-        ("6 GiBs", "unknown unit 'GiBs'"),
-        ("6 XB", "unknown unit 'XB'"),
-        ("6 GiB 2", "is '6 GiB 2'"),
-        ("1.5", "without a unit"),
-        ("1e0", "without a unit"),
-        ("50%", "a share; limits are absolute.*keep_all_memory"),
-        ("0", "less than one byte"),
-        ("0 GiB", "less than one byte"),
-        ("0.1 B", "less than one byte"),
-        ("1e400 B", "too large"),
-        ("9" * 400, "too large"),
-        ("9" * 5000 + " GiB", "too large"),
-        ("nan B", "is 'nan B'"),
-    ],
-)
-def test_what_is_not_a_size(value: object, sentence: str) -> None:
-    with pytest.raises(rotoff.LimitError, match=sentence) as caught:
-        rotoff.parse_bytes(value)
-    assert str(caught.value).startswith("mem_limit is ")
-    assert isinstance(caught.value, ValueError)
+def words(length: int) -> tuple[Any, ...]:
+    return (torch.randn(3, length, WIDTH),)
 
 
-def test_the_error_names_what_was_read() -> None:
-    with pytest.raises(rotoff.LimitError, match="^host_limit is 0"):
-        rotoff.parse_bytes(0, "host_limit")
+def masked(length: int) -> tuple[Any, ...]:
+    return torch.randn(3, length, WIDTH), torch.ones(3, length)
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.31 * 1024**3, "1.31 GiB"), (2**55, "32768.00 TiB")],
-)
-def test_sizes_are_printed_in_the_unit_that_fits(number: float, text: str) -> None:
-    assert rotoff.format_bytes(number) == text
+def crops(side: int) -> tuple[Any, ...]:
+    return (torch.randn(2, 3, side, side + 32),)
 
 
-@given(st.integers(1, 2**50))
-def test_printed_sizes_read_back_to_three_digits(number: int) -> None:
-    assert rotoff.parse_bytes(rotoff.format_bytes(number)) == pytest.approx(number, rel=0.006)
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
+    "sequential": (lambda: nn.Sequential(*(Residual(WIDTH) for _ in range(5))), rows),
+    "recorded": (lambda: Written(*(Residual(WIDTH) for _ in range(5))), rows),
+    "attention": (lambda: Written(*(Attention(WIDTH, 4) for _ in range(4))), words),
+    "masked": (Masked, masked),
+    "convolutions": (Unet, crops),
+}
+
+
+@pytest.fixture
+def measurings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One more for each time that something is measured."""
+    seen: list[int] = []
+    measure = Specializations.measure
+
+    def counted(self: Specializations, *args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return measure(self, *args, **kwargs)
+
+    monkeypatch.setattr(Specializations, "measure", counted)
+    return seen
+
+
+def planned(kind: str, share: float, largest: int, **options: Any) -> tuple[rotoff.Checkpointable, nn.Module]:
+    """A model within `share` of the bytes of its largest input, and the plain one."""
+    torch.manual_seed(0)
+    model = KINDS[kind][0]()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    plain = copy.deepcopy(model)
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(*KINDS[kind][1](largest), repeats=1)
+    least = probe.min_mem_limit(options.get("mode", "joint"))
+    limit = int(least + share * (probe.keep_all_memory - least))
+    probe.close()
+    return rotoff.Checkpointable(model).compute_sequence(limit, **{"refine": False, **options}), plain
+
+
+def step(model: nn.Module, batch: tuple[Any, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=False)
+    model(*batch).sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None] + [b.clone() for b in model.buffers()]
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_between_two_train_bit_for_bit_within_the_limit_unmeasured(
+    kind: str, mode: str, measurings: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped, plain = planned(kind, 0.4, 192, mode=mode)
+    measurings.clear()
+    make = KINDS[kind][1]
+    limit = wrapped._courses.request.mem_limit
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        for size in (192, 64, 96, 160, 104, 80, 176, 160, 68):
+            batch = make(size)
+            for ours, theirs in zip(step(wrapped, batch), step(plain, batch), strict=True):
+                assert torch.equal(ours, theirs), size
+            told = wrapped.get_expected_memory()
+            peak = peak_bytes(lambda batch=batch: step(wrapped, batch))
+            step(plain, batch)  # so that running statistics stay alike
+            assert peak <= limit + sum(p.nbytes for p in plain.parameters()), size  # what `step` clones at its end
+            assert told <= limit
+    assert len(measurings) == 2
+    assert "another course" not in caplog.text
+    wrapped.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> None:
+    make = KINDS[kind][1]
+    model = KINDS[kind][0]()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def measured(size: int) -> Any:
+        return rotoff.Checkpointable(model).measure(*make(size), repeats=1).profile
+
+    low, high = measured(64), measured(192)
+    for size in (96, 128, 160):
+        own, taken = measured(size), between(low, high, Share.at((size - 64) / 128, 2))
+        assert [b.saved for b in own.behaviours] == [b.saved for b in taken.behaviours]
+        for mine, theirs in zip(own.chain.stages, taken.chain.stages, strict=True):
+            for name in (f.name for f in fields(rotoff.Stage) if f.name in ("output_bytes", "saved_bytes", "grad_bytes")):
+                assert getattr(mine, name) <= getattr(theirs, name) <= 1.6 * getattr(mine, name) + 64
+        assert own.unmanaged_bytes <= taken.unmanaged_bytes
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_smaller_forms_are_redone_at_sizes_that_were_not_measured(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, plain = planned("recorded", share, 192, mode="remat", refine=True)
+    wholly: list[int] = []
+    make_all = "rotoff.runtime.stage_run.StageRun._make_all"
+    monkeypatch.setattr(make_all, lambda self, given: wholly.append(self.i) or self.again(given, True, None, alone=False))
+    redone = 0
+    for size in (192, 64, 160, 176):
+        batch = rows(size)
+        assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
+        redone += sum(str(op).startswith("F_sel") for op in wrapped.sequence)
+        if size in (160, 176):
+            assert not any(recipe.sized for one in wrapped.profile.behaviours for recipe in one.forms)
+    assert redone
+    assert not wholly
+
+
+def test_values_beside_the_tensors_are_no_part_of_what_is_measured(measurings: list[int]) -> None:
+    wrapped, plain = planned("recorded", 0.5, 96)
+    measurings.clear()
+    for scale in (1.0, 0.9, 0.8, 0.7):
+        batch = (*rows(96), scale)
+        assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
+    assert len(measurings) == 1
+
+
+def test_the_third_size_that_is_measured_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    wrapped, _ = planned("recorded", 1.0, 512)
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        for size in (16, 40, 200, 500):
+            step(wrapped, rows(size))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "the input's sizes vary (dimension 0 of tensor 0: 16, 40, 200)" in said[0]
+
+
+def test_it_can_be_switched_off(measurings: list[int]) -> None:
+    model = rotoff.Checkpointable(KINDS["recorded"][0](), interpolate=False).compute_sequence("1 GiB")
+    for size in (192, 64, 96, 128):
+        step(model, rows(size))
+    assert len(measurings) == 4
+
+
+def test_a_larger_size_that_may_not_fit_is_measured(measurings: list[int]) -> None:
+    wrapped, _ = planned("recorded", 0.05, 192)
+    for size in (160, 80):
+        step(wrapped, rows(size))
+    measurings.clear()
+    step(wrapped, rows(192))  # what its bytes are at most is more than the limit
+    assert measurings == [1]
+    assert wrapped.chain.meta["times"] == "interpolated between those measured at other sizes"
+
+
+def test_plans_that_are_known_are_listed() -> None:
+    wrapped, _ = planned("recorded", 0.5, 192)
+    for size in (192, 64, 128):
+        step(wrapped, rows(size))
+    table = {one.shapes[0][0]: one for one in wrapped.plans()}
+    assert {size: one.measured for size, one in table.items()} == {192: True, 64: True, 128: False}
+    assert all(one.memory <= wrapped._courses.request.mem_limit for one in table.values())
+    assert table[192].makespan > table[64].makespan > 0
+
+
+# -- where sizes lie
+
+
+def test_sizes_are_rounded_up_to_eight_steps_of_a_power_of_two() -> None:
+    def one(size: int, *more: int) -> tuple[int, ...]:
+        return rounded(((size, *more),))[0]
+
+    assert [one(n)[0] for n in (1, 7, 15, 16, 17, 33, 100, 129, 511, 513)] == [1, 7, 15, 16, 18, 36, 104, 144, 512, 576]
+    for a, b in pairwise(range(1, 2000)):
+        assert a <= one(a)[0] <= one(b)[0] <= max(b + 1, 1.125 * b)
+    assert one(2, 3, 70, 40) == (2, 3, 96, 40)  # an image
+
+
+def test_a_place_between_two_sizes_covers_all_that_grow() -> None:
+    assert position(((4, 64),), ((4, 128),), ((4, 96),)) == 0.5
+    assert position(((4, 64),), ((4, 128),), ((4, 192),)) == 2.0
+    assert position(((2, 64),), ((4, 128),), ((3, 80),)) == 0.5
+    assert position(((4, 64),), ((4, 128),), ((5, 96),)) is None  # nothing grows there
+    assert position(((4, 128),), ((2, 256),), ((2, 160),)) is None  # one is no larger than the other
+
+
+def test_bytes_beyond_both_sizes_are_bounded_by_their_degree() -> None:
+    assert Share.at(0.5, 2) == (0.5, 0.5)
+    assert Share.at(1.5, 2) == (2.25, 1.5)
+
+
+def test_other_kinds_of_input_are_other_families() -> None:
+    plain = ((4, 64), "torch.int64", "cpu", False)
+    assert split([plain])[0] == split([((2, 8), "torch.int64", "cpu", False)])[0]
+    for other in (((4, 64, 1), *plain[1:]), (plain[0], "torch.int32", *plain[2:]), (*plain, (1, 4))):
+        assert split([plain])[0] != split([other])[0]
+
+
+def test_profiles_of_other_stages_are_not_mixed() -> None:
+    few, many = (
+        rotoff.Checkpointable(nn.Sequential(*(Residual(WIDTH) for _ in range(n)))).measure(*rows(8), repeats=1).profile
+        for n in (2, 3)
+    )
+    with pytest.raises(NotAlike):
+        between(few, many, Share.at(0.5, 2))
+
+
+def test_of_many_measured_sizes_the_last_are_kept() -> None:
+    class Of:
+        profile: Any = None
+
+    measured: MeasuredSizes[Any] = MeasuredSizes()
+    for size in range(30):
+        measured.add(((size,),), Of())
+    assert len(measured) == 16
+    assert measured.sizes[-1] == ((29,),)

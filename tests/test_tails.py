@@ -14,10 +14,10 @@ from torch import nn
 
 import rotoff
 from rotoff.planning.planner import Request, make_plan
+from rotoff.profile.between_sizes import Share, between
 from rotoff.profile.estimate.devices import Device
 from rotoff.profile.estimate.estimate import estimate_profile
 from rotoff.profile.profile import Profile
-from rotoff.profile.timing.interpolation import MeasuredTimes
 from rotoff.profile.timing.stage_timing import HostClock
 from rotoff.runtime.early_stop import expected_trace, tails_in_backward
 from rotoff.solver.bounds import least_time_of
@@ -183,14 +183,11 @@ def test_a_stage_that_may_have_something_to_do_at_its_end_has_none() -> None:
 
 
 def test_between_two_sizes_a_tail_is_on_the_line() -> None:
-    times = MeasuredTimes()
-    for batch, tail in ((16, 0.25), (32, 0.75)):
-        chain = rotoff.Chain((rotoff.Stage(name="a", forward_time=1.0, backward_time=2.0),), 1.0, 1.0)
-        profile = Profile(torch.device("cpu"), chain, (), (), (Behaviour(()),), 0, 0, tail_times=(tail,))
-        times.add((((batch, 8), "torch.int64"),), "here", "a", profile)
-    found = times.find((((24, 8), "torch.int64"),), "here", "a")
-    assert found is not None
-    assert found.times.stages[0].tail_time == 0.5
+    chain = rotoff.Chain((rotoff.Stage(name="a", forward_time=1.0, backward_time=2.0),), 1.0, 1.0)
+    low, high = (
+        Profile(torch.device("cpu"), chain, (), (), (Behaviour(()),), 0, 0, tail_times=(tail,)) for tail in (0.25, 0.75)
+    )
+    assert between(low, high, Share.at(0.5, 2)).tail_times == (0.5,)
 
 
 # -- what plans make of them

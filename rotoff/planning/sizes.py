@@ -6,6 +6,7 @@ eight steps from each power of two to the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -121,7 +122,7 @@ class MeasuredSizes(Generic[Of]):
             if len(self._rows) > 2:
                 found = [Near(one.profile, one) for _, one in larger_ones]
             else:
-                found = [Near(one.profile, one) for high, one in larger_ones if _volume(high) <= NEAR * _volume(sizes)]
+                found = [Near(one.profile, one) for high, one in larger_ones if volume(high) <= NEAR * volume(sizes)]
         return min(found, key=lambda one: sum(stage.saved_bytes for stage in one.profile.chain.stages), default=None)
 
 
@@ -141,11 +142,9 @@ def _covers(high: Sizes, sizes: Sizes) -> bool:
     return all(a >= b for one, other in zip(high, sizes, strict=True) for a, b in zip(one, other, strict=True))
 
 
-def _volume(sizes: Sizes) -> float:
-    volume = 1.0
-    for pair in {(n, d, size) for n, shape in enumerate(sizes) for d, size in enumerate(shape)}:
-        volume *= max(1, pair[2])
-    return volume
+def volume(sizes: Sizes) -> int:
+    """Elements of the largest tensor."""
+    return max(math.prod(shape) for shape in sizes)
 
 
 def _degree(low: Sizes, high: Sizes) -> int:

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,13 +43,14 @@ from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
 from .options import Options
-from .planner import Request, make_plan
-from .sizes import MeasuredSizes, Sizes, rounded, split
+from .planner import Request, expected_bytes, make_plan
+from .sizes import MeasuredSizes, Sizes, rounded, split, volume
 
 logger = logging.getLogger("rotoff")
 # Measuring watches calls and allocations of the whole process; so one thread does it at a time.
 _MEASURING = threading.RLock()
 _OF_ONE_SIGNATURE = 8  # courses that are kept
+_NEAREST = 4  # plans of other sizes that are tried for a new one
 _SEVERAL = 2  # sizes measured before a word is said of it
 _STAGES = 20_000  # of all courses that are kept, a few kilobytes each
 
@@ -100,6 +101,21 @@ class Specialization:
 
 _OTHERS = 64  # other courses that are remembered
 _TWICE = 2  # times that a step takes the same other course before that is measured, too
+
+
+class PlannedSize(NamedTuple):
+    """The plan for one size of input.
+
+    shapes: of the input's tensors. measured: whether its bytes were; else they follow from other sizes. memory: bytes that the
+    step is expected to hold at most, in the terms of `mem_limit`. makespan: seconds that it is expected to take. overhead: of these, over
+    keeping everything, as a share.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    measured: bool
+    memory: int
+    makespan: float
+    overhead: float
 
 
 class Specializations:
@@ -202,7 +218,7 @@ class Specializations:
                 course = Specialization(near.profile, near.like.captured, hint=near.like.hint)
             if course.plan is None:
                 try:
-                    course.plan = make_plan(course.profile, self.request, near=self._plans(measured))
+                    course.plan = make_plan(course.profile, self.request, near=self._plans(measured, course.profile))
                 except InfeasibleError:
                     return None  # what it takes may be less than what it is charged with
             self._rounded[of] = course
@@ -210,10 +226,11 @@ class Specializations:
         self._drop()
         return self._rounded[of]
 
-    def _plans(self, measured: MeasuredSizes[Specialization]) -> list[tuple[Profile, ExecutionPlan]]:
-        """Those made so far for other sizes."""
-        every = {id(one): one for one in (*measured, *self._rounded.values())}
-        return [(one.profile, one.plan) for one in every.values() if one.plan is not None]
+    def _plans(self, measured: MeasuredSizes[Specialization], profile: Profile) -> list[tuple[Profile, ExecutionPlan]]:
+        """Those made for the sizes nearest to that of `profile`."""
+        every = {id(one): one for one in (*measured, *self._rounded.values()) if one.plan is not None}
+        nearest = sorted(every.values(), key=lambda one: abs(_saved(one.profile) - _saved(profile)))
+        return [(one.profile, one.plan) for one in nearest[:_NEAREST] if one.plan is not None]
 
     def _measure_here(
         self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Sequence[Specialization]
@@ -228,7 +245,7 @@ class Specializations:
             self._model.train()
         try:
             known = [one.captured.tape for one in also if one.captured.tape is not None]
-            like, near = self._other_sizes(value) if self._varies and not timed and not also else (None, None)
+            like, times = self._other_sizes(value) if self._varies and not timed and not also else (None, None)
             tape = None if like is None else like.captured.tape
             captured = strategy.capture(self._model, value, device, self._options.stages, self.plain, known, tape)
             captured = captured.starting(read_backward_from(self._options.backward_from))
@@ -240,7 +257,7 @@ class Specializations:
             kept = find_times(self._cache, key)
             if kept is not None:
                 logger.info("rotoff: times of %d stages from the cache in %s", len(kept.stages), self._cache.directory)
-            between = None if near is None or kept is not None else known_times(near)
+            between = times if kept is None else None
             merged = [stage.name for stage in (*like.profile.prefix, *like.profile.stages)] if like is not None else ()
             others = other_algorithms(device) if read_conv_algorithms(self._options.conv_algorithms) else ()
             named = bool(strategy.named(self._model, self._options.stages))
@@ -269,14 +286,16 @@ class Specializations:
             if not was_training:
                 self._model.eval()
 
-    def _other_sizes(self, value: Any) -> tuple[Specialization | None, Profile | None]:
-        """What was measured last at other sizes, and a profile to steer by: no bytes are taken from that."""
+    def _other_sizes(self, value: Any) -> tuple[Specialization | None, KnownTimes | None]:
+        """What was measured last at other sizes, and the times that it and others tell of."""
         family, sizes = _family(signature(value, self._model))
         measured = self._sizes.get(family)
         if measured is None:
             return None, None
         near = measured.near(sizes, math.inf)
-        return measured.last, near and near.profile
+        if near is not None:
+            return measured.last, known_times(near.profile)
+        return measured.last, known_times(measured.last.profile, volume(sizes) / volume(measured.sizes[-1]))
 
     def ask(self, request: Request) -> None:
         """Plan the latest course for `request`, and the others when they are taken; nothing changes where that fails."""
@@ -320,7 +339,8 @@ class Specializations:
             course = self.measure(value, None, None, timed=False)
         self._known.move_to_end(key)
         if course.plan is None:
-            course.plan = make_plan(course.profile, self.request, self._group)
+            measured = self._sizes.get(_family(key)[0], MeasuredSizes())
+            course.plan = make_plan(course.profile, self.request, self._group, self._plans(measured, course.profile))
         self.latest = course
         return course
 
@@ -344,6 +364,19 @@ class Specializations:
             " the largest ahead, by model.measure(*largest)",
             told,
         )
+
+    def plans(self) -> list[PlannedSize]:
+        """One row for each signature that has a plan."""
+        measured = {id(one) for several in self._sizes.values() for one in several}
+        found = []
+        for key, known in self._known.items():
+            sizes = _family(key)[1]
+            for one in known:
+                if one.plan is not None:
+                    makespan, own = one.plan.trace.makespan, not self._varies or id(one) in measured
+                    told = expected_bytes(one.profile, one.plan)
+                    found.append(PlannedSize(sizes, own, told, makespan, makespan / one.profile.chain.compute_time - 1))
+        return found
 
     def followed(self, course: Specialization, step: Step) -> None:
         """`step` has run its forward, and was expected to take `course`."""
@@ -424,6 +457,10 @@ def signature(value: Any, model: nn.Module) -> Any:
     # the modules of an nn.Sequential are its stages, and run themselves
     stages = tuple(modules) if strategy.is_sequential(model) else ()
     return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
+
+
+def _saved(profile: Profile) -> int:
+    return sum(stage.saved_bytes for stage in profile.chain.stages)
 
 
 def _family(key: Any) -> tuple[Any, Sizes]:

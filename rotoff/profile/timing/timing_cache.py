@@ -95,11 +95,20 @@ def times_of(profile: Profile) -> tuple[StageTimes, ...]:
     return tuple(rows)
 
 
-def known_times(profile: Profile) -> KnownTimes:
-    """The times of a measured model, its link and the runtime."""
+def known_times(profile: Profile, longer: float = 1.0) -> KnownTimes:
+    """The times of a measured model, its link and the runtime. longer: how many times what it took a step takes now."""
     chain = profile.chain
     link = chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex
-    return KnownTimes(times_of(profile), link, profile.copy_bandwidth, profile.upkeep_times, checked=False)
+    stages = [
+        row._replace(
+            forward_time=row.forward_time * longer,
+            backward_time=row.backward_time * longer,
+            tail_time=row.tail_time * longer,
+            forms=tuple(form._replace(seconds=form.seconds * longer) for form in row.forms),
+        )
+        for row in times_of(profile)
+    ]
+    return KnownTimes(tuple(stages), link, profile.copy_bandwidth, profile.upkeep_times, checked=False)
 
 
 def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
