@@ -20,6 +20,7 @@ import rotoff
 from rotoff.planning.sizes import MeasuredSizes, position, rounded, split
 from rotoff.planning.specialization import Specializations
 from rotoff.profile.between_sizes import NotAlike, Share, between
+from rotoff.runtime.execution_plan import compile_sequence
 
 WIDTH = 32
 
@@ -173,20 +174,29 @@ def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> No
         assert own.unmanaged_bytes <= taken.unmanaged_bytes
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5])
-def test_smaller_forms_are_redone_at_sizes_that_were_not_measured(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapped, plain = planned("recorded", share, 192, mode="remat", refine=True)
+@pytest.mark.parametrize("kind", ["recorded", "sequential", "attention"])
+def test_smaller_forms_are_redone_at_sizes_that_were_not_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, plain = planned(kind, 0.5, 192)
+    make = KINDS[kind][1]
     wholly: list[int] = []
     make_all = "rotoff.runtime.stage_run.StageRun._make_all"
     monkeypatch.setattr(make_all, lambda self, given: wholly.append(self.i) or self.again(given, True, None, alone=False))
-    redone = 0
-    for size in (192, 64, 160, 176):
-        batch = rows(size)
-        assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
-        redone += sum(str(op).startswith("F_sel") for op in wrapped.sequence)
-        if size in (160, 176):
-            assert not any(recipe.sized for one in wrapped.profile.behaviours for recipe in one.forms)
-    assert redone
+    for size in (192, 64, 160, 150):
+        step(wrapped, make(size))
+    course = wrapped._courses.latest
+    assert course is not None
+    assert not any(recipe.sized for one in course.profile.behaviours for recipe in one.forms)
+    stages = course.profile.chain.stages
+    for form in (1, 2):
+        ops = [f"F_sel {i} {min(form, len(s.forms))}" if s.forms else f"F_all {i}" for i, s in enumerate(stages, start=1)]
+        ops += [f"B {i}" for i in range(len(stages), 0, -1)]
+        course.plan = compile_sequence(
+            course.profile.chain, rotoff.Sequence(tuple(map(rotoff.parse, ops)), "remat", 1 << 40)
+        )
+        for size in (150, 160, 148):
+            batch = make(size)
+            assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
+    assert sum("F_sel" in op for op in ops) > 1
     assert not wholly
 
 
