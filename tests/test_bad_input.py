@@ -208,7 +208,7 @@ def test_more_slots_than_the_arithmetic_holds() -> None:
         assert rotoff.simulate(chain, plan, 2**53).peak_bytes > 2**52
 
 
-@pytest.mark.parametrize("chain", [None, "chain.json", {"format": "rotoff.core.chain"}])
+@pytest.mark.parametrize("chain", [None, "chain.json", {"format": "rotoff.chain"}])
 def test_what_is_no_chain_says_how_to_get_one(chain: Any) -> None:
     for use in (lambda: rotoff.solve(chain, 100), lambda: rotoff.simulate(chain, [])):
         with pytest.raises(ChainError, match=r"the chain is .* give a rotoff.Chain, such as Chain.load\(path\)"):

@@ -21,7 +21,7 @@ def plain_stage(**changes: Any) -> dict[str, Any]:
 
 
 def plain_chain(**changes: Any) -> dict[str, Any]:
-    head = {"format": "rotoff.core.chain", "version": 1, "d2h_bandwidth": 1e9, "h2d_bandwidth": 2e9, "input_bytes": 8}
+    head = {"format": "rotoff.chain", "version": 1, "d2h_bandwidth": 1e9, "h2d_bandwidth": 2e9, "input_bytes": 8}
     return {**head, "stages": [plain_stage(), plain_stage()], **changes}
 
 
@@ -109,7 +109,7 @@ def test_a_file_reads_back(tmp_path: Path) -> None:
 def test_the_file_has_the_fields_of_the_format(tmp_path: Path) -> None:
     Chain.from_dict(plain_chain()).save(tmp_path / "chain.json")
     data = json.loads((tmp_path / "chain.json").read_text())
-    assert (data["format"], data["version"]) == ("rotoff.core.chain", 1)
+    assert (data["format"], data["version"]) == ("rotoff.chain", 1)
     assert data["stages"][0] == {
         "name": "",
         "forward_time": 1.0,
@@ -215,10 +215,10 @@ def test_a_missing_field_of_the_chain_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ([], 'the field "format" must be "rotoff.core.chain"'),
-        (None, 'the field "format" must be "rotoff.core.chain"'),
-        (without(plain_chain(), "format"), 'the field "format" must be "rotoff.core.chain"'),
-        (plain_chain(format="rotoff.core.sequence"), 'the field "format" must be "rotoff.core.chain"'),
+        ([], 'the field "format" must be "rotoff.chain"'),
+        (None, 'the field "format" must be "rotoff.chain"'),
+        (without(plain_chain(), "format"), 'the field "format" must be "rotoff.chain"'),
+        (plain_chain(format="rotoff.sequence"), 'the field "format" must be "rotoff.chain"'),
         (plain_chain(version=3), "version 3; this rotoff reads versions 1 and 2"),
         (without(plain_chain(), "version"), "version None"),
         (plain_chain(stages=[]), "has no stages; it needs at least one"),
@@ -256,7 +256,7 @@ def test_what_cannot_be_built(build: Any, sentence: str) -> None:
         build()
 
 
-@pytest.mark.parametrize("text", ["", "{", "F_all 1", '{"format": "rotoff.core.chain"', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "F_all 1", '{"format": "rotoff.chain"', "\x00"])
 def test_a_file_that_is_not_json_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)

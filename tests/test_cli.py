@@ -88,7 +88,7 @@ def test_solve_writes_what_the_machine_accepts(files: Path, capsys: pytest.Captu
 def test_a_chain_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(CHAIN.to_dict())))
     data = json.loads(out(capsys, "solve", "-", "--mem-limit", "20MiB", "--json", *QUICK))
-    assert data["format"] == "rotoff.core.sequence"
+    assert data["format"] == "rotoff.sequence"
     monkeypatch.setattr("sys.stdin", io.StringIO("nothing"))
     assert "standard input is not JSON" in error(capsys, "show", "-")
     monkeypatch.setattr("sys.stdin", io.StringIO("[" * 100_000))
@@ -230,7 +230,7 @@ def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.Ca
     ("arguments", "code", "sentence"),
     [
         (["solve", "nowhere.json", "--mem-limit", "1GiB"], 2, "nowhere.json: No such file or directory"),
-        (["solve", "sequence.json", "--mem-limit", "1GiB"], 2, 'the field "format" must be "rotoff.core.chain"'),
+        (["solve", "sequence.json", "--mem-limit", "1GiB"], 2, 'the field "format" must be "rotoff.chain"'),
         (["solve", "chain.json", "--mem-limit", "3 MiB"], 1, "needs at least"),
         (["solve", "chain.json", "--mem-limit", "lots"], 2, "the size is 'lots'"),
         (["solve", "chain.json", "--mem-limit", "0.5"], 2, "a number without a unit"),

@@ -174,7 +174,7 @@ def test_a_file_reads_back(tmp_path: Path) -> None:
 def test_the_file_has_the_fields_of_the_format(tmp_path: Path) -> None:
     Sequence.from_text(STEP).save(tmp_path / "sequence.json")
     assert json.loads((tmp_path / "sequence.json").read_text()) == {
-        "format": "rotoff.core.sequence",
+        "format": "rotoff.sequence",
         "version": 1,
         "mode": "",
         "mem_limit": None,
@@ -183,7 +183,7 @@ def test_the_file_has_the_fields_of_the_format(tmp_path: Path) -> None:
 
 
 def test_unknown_fields_are_kept(tmp_path: Path) -> None:
-    data = {"format": "rotoff.core.sequence", "version": 1, "ops": ["F_all 1", "B 1"], "seed": 3, "mem_limit": 10.5}
+    data = {"format": "rotoff.sequence", "version": 1, "ops": ["F_all 1", "B 1"], "seed": 3, "mem_limit": 10.5}
     Sequence.from_dict(data).save(tmp_path / "sequence.json")
     back = json.loads((tmp_path / "sequence.json").read_text())
     assert back["seed"] == 3
@@ -196,15 +196,15 @@ def test_every_sequence_survives_its_file_format(items: list[Op], mode: str, lim
     assert Sequence.from_dict(json.loads(json.dumps(sequence.to_dict()))) == sequence
 
 
-GOOD = {"format": "rotoff.core.sequence", "version": 1, "ops": ["F_all 1", "B 1"]}
+GOOD = {"format": "rotoff.sequence", "version": 1, "ops": ["F_all 1", "B 1"]}
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (None, 'the field "format" must be "rotoff.core.sequence"'),
-        ([], 'the field "format" must be "rotoff.core.sequence"'),
-        ({**GOOD, "format": "rotoff.core.chain"}, 'the field "format" must be "rotoff.core.sequence"'),
+        (None, 'the field "format" must be "rotoff.sequence"'),
+        ([], 'the field "format" must be "rotoff.sequence"'),
+        ({**GOOD, "format": "rotoff.chain"}, 'the field "format" must be "rotoff.sequence"'),
         ({**GOOD, "version": 2}, "version 2; this rotoff reads version 1"),
         ({**GOOD, "ops": "F_all 1"}, '"ops", a list of texts'),
         ({**GOOD, "ops": None}, '"ops", a list of texts'),

@@ -18,7 +18,7 @@ from ..io.json_file import load_json, save_json
 from .chain_fields import bytes_of, check_name, seconds, several
 from .parameters import ParameterGroup
 
-FORMAT = "rotoff.core.chain"
+FORMAT = "rotoff.chain"
 VERSION = 1
 WITH_PARAMETERS = 2
 

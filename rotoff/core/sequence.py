@@ -15,7 +15,7 @@ from ..errors import LimitError, SequenceFormatError
 from ..io.json_file import is_text, load_json, save_json
 from .sizes import parse_bytes
 
-FORMAT = "rotoff.core.sequence"
+FORMAT = "rotoff.sequence"
 VERSION = 1
 MOST_DIGITS = 18  # of a stage's number; Python itself reads no more than 4300
 

@@ -84,7 +84,7 @@ class PlannedModes:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; the chain is left out."""
         return {
-            "format": "rotoff.tools.mode_comparison",
+            "format": "rotoff.planned_modes",
             "version": 1,
             "meta": dict(self.chain.meta),
             "device": self.device,
