@@ -1,4 +1,4 @@
-"""Plans of chains with parameters: one row of numbers that the kernel `_place` decodes into a steady step.
+"""Plans of chains with parameters: one row of numbers that the kernel `kernels.place` decodes into a steady step.
 
 First the codes of the stages (`solver.plan_codes`), whose MOVE bit here says that the value made does leave, in its longest absence; then
 four numbers for each group: after which of its uses ``w`` leaves (bits), flags (its state leaves; its gradient leaves before an

@@ -1,6 +1,6 @@
 """The search for chains with parameters: what people place by hand, under several plans for the activations, then annealing.
 
-Every step of it decodes a whole steady step in compiled code (`_place`). As in `solver.anneal`, effort is counted in plans and random
+Every step of it decodes a whole steady step in compiled code (`kernels.place`). As in `solver.anneal`, effort is counted in plans and random
 numbers are seeded, so equal inputs give equal sequences.
 """
 

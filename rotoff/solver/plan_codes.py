@@ -1,4 +1,4 @@
-"""Plans: a table of codes that says what each visit of each stage does; `_decode` decodes it on exact bytes.
+"""Plans: a table of codes that says what each visit of each stage does; `kernels.decode` decodes it on exact bytes.
 
 ``codes[q, v]`` governs the v-th time that a forward of stage q runs (v from 0; the last column serves later visits too):
 

@@ -1,6 +1,6 @@
 """Pure recompute: rotor's dynamic program with every need checked, and the plan at the smallest limit.
 
-The recurrences (`_remat`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v = 0. Unlike
+The recurrences (`kernels.remat`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v = 0. Unlike
 rotor's, the first sweep carries no δ_L, keeping all of stage i is checked against δ_j + ā_i + o_F(i) and its backward's need,
 and the ā after a swept segment may be kept in the place of its input.
 """
