@@ -13,7 +13,7 @@ import pytest
 
 import rotoff
 from rotoff.cli import main
-from rotoff.solver import anneal as refine
+from rotoff.solver import anneal
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,7 +40,7 @@ def test_what_a_page_shows_runs(page: Path, tmp_path: Path, monkeypatch: pytest.
     torch = pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(refine, "DEFAULT_SECONDS", 0.05)  # what is shown must run, not find the best
+    monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.05)  # what is shown must run, not find the best
     monkeypatch.syspath_prepend(str(tmp_path))
     # The chain that pages speak of where none was measured: eight stages of a GiB each.
     stage = rotoff.Stage("block", 0.1, 0.2, 2**28, 3 * 2**30)
