@@ -205,7 +205,7 @@ class Chain:
         """The chain that a JSON object of the file format describes; unknown fields are kept in `extra`.
 
         Raises:
-            ChainError: where the object is not such a chain; the sentence names the field.
+            ChainError: if the object is not such a chain; the sentence names the field.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ChainError(f'not a chain: the field "format" must be "{FORMAT}"')

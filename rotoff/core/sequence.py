@@ -66,7 +66,7 @@ def o(k: int) -> Value:
 
 
 class OpKind(Enum):
-    """The machine's operations; ``F_none`` is the papers' F_∅. ``U k`` updates group k on the device, ``H k`` on the host."""
+    """The machine's operations. ``F_none`` is the papers' F_∅; ``U`` updates on the device, ``H`` on the host."""
 
     F_ALL = "F_all"
     F_SEL = "F_sel"

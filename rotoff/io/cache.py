@@ -23,7 +23,9 @@ _VERSION = 1
 
 
 def default_directory() -> Path | None:
-    """Where the environment says: ``ROTOFF_CACHE``, else ``rotoff`` in the user's cache directory; None where it says off."""
+    """Where the environment says: ``ROTOFF_CACHE``, else ``rotoff`` in the user's cache directory; None where it says
+    off.
+    """
     named = os.environ.get(ENVIRONMENT)
     if named is not None:
         return None if named.strip().lower() in ("", "off", "0", "no", "false", "none") else Path(named).expanduser()

@@ -22,7 +22,8 @@ def load_json(path: str | os.PathLike[str], build: Callable[[Any], T], error: ty
     """What `build` makes of the JSON in the file at `path`.
 
     Raises:
-        error: where it is no JSON, or `build` raises one; the sentence begins with the file. OSError: where it cannot be read.
+        error: where it is no JSON, or `build` raises one; the sentence begins with the file. OSError: if it cannot be
+            read.
     """
     return read_json(lambda: Path(path).read_text(encoding="utf-8"), str(path), build, error)
 
@@ -31,7 +32,7 @@ def read_json(read: Callable[[], str], source: str, build: Callable[[Any], T], e
     """What `build` makes of the JSON that `read` gives; sentences begin with `source`, such as "standard input".
 
     Raises:
-        error: where it is no JSON, or `build` raises one. OSError: where it cannot be read.
+        error: where it is no JSON, or `build` raises one. OSError: if it cannot be read.
     """
     try:
         data = json.loads(read())

@@ -106,7 +106,7 @@ def save(figure: Figure, path: str | os.PathLike[str], dpi: int = 150) -> None:
     The same figure gives the same file, byte for byte, with the same matplotlib.
 
     Raises:
-        OptionError: for another suffix. OSError: where the file cannot be written.
+        OptionError: for another suffix. OSError: if the file cannot be written.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):

@@ -50,7 +50,7 @@ def timeline(
         title: by default mode, step time and peak.
 
     Raises:
-        InvalidSequenceError: where the machine refuses the sequence.
+        InvalidSequenceError: if the machine refuses the sequence.
     """
     trace = simulate(chain, sequence)
     limit = sequence.mem_limit if mem_limit is None and isinstance(sequence, Plan) else mem_limit

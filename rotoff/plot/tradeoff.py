@@ -29,7 +29,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
         title: by default the chain's name.
 
     Raises:
-        OptionError: where no row holds a plan that fits.
+        OptionError: if no row holds a plan that fits.
     """
     made = [row for row in rows if row.makespan is not None]
     if not made:
