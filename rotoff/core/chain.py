@@ -211,9 +211,11 @@ class Chain:
             raise ChainError(f'not a chain: the field "format" must be "{FORMAT}"')
         version, groups = data.get("version"), data.get("parameters", [])
         if version not in (VERSION, WITH_PARAMETERS):
-            raise ChainError(f"a chain of version {version!r}; this rotoff reads versions {VERSION} and {WITH_PARAMETERS}")
+            raise ChainError(
+                f"the chain file has version {version!r}; this rotoff reads versions {VERSION} and {WITH_PARAMETERS}"
+            )
         if version == VERSION and "parameters" in data:
-            raise ChainError(f"a chain of version {VERSION} has no parameters; give version {WITH_PARAMETERS}")
+            raise ChainError(f"a chain file of version {VERSION} cannot have parameters; give version {WITH_PARAMETERS}")
         for name in ("d2h_bandwidth", "h2d_bandwidth", "input_bytes", "stages"):
             if name not in data:
                 raise ChainError(f"the chain misses the field {name!r}")

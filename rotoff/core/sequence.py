@@ -240,9 +240,9 @@ def resident_values(texts: Iterable[str]) -> tuple[Value, ...]:
     values = tuple(parse_value(text) for text in texts)
     for n, v in enumerate(values):
         if v.of not in ("w", "o"):
-            raise SequenceFormatError(f"resident of the sequence names {v}; between steps the device holds w and o alone")
+            raise SequenceFormatError(f"resident of the sequence names {v}; between steps the device holds only w and o")
         if v in values[:n]:
-            raise SequenceFormatError(f"resident of the sequence names {v} twice; once is enough")
+            raise SequenceFormatError(f"resident of the sequence names {v} twice; name it once")
     return values
 
 
@@ -312,7 +312,9 @@ class Sequence:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise SequenceFormatError(f'not a sequence: the field "format" must be "{FORMAT}"')
         if data.get("version") != VERSION:
-            raise SequenceFormatError(f"a sequence of version {data.get('version')!r}; this rotoff reads version {VERSION}")
+            raise SequenceFormatError(
+                f"the sequence file has version {data.get('version')!r}; this rotoff reads version {VERSION}"
+            )
         ops, mode, limit, meta = data.get("ops"), data.get("mode", ""), data.get("mem_limit"), data.get("meta", {})
         if not isinstance(ops, list) or not isinstance(mode, str) or not isinstance(meta, Mapping):
             raise SequenceFormatError('a sequence needs "ops", a list of texts; "mode" is text and "meta" an object')

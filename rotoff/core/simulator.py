@@ -393,7 +393,7 @@ def simulate(chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None =
     ops = tuple(sequence)
     for index, op in enumerate(ops):
         if not isinstance(op, Op):
-            raise InvalidSequenceError("is no rotoff.Op; make one with rotoff.parse(text)", op, index)
+            raise InvalidSequenceError("is not a rotoff.Op; make one with rotoff.parse(text)", op, index)
     check_updates(ops, resident, updates)
     machine = Machine(chain, None if mem_limit is None else parse_bytes(mem_limit), at_rest(chain, ops, resident))
     for period in range(PERIODS if chain.parameters else 1):

@@ -67,7 +67,7 @@ def solve(
         check_alone(policy, given)
         return run(policy, chain, limit, options if updates is None else {**options, "updates": updates})
     if options:
-        raise OptionError(f"{next(iter(options))} is no argument of solve; options go with a policy")
+        raise OptionError(f"{next(iter(options))} is not an argument of solve; options of a policy need policy=")
     host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
     when = "during" if updates is None else updates
@@ -90,7 +90,7 @@ def check_mode_options(options: Mapping[str, Any]) -> None:
     """Raise OptionError or LimitError if `options` are not options of `solve` for a mode (mode and slots aside)."""
     for name in options:
         if name not in _OF_MODES:
-            raise OptionError(f"{name} is no option; a mode has {', '.join(_OF_MODES)}, and others go with a policy")
+            raise OptionError(f"{name} is not an option; a mode has {', '.join(_OF_MODES)}, and others need policy=")
     if (host_limit := options.get("host_limit")) is not None:
         parse_host_limit(host_limit)
     Budget.of(options.get("refine", True))
