@@ -321,7 +321,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def keep_all_memory(self) -> int:
-        """Bytes of keeping everything, counted like `mem_limit`. At this limit and above, the plain model runs."""
+        """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
         return reported_bytes(self.profile, plan_everything(self.profile, plain=not self._check))
 
     # -- running
