@@ -1,7 +1,7 @@
-"""rotoff: train PyTorch models inside a memory limit, by recompute and offload planned together.
+"""rotoff: train PyTorch models inside a memory limit, with recompute and offload planned together.
 
-The whole public API stands on this page. Planning needs no torch: `Checkpointable` and what measures or runs a model
-is loaded on first use.
+This page is the whole public API. Planning needs no torch: `Checkpointable`, and everything else that measures or runs
+a model, is loaded on first use.
 """
 
 from __future__ import annotations

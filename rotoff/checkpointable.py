@@ -1,8 +1,8 @@
-"""The module that a user meets: the model, trained inside a limit.
+"""`Checkpointable`: the public class that trains a model inside a limit.
 
-``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training forward whose inputs have
-a new signature (shapes, strides, dtypes, what needs gradients, autocast) is measured and planned on sight; plans are kept for the
-signatures seen last.
+``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training forward whose inputs
+have a new signature (shapes, strides, dtypes, `requires_grad`, autocast) is measured and planned on first use. The
+plans of the last signatures are kept.
 """
 
 from __future__ import annotations
@@ -60,42 +60,60 @@ ATTACHED = "_rotoff_attachment"
 
 
 class Checkpointable(RotorNames, ModuleProxy):
-    """`model`, whose training steps stay inside a memory limit once `compute_sequence` has been called.
+    """Wraps a model so that its training steps stay inside a memory limit.
 
-    In `eval` mode and without gradients the model runs as it is. `state_dict`, `named_parameters` and attributes are the
-    model's own.
+        Call `measure` and `compute_sequence`, or only `compute_sequence`, and train as before. In `eval` mode and without
+        gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the model's own.
 
-    Args:
-        model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors, or any
-            other model: its forward is recorded on a sample and cut into stages.
-        host_directory: on the CPU, where the file that values are offloaded to lies; it must be on a real disk.
-            Default: the first writable of the usual temporary directories that is.
-        check: compare after every operation what the device holds with what the machine charges; slow, for tests and doubt.
-        process_group: of ``torch.distributed``, or True for the default one: all of its processes follow one plan, which the first
-            makes, as it was asked to, for the costliest of what each measured and the smallest limit. They must all call
-            `measure` and `compute_sequence`, and meet a new input signature in the same step, and again in the same steps; it
-            may be another in each. Needed where stages communicate (FSDP), of use for even steps.
-        stages: about how many stages to cut the model into (more: finer plans that take longer to make; default 40), or the
-            modules of the model, or their dotted names, that are each to be one stage.
-        backward_from: the output that your backward starts from: its key (``"loss"``) or its place (``0``), or a list of those. The
-            gradients of the others (a language model's logits) are then not charged, and asking for one is refused. None: any.
-        offload_dtype: ``torch.float16`` or ``torch.bfloat16``: float32 values that are offloaded cross the link and wait on
-            the host in that type. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
-            65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
-        cache_directory: where plans and measured times are kept for the next process. True: what the environment variable
-            ROTOFF_CACHE says ("off", or a directory), else ``rotoff`` in the user's cache directory. None or False: nowhere.
-        forms: whether plans may keep a part of what a stage saves and redo the rest; found and measured with the stages. Names
-            of operations, such as ``["addmm", "bmm"]``: what these make is always kept. A function of an
-            `rotoff.profile.selective.variants.Operation`: True where what it makes is always kept, False where never, None as it pays.
-        interpolate: whether a training forward on an input of new sizes is planned by what was measured at others, where that tells
-            of it (`rotoff.profile.between_sizes`). Else each new size is measured, which takes several steps.
-        conv_algorithms: "any": plans may have the convolutions of a stage run by other CUDA algorithms, which are slower and take
-            less workspace, than those that ``torch.backends.cudnn`` picks. Gradients are then *not bit for bit* those of the
-            plain model, as with another cuDNN. Nothing to choose, and no effect, on a CPU. "plain", the default: never.
+        Args:
+            model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors, or any
+                other model, whose forward is recorded on a sample and cut into stages.
+            host_directory: directory of the file for offloaded values, on the CPU; it must be on a real disk. Default: the
+                first of the usual temporary directories that is on one and is writable.
+            check: compare the bytes held with the bytes charged after every operation; slow, for tests and for finding
+                errors.
+            process_group: a group of ``torch.distributed``, or True for the default one. All of its processes follow one
+                plan. The first process makes it, for the largest costs that any of them measured and the smallest limit.
+                All must call `measure` and `compute_sequence`, and meet a new input signature in the same step, and again
+                in the same steps; the signatures may differ. Needed if stages communicate (FSDP); otherwise it keeps step
+                times equal.
+            stages: about how many stages to cut the model into (default 40; more make finer plans, and planning slower), or
+                the modules of the model, or their dotted names, that are to be one stage each.
+            backward_from: the output that your backward starts from: its key (``"loss"``) or its place (``0``), or a list
+                of those. Gradients of other outputs (a language model's logits) are then not charged, and refused. None:
+                any.
+            offload_dtype: ``torch.float16`` or ``torch.bfloat16``: offloaded float32 values cross the link and stay on the
+                host in that type. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
+                65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
+    <<<<<<< HEAD
+            cache_directory: where plans and measured times are kept for the next process. True: what the environment variable
+                ROTOFF_CACHE says ("off", or a directory), else ``rotoff`` in the user's cache directory. None or False: nowhere.
+            forms: whether plans may keep a part of what a stage saves and redo the rest; found and measured with the stages. Names
+                of operations, such as ``["addmm", "bmm"]``: what these make is always kept. A function of an
+                `rotoff.profile.selective.variants.Operation`: True where what it makes is always kept, False where never, None as it pays.
+            interpolate: whether a training forward on an input of new sizes is planned by what was measured at others, where that tells
+                of it (`rotoff.profile.between_sizes`). Else each new size is measured, which takes several steps.
+            conv_algorithms: "any": plans may have the convolutions of a stage run by other CUDA algorithms, which are slower and take
+                less workspace, than those that ``torch.backends.cudnn`` picks. Gradients are then *not bit for bit* those of the
+                plain model, as with another cuDNN. Nothing to choose, and no effect, on a CPU. "plain", the default: never.
+    =======
+            cache_directory: where plans and measured times are kept for the next process. True: the environment variable
+                ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
+                nowhere.
+            forms: whether plans may keep a part of what a stage saves and recompute the rest. Names of operations, such as
+                ``["addmm", "bmm"]``: their results are always kept. A function of an
+                `rotoff.profile.selective.variants.Operation`: True if its results are always kept, False if never, None if
+                the planner decides.
+            interpolate: whether a training forward at a new batch size or sequence length takes its times from two sizes
+                measured before, if these are near enough. Its bytes are always measured, and `measure` always times.
+            conv_algorithms: "any": plans may run a stage's convolutions by other CUDA algorithms than those of
+                ``torch.backends.cudnn``; they are slower and take less workspace. Gradients are then *not bit for bit*
+                those of the plain model. No effect on a CPU. "plain", the default: never.
+    >>>>>>> words
 
-    Raises:
-        MeasureError: where `model` is not such a model. OptionError: for another `backward_from`, `offload_dtype`, `forms` or
-            `conv_algorithms`.
+        Raises:
+            MeasureError: if `model` is not such a model. OptionError: for another `backward_from`, `offload_dtype`, `forms`
+                or `conv_algorithms`.
     """
 
     _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording"})
@@ -165,16 +183,17 @@ class Checkpointable(RotorNames, ModuleProxy):
     ) -> Checkpointable:
         """Measure bytes and times of every stage on a sample batch; returns the module.
 
-        At most one stage is held at a time. Gradients, buffers, generators and memory statistics are left as they were.
+        At most one stage is held at a time. Gradients, buffers, generators and memory statistics stay as they were.
 
         Args:
-            sample, kwargs: what the model is called with, on its device. progress: called with (stages done, of, next stage);
-                True: one changing line on standard error, where that is a terminal.
-            repeats: timed runs of each stage, of which the median counts; None: until it is known to 2 %, at least 3 and at
-                most 15 runs and about half a second (always 5 among several processes, which must keep pace).
+            sample, kwargs: arguments of the model, on its device.
+            progress: called with (stages done, total, next stage); True: one changing line on standard error, if that
+                is a terminal.
+            repeats: timed runs of each stage, of which the median counts. None: until the median is known to 2 %, at
+                least 3 and at most 15 runs or about half a second (always 5 among several processes).
 
         Raises:
-            MeasureError: where the model cannot be measured on this input.
+            MeasureError: if the model cannot be measured on this input.
         """
 
         def sample_here() -> Any:
@@ -227,16 +246,17 @@ class Checkpointable(RotorNames, ModuleProxy):
     def min_mem_limit(self, mode: str = "joint") -> int:
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
 
-        Ask it before choosing a limit, or to know whether the model fits a device at all; nothing is planned. It is of what was
-        measured last, and the same in all processes of a group. `rotoff.min_mem_limit` of the ``chain`` is another number, since the
-        chain counts the batch, and neither constants of a step nor skip connections kept in place. On CUDA it takes the host to have
-        room for what the plan moves; where it has not, the error of `compute_sequence` names a limit that needs none.
+        Call it before you choose a limit, or to see whether the model fits a device at all; it plans nothing. It is for
+        the last measurement, and the same in all processes of a group. `rotoff.min_mem_limit` of the ``chain`` differs:
+        the chain counts the batch, and neither constants of a step nor skip connections kept in place. On CUDA it
+        assumes that the host has room for what the plan moves; if not, the error of `compute_sequence` names a limit
+        that needs no room there.
 
         Args:
             mode: "joint", "remat" (recompute only) or "offload" (move only).
 
         Raises:
-            OptionError: for an unknown mode. MeasureError: where nothing has been measured.
+            OptionError: for an unknown mode. MeasureError: if nothing has been measured.
         """
         check_mode(mode)
         return least_limit(self.profile, Request(NO_LIMIT, mode, 50, {}, plain=not self._check))
@@ -245,10 +265,10 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def profile(self) -> Profile:
-        """What was measured last.
+        """The last measurement.
 
         Raises:
-            MeasureError: where nothing has been measured.
+            MeasureError: if nothing has been measured.
         """
         return self._latest.profile
 
@@ -259,29 +279,29 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def strategy(self) -> str:
-        """How the stages measured last were found, in words."""
+        """How the last measured stages were found, as text."""
         return self._latest.captured.strategy
 
     @property
     def sequence(self) -> Sequence:
-        """The sequence planned last."""
+        """The last planned sequence."""
         return self._plan.sequence
 
     @property
     def kept_skips(self) -> tuple[int, ...] | None:
-        """Which of the ``profile.memory.skips`` stay in place by the plan, by number, in place of being carried; None without a plan."""
+        """Numbers of the ``profile.memory.skips`` that the plan keeps in place; None without a plan."""
         plan = self._latest.plan
         return None if plan is None else plan.kept
 
     @property
     def mem_limit(self) -> int | None:
-        """The limit asked for, in bytes; None where there is none."""
+        """The requested limit in bytes, or None."""
         request = self._courses.request
         return None if request is None or request.mem_limit >= NO_LIMIT else request.mem_limit
 
     @property
     def mem_slots(self) -> int | None:
-        """The slots asked for; None where nothing has been asked for."""
+        """The requested slots, or None."""
         return None if self._courses.request is None else self._courses.request.mem_slots
 
     @property
@@ -327,7 +347,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; in training mode, with gradients and a limit, the step runs as planned."""
+        """Call the model; in training mode, with gradients and a limit, run the step as planned."""
         plain = self._courses.plain or self._model
         if not self.training or not torch.is_grad_enabled() or self._courses.request is None:
             return plain(*args, **kwargs)
@@ -375,13 +395,14 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:
-        """Record the first planned step whose forward runs in this block: its times, to compare with the predicted ones.
+        """Record the first planned step whose forward runs in this block: its times, to compare with the predicted
+        ones.
 
             with model.record_step() as recorded:
                 model(x).sum().backward()
             figure = rotoff.plot.timeline(model.chain, model.sequence, measured=recorded.trace)
 
-        Recording costs a few microseconds for each operation; stages run under rotoff even where everything is kept.
+        Recording costs a few microseconds for each operation. Stages run under rotoff even if everything is kept.
         """
         self._recording = Recording()
         try:
@@ -390,7 +411,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             self._recording = None
 
     def close(self) -> None:
-        """Give host memory, files and threads back; the next step takes them anew."""
+        """Release host memory, files and threads; the next step takes new ones."""
         self._links.close()
 
 

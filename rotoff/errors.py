@@ -29,7 +29,7 @@ class InvalidSequenceError(RotoffError, ValueError):
     """A sequence that the machine refuses.
 
     Attributes:
-        op: the operation refused, or None where the sequence ends too early.
+        op: the operation that is refused, or None if the sequence ends too early.
         index: its 0-based position in the sequence.
     """
 
@@ -41,7 +41,7 @@ class InvalidSequenceError(RotoffError, ValueError):
 
 
 class InfeasibleError(RotoffError):
-    """No sequence of the asked mode fits the limit.
+    """No sequence of the requested mode fits the limit.
 
     Attributes:
         min_mem_limit: the smallest limit in bytes that works in that mode.
@@ -53,7 +53,7 @@ class InfeasibleError(RotoffError):
 
 
 class MeasureError(RotoffError):
-    """A model that cannot be measured as a chain of stages."""
+    """A model that cannot be measured as a chain of stages, or a call that needs a plan before there is one."""
 
 
 class ExecutionError(RotoffError, RuntimeError):

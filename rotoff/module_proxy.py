@@ -1,4 +1,4 @@
-"""What a `Checkpointable` shows of the model in it: the model's own attributes, items and names, to read, to set and to delete."""
+"""Makes a `Checkpointable` look like its model: attributes, items and names can be read, set and deleted."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class ModuleProxy(nn.Module):
             delattr(self._model, name)
 
     def _is_own(self, name: str) -> bool:
-        """Whether an attribute is this module's own, as one that is read here and not in the model: all others are set there, so that its
-        forward and whoever reads them here find the same."""
+        """Whether an attribute is this module's own, as one that is read here and not in the model: all others are set
+        there, so that its forward and whoever reads them here find the same."""
         own = (
             name in _TORCHS
             or name in self._own

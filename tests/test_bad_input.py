@@ -99,7 +99,7 @@ def test_a_bound_at_more_bytes_than_a_float_holds_is_that_of_plenty() -> None:
 
 def test_text_in_place_of_operations_is_refused() -> None:
     with pytest.raises(
-        rotoff.InvalidSequenceError, match=r"op 0 \(F_all 1\): is no rotoff.Op; make one with rotoff.parse"
+        rotoff.InvalidSequenceError, match=r"op 0 \(F_all 1\): is not a rotoff.Op; make one with rotoff.parse"
     ) as caught:
         rotoff.simulate(CHAIN, ["F_all 1", "F_all 2"])  # type: ignore[list-item]
     assert one_sentence(caught.value)

@@ -243,7 +243,7 @@ def test_an_empty_batch() -> None:
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ({"memslots": 5}, "memslots is no option; a mode has refine, host_limit, progress"),
+        ({"memslots": 5}, "memslots is not an option; a mode has refine, host_limit, progress"),
         ({"refine": "yes"}, "refine is 'yes'"),
         ({"host_limit": -5}, "host_limit is -5"),
     ],

@@ -68,7 +68,7 @@ def test_refusals() -> None:
 
 
 def _dual(prices: np.ndarray, costs: tuple) -> float:
-    """The dual that `_bound` ascends, at given prices, every way of every ā_q and every input's written out."""
+    """The dual that `kernels.bound` ascends, at given prices, every way of every ā_q and every input's written out."""
     duplex, out_rate, in_rate, room, work, u_F, saved, slower, entry, n_forms, out = costs
     lam, p, r, lam2, r2, alpha2 = prices
     n, L = len(lam), len(lam) // 2

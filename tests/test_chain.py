@@ -289,7 +289,7 @@ def test_nan_in_a_file_is_refused(tmp_path: Path) -> None:
 def test_numbers_beyond_any_float_are_one_sentence(tmp_path: Path, name: str) -> None:
     path = tmp_path / "chain.json"
     path.write_text(json.dumps(plain_chain(stages=[plain_stage(**{name: 10**400})])))
-    with pytest.raises(ChainError, match=f"stage 1: {name} of a stage is over 1e308"):
+    with pytest.raises(ChainError, match=f"stage 1: {name} of a stage is above 1e308"):
         Chain.load(path)
 
 

@@ -223,7 +223,7 @@ def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.Ca
     assert "it must return (model, sample)" in error(capsys, "profile", "my_models_of_the_test:wrong")
     assert "no function 'build2'" in error(capsys, "profile", "my_models_of_the_test:build2")
     assert "cannot be imported" in error(capsys, "profile", "no_such_module_at_all:build")
-    assert "is no MODULE:FUNCTION" in error(capsys, "profile", "my_models_of_the_test")
+    assert "is not MODULE:FUNCTION" in error(capsys, "profile", "my_models_of_the_test")
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str])
     assert sum(row["fits"] for row in rows) >= 6
     text = out(capsys, "sweep", "chain.json", "--mem-limit", "20MiB", "--modes", "joint", "--policies", "vdnn,chen", *QUICK)
     assert [line.split()[2] for line in text.splitlines()[1:]] == ["joint", "vdnn", "chen"]
-    assert "'fast' is no policy" in error(capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "fast")
+    assert "'fast' is not a policy" in error(capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "fast")
     assert "--option goes with --policy" in error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1")
     said = error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "chen", "--option", "a=1")
     assert "has no option 'a'" in said

@@ -16,8 +16,11 @@ from rotoff.cli import main
 from rotoff.solver import anneal
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED_FILE = re.compile(r"(?<![\w./~-])((?:[\w.-]+/)+[\w.-]+\.(?:py|pyx|sh|md|json|csv|png|svg|toml))\b")
+NAMED_FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
+NAMED_TEST = re.compile(r"`(test_\w+)(?:\[[^`\]]*\])?(?:::(test_\w+)(\*?))?")
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
@@ -69,6 +72,54 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def prose(page: Path) -> str:
+    return BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def missing_paths(page: Path) -> list[str]:
+    """What the text calls a file or folder of this repository, and is none; folders may be named from inside the package."""
+    files = {
+        path for path in NAMED_FILE.findall(prose(page)) if not any((top / path).exists() for top in (ROOT, page.parent))
+    }
+    folders = {
+        path
+        for path in NAMED_FOLDER.findall(prose(page))
+        if not any((ROOT / top / path).is_dir() for top in (".", "rotoff"))
+    }
+    return sorted(files | folders)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert missing_paths(page) == []
+
+
+def test_a_path_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("See `rotoff/core/chain.py`, rotoff/chain.py, `core/`, `cores/` and https://example.org/rotoff/gone.py.")
+    assert missing_paths(page) == ["cores/", "rotoff/chain.py"]
+
+
+def test_tests_that_a_page_names_exist() -> None:
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    named = {found for page in PAGES for found in NAMED_TEST.findall(prose(page))}
+    assert len(named) > 30
+    for module, function, star in named:
+        assert module in sources, module
+        if function:
+            assert f"def {function}{'' if star else '('}" in sources[module], f"{module}::{function}"
+
+
+def test_lines_are_at_most_120_characters_long() -> None:
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            assert len(line) <= 120 or line.startswith("|") or "](" in line, f"{page.name}: {line}"
+
+
+def test_the_readme_can_be_read_in_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1300
 
 
 def test_every_public_name_says_what_it_is() -> None:

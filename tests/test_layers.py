@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -71,6 +72,13 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 def test_every_floor_exists() -> None:
     assert {floor(module) for module in MODULES | KERNELS} == set(FLOORS)
+
+
+def test_contributing_shows_every_floor_in_this_order() -> None:
+    page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = page.split("| folder in `rotoff/` |")[1].split("\n\n")[0]
+    shown = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)(?:/|\.pyx?)`", row.split("|")[1])]
+    assert shown == [name for name in FLOORS if not name.startswith("__")]
 
 
 PLAN_WITHOUT_TORCH = """

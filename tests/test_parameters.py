@@ -408,7 +408,7 @@ def test_what_is_not_a_list_of_groups(parameters: object, sentence: str) -> None
 
 
 def test_a_chain_of_version_1_has_no_parameters() -> None:
-    with pytest.raises(ChainError, match="a chain of version 1 has no parameters; give version 2"):
+    with pytest.raises(ChainError, match="a chain file of version 1 cannot have parameters; give version 2"):
         Chain.from_dict({**CHAIN.to_dict(), "version": 1})
     with pytest.raises(ChainError, match="group 1 of the parameters is 'w', not a rotoff.ParameterGroup"):
         replace(CHAIN, parameters=["w"])

@@ -47,5 +47,5 @@ def test_options_of_another_kind_are_refused() -> None:
     for name, value in {"mode": "remat", "mem_slots": 20, "refine": False, "host_limit": 10}.items():
         with pytest.raises(OptionError, match=f"{name} is .* decides alone"):
             solve(CHAIN, 100, policy="greedy", **{name: value})
-    with pytest.raises(OptionError, match="speed is no argument of solve"):
+    with pytest.raises(OptionError, match="speed is not an argument of solve"):
         solve(CHAIN, 100, speed=3)

@@ -110,7 +110,7 @@ def test_by_hand_is_no_slower_than_what_it_tries(updates: str) -> None:
 
 
 def test_each_policy_says_what_it_is_for() -> None:
-    with pytest.raises(OptionError, match="policy 'vdnn' plans activations alone; give chain.without_parameters"):
+    with pytest.raises(OptionError, match="policy 'vdnn' plans only activations; give chain.without_parameters"):
         solve(CHAIN, "2 GB", policy="vdnn")
     with pytest.raises(OptionError, match="policy 'by-hand' places parameters, and the chain has none"):
         solve(CHAIN.without_parameters(), "2 GB", policy="by-hand")

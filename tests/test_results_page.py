@@ -73,7 +73,7 @@ def test_what_is_missed_says_why() -> None:
     assert possible.found == "in 3 of 4 cells. None: gpt, rotoff joint at 1%."
     assert possible.cause == f"gpt, rotoff joint at 1%: {note}."
     assert found["In each peer's own bytes joint is faster than that peer"].cause == (
-        "Plain PyTorch beside itself reads gpt +0.2% (-0.8% to +1.2%)."
+        "Plain PyTorch against itself reads gpt +0.2% (-0.8% to +1.2%)."
     )
     assert note in report.page([grid], {})
     level = aims.read(data(ratio=1.11) | {"cells": data(ratio=1.11)["cells"] | {"gpt/offload@60%": record(600, 1.01, 590)}})

@@ -113,7 +113,7 @@ def test_a_sequence_says_what_is_resident() -> None:
         (3, "give a list of texts"),
         ([1], "1 is not a value"),
         (["w"], "'w' is not a value"),
-        (["a 1"], "names a 1; between steps the device holds w and o alone"),
+        (["a 1"], "names a 1; between steps the device holds only w and o"),
         (["g 1"], "names g 1; between steps"),
         (["w 1", "w 1"], "names w 1 twice"),
     ],

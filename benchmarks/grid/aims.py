@@ -37,7 +37,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        name = "`plain` beside itself" if self.method == ITSELF else OURS.get(self.method, f"`{self.method}`")
+        name = "`plain` against plain" if self.method == ITSELF else OURS.get(self.method, f"`{self.method}`")
         if not self.limit:
             return name
         if self.limit == EVERYTHING:
@@ -98,7 +98,9 @@ def _fastest(runs: list[Run]) -> Aim | None:
         if others:
             duels.append((run, min(others, key=lambda r: r.result["ratio"])))
     note = (
-        f" In {same} of the cells another of rotoff's modes found the very same plan, and is no rival there." if same else ""
+        f" In {same} of the cells another of rotoff's modes found the same plan and does not count as a rival."
+        if same
+        else ""
     )
     return _duels("At every limit joint is the fastest method that keeps it", duels, runs, note)
 
@@ -155,7 +157,7 @@ def _noise(runs: list[Run]) -> str:
         f"{r.workload} {r.result['ratio'] - 1:+.1%} ({r.result['low'] - 1:+.1%} to {r.result['high'] - 1:+.1%})"
         for r in alike
     )
-    return f"Plain PyTorch beside itself reads {shown}."
+    return f"Plain PyTorch against itself reads {shown}."
 
 
 def _same_time(runs: list[Run]) -> Aim | None:
@@ -233,7 +235,7 @@ def _peaks(runs: list[Run]) -> Aim | None:
     )
     over = [r for r, share in zip(ours, shares, strict=True) if share > 1.03]
     cause = (
-        "Not looked into. Known not to be taken off: what the backward of a stage kept in a smaller form has let go of when it begins"
+        "Not investigated. One known part: what the backward of a stage in a smaller form has freed when it begins is still counted"
         " (`expected_levels`)."
     )
     aim = "The predicted peak is within 3 % and never under the measured one"
@@ -252,7 +254,7 @@ def _everything(runs: list[Run]) -> Aim | None:
         f" {r.result['bound_ratio'] - 1:+.1%})"
         for r in over
     )
-    cause = "The plain model runs then, after some ten microseconds for the question whether its inputs and settings are the known ones. "
+    cause = "The plain model runs then. A check that its inputs and settings are known ones takes some ten microseconds before it. "
     met = all(r.result["ratio"] <= 1.01 for r in over)
     return Aim("With all in memory: at most 1 % over plain", text + ".", met, "" if met else cause + _noise(runs))
 
@@ -273,8 +275,8 @@ def _times(runs: list[Run], most: float) -> Aim | None:
         if these:
             parts.append(f"in the {len(these)} cells that {what} {statistics.median(these):+.1%}")
     cause = (
-        f"Median {', '.join(parts)}. What steps with moves take beyond the charge is not known for certain; it is there too where copies"
-        " run before and after the stages instead of beside them (benchmarks/step_parts.py)."
+        f"Median {', '.join(parts)}. What makes steps with moves slower is not known for certain. It also appears if copies run before and"
+        " after the stages, not during them (benchmarks/step_parts.py)."
     )
     met = within == len(gaps)
     return Aim(f"The predicted step time, over plain's, is within {most:.0%}", text, met, "" if met else cause)
@@ -297,8 +299,8 @@ def _bandwidth(runs: list[Run], device: str) -> Aim | None:
         f" {statistics.median(planned):.2f}."
     )
     cause = (
-        "The link is a file, behind the system's cache of it, as fast as memory is at that moment; it is measured before each of the"
-        " recorded steps, with nothing beside it, on 64 MiB that it goes round."
+        "The link is a file behind the system's page cache, so it is as fast as memory at that moment. It is measured before each"
+        " recorded step, alone, on 64 MiB that it reuses."
         if device == "cpu" and enough < len(shares)
         else ""
     )
@@ -318,7 +320,7 @@ def _hidden(runs: list[Run]) -> Aim | None:
     cause = (
         ""
         if enough == len(ours)
-        else "Copies take another time in each step; those at its ends have least beside them to hide behind."
+        else "The time of copies varies from step to step, and those at the ends of a step have the least compute to hide behind."
     )
     return Aim("95 % of the copies' time is hidden where the plan says so", text, enough == len(ours), cause)
 

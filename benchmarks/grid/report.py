@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def page(files: list[dict[str, Any]], pictures: dict[tuple[str, str], str]) -> s
     """The whole page. pictures: (suite, workload) -> path of its plot, as the page names it."""
     parts = [
         "# Measured results",
-        "Made by `python -m benchmarks.grid.report` from the JSON under `benchmarks/results/`; nothing here is written by hand.",
+        "`python -m benchmarks.grid.report` makes this page from the JSON files in `benchmarks/results/`. Do not edit it by hand.",
     ]
     for data in files:
         match data["format"]:
@@ -38,7 +39,14 @@ def page(files: list[dict[str, Any]], pictures: dict[tuple[str, str], str]) -> s
                 parts += _four_times(data)
             case "rotoff.reach":
                 parts += _reach(data)
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(map(_folded, parts)) + "\n"
+
+
+def _folded(part: str) -> str:
+    """A paragraph in lines of at most 120 characters; tables, headings and pictures as they are."""
+    if part.startswith(("|", "#", "!")):
+        return part
+    return textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _grid(data: dict[str, Any], pictures: dict[tuple[str, str], str]) -> Iterator[str]:
@@ -46,12 +54,11 @@ def _grid(data: dict[str, Any], pictures: dict[tuple[str, str], str]) -> Iterato
     yield f"## Against every peer, {data['suite']}: {about.get('gpu') or about['cpu']}"
     yield _hardware(data, sorted({str(record["commit"]) for record in data["cells"].values()}))
     yield (
-        "Every cell ran in a process of its own, its steps in turn with plain PyTorch's; what counts is the median of the paired"
-        " ratios (quartiles in brackets). Peaks are what one step allocates beyond what was there before it, the loss included;"
-        " `bound` is what no plan within the limit can beat on the measured chain, by a certificate (docs/method.md); 1.000 says that"
-        " it knows of nothing that must cost time. `plain` beside itself is what the measurement is worth. Command:"
-        f" `{COMMANDS[data['suite']]}` (or, by hand, `python -m benchmarks.grid.run --suite {data['suite']} --out FILE`)."
-        + _twice(data)
+        "Every cell ran in a process of its own, and its steps alternated with plain PyTorch's. Ratios are medians of paired steps,"
+        " with quartiles in brackets. A peak is what one step allocates, the loss included. No plan within the limit can beat `bound` on"
+        " the measured chain; a bound of 1.000 means that nothing is known that must cost time (docs/method.md). `plain` against plain"
+        f" is the noise of the measurement. Command: `{COMMANDS[data['suite']]}`, or `python -m benchmarks.grid.run --suite"
+        f" {data['suite']} --out FILE`." + _twice(data)
     )
     yield _aims(judge(runs, "cuda" if data["suite"] == "cuda" else "cpu"))
     for workload in dict.fromkeys(run.workload for run in runs):
@@ -75,7 +82,7 @@ def _hardware(data: dict[str, Any], commits: list[str]) -> str:
 def _aims(aims: list[Aim]) -> str:
     words = {True: "met", False: "**missed**", None: "not stated for this device"}
     rows = [f"| {aim.aim} | {words[aim.met]} | {aim.found} | {aim.cause} |" for aim in aims]
-    return "\n".join(["| aim | | figures | cause, where missed |", "|---|---|---|---|", *rows])
+    return "\n".join(["| aim | | figures | cause of a miss |", "|---|---|---|---|", *rows])
 
 
 def _table(runs: list[Run]) -> str:
@@ -99,7 +106,7 @@ def _table(runs: list[Run]) -> str:
         )
     absent = [run for run in runs if run.result["status"] == "not here"]
     notes = "; ".join(f"`{run.method}`: {run.result['note']}" for run in absent)
-    return "\n".join(lines) + (f"\n\nNot run: {notes}." if notes else "")
+    return "\n".join(lines) + (f"\n\n{_folded(f'Not run: {notes}.')}" if notes else "")
 
 
 def _place(run: Run) -> tuple[int, str, float]:
@@ -142,7 +149,7 @@ def _twice(data: dict[str, Any]) -> str:
     """Which cells had a second run."""
     count = len(data.get("twice", ()))
     return (
-        f" {count} cells whose quartiles were far apart ran twice (`--wider`); the run with the closer ones is shown."
+        f" {count} cells with quartiles far apart ran twice (`--wider`); the page shows the run with the closer ones."
         if count
         else ""
     )
@@ -160,7 +167,7 @@ def _four_times(data: dict[str, Any]) -> Iterator[str]:
         else f"no times ({paired['failure']})"
     )
     yield "Command: `scripts/cpu_results.sh four_times`."
-    losses = f"losses {'equal' if data['equal_losses'] else 'other than'} plain's" if done else f"fails ({held['failure']})"
+    losses = f"losses {'equal' if data['equal_losses'] else 'differ from'} plain's" if done else f"fails ({held['failure']})"
     kernel = "fails" if data["limited_plain"]["fails"] else "trains too"
     found = f"{time}; under the kernel's limit of that many bytes rotoff's {losses}, and plain PyTorch {kernel}."
     met = done and timed and data["equal_losses"] and data["limited_plain"]["fails"] and paired["ratio"] <= 1.15
@@ -188,27 +195,27 @@ def _four_times(data: dict[str, Any]) -> Iterator[str]:
 def _four_times_cause(paired: dict[str, Any]) -> str:
     more = paired["ratio"] / paired["predicted_ratio"] - 1
     hidden = "" if paired.get("hidden") is None else f"; {paired['hidden']:.0%} of the copies' time was hidden"
-    return f"Measured over predicted {more:+.1%}{hidden}: what is above the prediction is the disk's, and compute's beside copies."
+    return f"Measured over predicted {more:+.1%}{hidden}: the rest is the disk, and compute that runs while copies do."
 
 
 def _reach(data: dict[str, Any]) -> Iterator[str]:
     room = f"{data['memory_bytes'] / 2**30:g} GiB"
     yield f"## Reach in {room}"
     yield (
-        f"Planned on the bytes of {', '.join(data['of'])} by `benchmarks/reach.py`, with no device:"
-        f" {data['counted']}. Command: `scripts/cpu_results.sh reach`. What binds is one"
-        " operation with its own operands: a stage's input is there for all of its backward, and a ReLU in place belongs to the"
+        f"Planned on the bytes of {', '.join(data['of'])} by `benchmarks/reach.py`, without a device:"
+        f" {data['counted']}. Command: `scripts/cpu_results.sh reach`. The limiting need is one"
+        " operation with its own operands: a stage's input stays for all of its backward, and an in-place ReLU belongs to the"
         f" convolution before it. torch {data['machine']['torch']}, rotoff {data['machine']['rotoff']} ({data['commit']})."
     )
     aims = []
     rows = [
-        f"| network | paper | largest in {room} | keeping everything | the paper's size needs (GB) | estimated overhead | what binds |",
+        f"| network | paper | largest in {room} | keeping everything | the paper's size needs (GB) | estimated overhead | limiting need |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
         met = row["reached"] is not None and row["reached"] >= row["paper"]
         found = f"planned: {row['reached']}, and {row['paper']} in {row['least_bytes'] / 1e9:.2f} GB; {row['ran']}"
-        cause = "" if met else f"What binds is {row['binds']}."
+        cause = "" if met else f"The limiting need is {row['binds']}."
         aims.append(Aim(f"{row['name']}: {row['paper']} {row['unit']}", found, met, cause))
         rows.append(
             f"| {row['name']} | {row['paper']} | {row['reached']} | {row['keep_all']} | {row['least_bytes'] / 1e9:.2f} |"

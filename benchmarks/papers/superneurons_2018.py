@@ -1,6 +1,6 @@
 """SuperNeurons (Wang et al., PPoPP 2018): its tables 1, 3, 4 and 5 from our chains, a 12 GB K40 behind 8 GB/s.
 
-Tables 1 and 3 are about its own layers (tests/superneurons_layers.py has them as the paper counts them); tables 4 and 5 are
+Tables 1 and 3 are about its own layers (tests/support/superneurons_layers.py has them as the paper counts them); tables 4 and 5 are
 about real networks, whose stages are blocks here. Parameters, their gradients and one momentum are taken off the 12 GB.
 
     python benchmarks/papers/superneurons_2018.py        # a few minutes; CSV and PNG in benchmarks/results/papers/

@@ -30,7 +30,7 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
-        raise Stop(f"{text!r} is no MODULE:FUNCTION; write for example my_models:build or path/to/my_models.py:build")
+        raise Stop(f"{text!r} is not MODULE:FUNCTION; write for example my_models:build or path/to/my_models.py:build")
     module = _load_module(where)
     function = getattr(module, name, None)
     if not callable(function):
@@ -241,7 +241,7 @@ COMMANDS = (
     ),
     Command(
         "estimate",
-        "the chain of a model on a device that is not at hand, without running it",
+        "estimate the chain of a model on a device that you do not have, without running it",
         "rotoff estimate my_models:build --device H200 -o chain.json",
         _estimate_arguments,
         _estimate,
@@ -249,7 +249,7 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "what a training step costs in each mode within a limit, on a device that is not at hand",
+        "estimate what a step costs in each mode within a limit, on a device that you do not have",
         'rotoff plan my_models:build --device "RTX 4090" --mem-limit "12 GiB"',
         _plan_arguments,
         _plan,
@@ -257,7 +257,7 @@ COMMANDS = (
     ),
     Command(
         "stages",
-        "what a model is cut into, each stage measured",
+        "print the stages of a model, each one measured",
         "rotoff stages my_models:build",
         _stages_arguments,
         _stages,

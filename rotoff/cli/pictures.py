@@ -33,7 +33,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)")
     parser.add_argument("--ops", action="store_true", help="print the operations themselves, one a line")
     parser.add_argument(
-        "--color", choices=("auto", "always", "never"), default="auto", help="(default: auto; NO_COLOR is heeded)"
+        "--color", choices=("auto", "always", "never"), default="auto", help="(default: auto; NO_COLOR is respected)"
     )
     add_json(parser)
 

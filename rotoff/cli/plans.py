@@ -61,7 +61,7 @@ def _policies(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         if name not in (*_SYSTEMS, "all"):
-            raise argparse.ArgumentTypeError(f"{name!r} is no policy; policies are {', '.join(_SYSTEMS)}, or all")
+            raise argparse.ArgumentTypeError(f"{name!r} is not a policy; policies are {', '.join(_SYSTEMS)}, or all")
     return names
 
 
@@ -72,14 +72,18 @@ def _chosen(policies: tuple[str, ...], chain: Chain) -> tuple[str, ...]:
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--policies", type=_policies, default=(), metavar="NAMES", help="systems of the papers beside the modes, or all"
+        "--policies",
+        type=_policies,
+        default=(),
+        metavar="NAMES",
+        help="systems of the papers to compare with the modes, or all",
     )
 
 
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     for number in (int, float):
         try:
             return name, number(value)
@@ -336,7 +340,7 @@ COMMANDS = (
     ),
     Command(
         "compare",
-        "what one limit costs in every mode, and how far that is from the certified bound",
+        "compare every mode within one limit, and with the certified bound",
         'rotoff compare chain.json --mem-limit "14 GiB"',
         _compare_arguments,
         _compare,
@@ -344,14 +348,14 @@ COMMANDS = (
     ),
     Command(
         "sweep",
-        "step time against bytes for many limits and modes, as a table or a picture",
+        "plan for many limits and modes: step time against bytes, as a table or a picture",
         'rotoff sweep chain.json --mem-limit "20 GiB" "14 GiB" "10 GiB" -o tradeoff.png',
         _sweep_arguments,
         _sweep,
     ),
     Command(
         "simulate",
-        "run a sequence on the machine: whether it is legal, what it holds, how long it takes",
+        "check a sequence: is it legal, what does it hold, how long does it take",
         'rotoff simulate chain.json sequence.json --mem-limit "14 GiB" --events',
         _simulate_arguments,
         _simulate,

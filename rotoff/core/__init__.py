@@ -1,1 +1,1 @@
-"""What a plan is made of and judged by: chains, sequences, the machine that runs one on the other, and sizes in bytes."""
+"""Chains, sequences, the machine that simulates a sequence on a chain, and sizes in bytes."""

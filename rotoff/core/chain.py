@@ -1,4 +1,4 @@
-"""The chain: what each stage of a model costs in bytes and seconds, with nothing of the model itself.
+"""The chain: the cost of each stage of a model in bytes and seconds. It knows nothing else of the model.
 
 Stages count from 1 to L; a_0 is the chain's input and a_i the output of stage i. Symbols of the papers:
 u_F ``forward_time``, u_B ``backward_time``, |a_i| ``output_bytes``, |ā_i| ``saved_bytes``, |δ_i| ``grad_bytes``,
@@ -25,10 +25,13 @@ WITH_PARAMETERS = 2
 
 @dataclass(frozen=True)
 class Form:
-    """One way of keeping what a stage's backward needs; form 0 is all that autograd saves.
+    """A way to keep less than a stage's whole ā, which is form 0; the backward first recomputes the rest.
 
-    saved_bytes: bytes of ā_i in this form, its output included, so at least `output_bytes`. backward_time: seconds of B, redo included.
-    forward_transient_bytes, backward_transient_bytes: held beyond all values while F or B runs. extra: a file's unknown fields.
+    Args:
+        saved_bytes: bytes of ā_i in this form, output included, so at least `output_bytes`.
+        backward_time: seconds of B, with the recomputation of what is not stored.
+        forward_transient_bytes, backward_transient_bytes: held in addition to all values while F or B runs.
+        extra: unknown fields of a file.
     """
 
     saved_bytes: int
@@ -40,14 +43,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Stage:
-    """Costs of one stage, in bytes and seconds; see the module's docstring for the papers' symbols.
+    """Costs of one stage, in bytes and seconds; the module's docstring has the papers' symbols.
 
-    Left out, `grad_bytes` is `output_bytes`, transients are 0, and `checkpoint_transient_bytes`
-    is `forward_transient_bytes`.
+    By default `grad_bytes` is `output_bytes`, transients are 0, and `checkpoint_transient_bytes` is
+    `forward_transient_bytes`.
 
     Raises:
-        ChainError: naming the stage, the field and the value, for anything but finite numbers at or above 0, and where
-            `saved_bytes`, of a form too, is less than `output_bytes`, which it includes.
+        ChainError: for anything but finite numbers at or above 0, and for `saved_bytes` (of a form too) below
+            `output_bytes`, which it includes. The sentence names the stage, the field and the value.
     """
 
     name: str = ""
@@ -98,13 +101,16 @@ class Chain:
     Args:
         stages: stages 1 to L, as a sequence of `Stage`.
         d2h_bandwidth, h2d_bandwidth: bytes per second from device to host and back.
-        input_bytes: bytes of a_0. input_grad_bytes: bytes of δ_0 (0 where the input needs no gradient).
-        duplex: whether both directions can move at once.
-        parameters: groups 1 to K of parameters, as a sequence of `ParameterGroup`; none where a limit covers activations alone.
-        meta: anything worth keeping with it (model, shapes, device, versions); `extra` holds a file's unknown fields.
+        input_bytes: bytes of a_0.
+        input_grad_bytes: bytes of δ_0; 0 if the input needs no gradient.
+        duplex: whether copies can run in both directions at once.
+        parameters: groups 1 to K of parameters, as a sequence of `ParameterGroup`; empty if a limit covers activations
+            only.
+        meta: anything worth keeping with the chain (model, shapes, device, versions).
+        extra: unknown fields of a file.
 
     Raises:
-        ChainError: where a field is missing, negative, NaN or of the wrong type, or there is no stage.
+        ChainError: if a field is missing, negative, NaN or of the wrong type, or there is no stage.
     """
 
     stages: tuple[Stage, ...]
@@ -165,7 +171,7 @@ class Chain:
         return self.parameters[k - 1]
 
     def without_parameters(self) -> Chain:
-        """The same chain, whose parameters lie on the device and are charged to nobody."""
+        """The same chain without parameters: they stay on the device and are not charged."""
         return replace(self, parameters=()) if self.parameters else self
 
     def output_bytes(self, i: int) -> int:
@@ -182,7 +188,7 @@ class Chain:
 
     @property
     def compute_time(self) -> float:
-        """Seconds of one step that keeps everything: every forward and backward once, nothing moved."""
+        """Seconds of one step that keeps everything: every forward and backward once, without copies."""
         return math.fsum(s.forward_time + s.backward_time for s in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,15 +205,17 @@ class Chain:
         """The chain that a JSON object of the file format describes; unknown fields are kept in `extra`.
 
         Raises:
-            ChainError: where the object is not such a chain; the sentence names the field.
+            ChainError: if the object is not such a chain; the sentence names the field.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ChainError(f'not a chain: the field "format" must be "{FORMAT}"')
         version, groups = data.get("version"), data.get("parameters", [])
         if version not in (VERSION, WITH_PARAMETERS):
-            raise ChainError(f"a chain of version {version!r}; this rotoff reads versions {VERSION} and {WITH_PARAMETERS}")
+            raise ChainError(
+                f"the chain file has version {version!r}; this rotoff reads versions {VERSION} and {WITH_PARAMETERS}"
+            )
         if version == VERSION and "parameters" in data:
-            raise ChainError(f"a chain of version {VERSION} has no parameters; give version {WITH_PARAMETERS}")
+            raise ChainError(f"a chain file of version {VERSION} cannot have parameters; give version {WITH_PARAMETERS}")
         for name in ("d2h_bandwidth", "h2d_bandwidth", "input_bytes", "stages"):
             if name not in data:
                 raise ChainError(f"the chain misses the field {name!r}")
@@ -225,7 +233,7 @@ class Chain:
         return cls(stages=stages, parameters=parameters, extra=extra, **values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the chain as JSON to `path`, whole or not at all."""
+        """Write the chain as JSON to `path`, atomically."""
         save_json(path, self.to_dict())
 
     @classmethod
@@ -233,13 +241,13 @@ class Chain:
         """Read a chain from the JSON file at `path`.
 
         Raises:
-            ChainError: where the file is not a chain. OSError: where it cannot be read.
+            ChainError: if the file is not a chain. OSError: if it cannot be read.
         """
         return load_json(path, cls.from_dict, ChainError)
 
 
 def check_chain(chain: Any) -> None:
-    """Raise a `ChainError` where `chain` is something else, such as a path."""
+    """Raise `ChainError` if `chain` is something else, such as a path."""
     if not isinstance(chain, Chain):
         raise ChainError(f"the chain is {chain!r} ({type(chain).__name__}); give a rotoff.Chain, such as Chain.load(path)")
 

@@ -27,7 +27,7 @@ def number(value: Any, name: str, where: str) -> float:
     try:
         real = float(value)
     except OverflowError:  # an integer of more than 308 digits
-        raise ChainError(f"{name} of {where} is over 1e308; give a finite number at or above 0") from None
+        raise ChainError(f"{name} of {where} is above 1e308; give a finite number at or above 0") from None
     if not math.isfinite(real) or real < 0:
         raise ChainError(f"{name} of {where} is {value!r}; give a finite number at or above 0")
     return real

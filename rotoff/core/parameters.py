@@ -1,7 +1,7 @@
-"""Groups of parameters: what is used, moved and updated together, in bytes and seconds.
+"""Groups of parameters that are used, moved and updated together, in bytes and seconds.
 
-Three values stand for group k: ``w k`` its parameters, ``g k`` their gradients, ``o k`` the optimizer's state. A value
-of 0 bytes does not exist: it is always usable and never named.
+Group k has three values: ``w k`` (its parameters), ``g k`` (their gradients) and ``o k`` (the optimizer's state). A
+value of 0 bytes does not exist: it is always usable, and no operation may name it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class ParameterGroup:
     """Parameters that are used, moved and updated together; by default a chain has one group for each stage.
 
     Args:
-        stages: who reads them, counted from 1; a tied weight names two.
-        bytes: what those stages read.
-        grad_bytes, state_bytes: of the gradients and of the optimizer's state; 0 where the parameters are frozen.
+        stages: the stages that read them, counted from 1; a tied weight names two.
+        bytes: of the parameters.
+        grad_bytes, state_bytes: of the gradients and of the optimizer's state; 0 if the parameters are frozen.
         update_time: seconds on the compute lane, with parameters, gradients and state on the device.
-        host_update_time: seconds on the host's own lane, measured with both links busy; None where the host cannot
+        host_update_time: seconds on the host's own lane, measured with both links busy; None if the host cannot
             update them.
-        update_transient_bytes: charged beside the three while the device updates them.
-        name: of the group. extra: a file's unknown fields.
+        update_transient_bytes: charged in addition to the three values while the device updates them.
+        name: of the group.
+        extra: unknown fields of a file.
 
     Raises:
         ChainError: naming the group, the field and the value.
@@ -74,7 +75,7 @@ class ParameterGroup:
         """Group `k` from a chain's file; unknown fields are kept in `extra`.
 
         Raises:
-            ChainError: where the object is no such group; the sentence begins with the group's number.
+            ChainError: if the object is no such group; the sentence begins with the group's number.
         """
         if not isinstance(data, Mapping):
             raise ChainError(f"group {k} of the parameters is {data!r}, not an object")

@@ -1,4 +1,4 @@
-"""Sequences of operations: what a plan is, as values, as text and as a file; ``parse(str(op)) == op``."""
+"""Sequences of operations, that is plans: as values, as text and as files; ``parse(str(op)) == op``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MOST_DIGITS = 18  # of a stage's number; Python itself reads no more than 4300
 
 
 class Value(NamedTuple):
-    """a_i (``saved`` false) or ā_i (``saved`` true), as text ``a i`` or ``abar i``; or a value of a group of parameters.
+    """a_i (``saved`` false) or ā_i (``saved`` true), as text ``a i`` or ``abar i``; or a parameter group's value.
 
-    of: "w" for a group's parameters, "g" for their gradients, "o" for the optimizer's state, as text ``w k``, ``g k``, ``o k``;
-    `stage` is then k, the group's number. "" for a stage's value.
+    of: "w" for a group's parameters, "g" for their gradients, "o" for the optimizer's state, as text ``w k``, ``g k``,
+    ``o k``; `stage` is then k, the group's number. "" for a stage's value.
     """
 
     saved: bool
@@ -66,7 +66,7 @@ def o(k: int) -> Value:
 
 
 class OpKind(Enum):
-    """The operations of the machine; the papers' F_∅ is ``F_none``. ``U k`` updates group k on the device, ``H k`` on the host."""
+    """The machine's operations. ``F_none`` is the papers' F_∅; ``U`` updates on the device, ``H`` on the host."""
 
     F_ALL = "F_all"
     F_SEL = "F_sel"
@@ -90,11 +90,15 @@ TRANSFERS = frozenset({OpKind.OFFLOAD, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation.
+    """One operation of a plan; make one from text with `rotoff.parse`.
 
-    kind: what it does. stage: the stage it runs, or the stage of the value it moves; for ``U``, ``H`` and moves of ``w``, ``g``,
-    ``o`` the group's number. form: k of ``F_sel i k``, else 0. saved: for moves, whether the value is ā_i rather than a_i.
-    of: for moves, "w", "g" or "o" where the value is of a group of parameters, else "".
+    Args:
+        kind: what it does.
+        stage: the stage that it runs, or whose value it moves; for ``U``, ``H`` and moves of ``w``, ``g``, ``o`` the
+            group.
+        form: k of ``F_sel i k``, otherwise 0.
+        saved: of a move, whether the value is ā_i, not a_i.
+        of: of a move, "w", "g" or "o" for a value of a parameter group, otherwise "".
     """
 
     kind: OpKind
@@ -144,7 +148,7 @@ def parse(text: str) -> Op:
     """The operation that `text` names, the reverse of ``str(op)``.
 
     Raises:
-        SequenceFormatError: where `text` is not an operation.
+        SequenceFormatError: if `text` is not an operation.
     """
     words = text.split() if isinstance(text, str) else []
     kind = _KINDS.get(words[0]) if words else None
@@ -164,7 +168,7 @@ def parse_value(text: str) -> Value:
     """The value that `text` names, the reverse of ``str(value)``.
 
     Raises:
-        SequenceFormatError: where `text` is not a value.
+        SequenceFormatError: if `text` is not a value.
     """
     words = text.split() if isinstance(text, str) else []
     if len(words) == 2 and words[0] in _VALUES and _is_number(words[1]):
@@ -229,25 +233,29 @@ def resident_values(texts: Iterable[str]) -> tuple[Value, ...]:
     """The values that the texts of `Sequence.resident` name.
 
     Raises:
-        SequenceFormatError: where one of them is no text ``w k`` or ``o k``, or is there twice.
+        SequenceFormatError: if one of them is not ``w k`` or ``o k``, or occurs twice.
     """
     if isinstance(texts, (str, Mapping)) or not isinstance(texts, Iterable):
         raise SequenceFormatError(f'resident of the sequence is {texts!r}; give a list of texts such as "w 1"')
     values = tuple(parse_value(text) for text in texts)
     for n, v in enumerate(values):
         if v.of not in ("w", "o"):
-            raise SequenceFormatError(f"resident of the sequence names {v}; between steps the device holds w and o alone")
+            raise SequenceFormatError(f"resident of the sequence names {v}; between steps the device holds only w and o")
         if v in values[:n]:
-            raise SequenceFormatError(f"resident of the sequence names {v} twice; once is enough")
+            raise SequenceFormatError(f"resident of the sequence names {v} twice; name it once")
     return values
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """The operations of one training step, in program order.
+    """The operations of one training step, in program order: a plan.
 
-    mode: what was asked of the solver. mem_limit: bytes that it was made for, or None. meta, extra: kept, not read.
-    resident: the values of parameter groups that the device holds between steps, as texts such as ``"w 1"`` or ``"o 1"``.
+    Args:
+        mode: of the solver, or the policy's name.
+        mem_limit: bytes that it was made for, or None.
+        resident: values of parameter groups that the device holds between steps, as texts such as ``"w 1"`` or ``"o
+            1"``.
+        meta, extra: stored with it; rotoff does not read them.
     """
 
     ops: tuple[Op, ...]
@@ -304,7 +312,9 @@ class Sequence:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise SequenceFormatError(f'not a sequence: the field "format" must be "{FORMAT}"')
         if data.get("version") != VERSION:
-            raise SequenceFormatError(f"a sequence of version {data.get('version')!r}; this rotoff reads version {VERSION}")
+            raise SequenceFormatError(
+                f"the sequence file has version {data.get('version')!r}; this rotoff reads version {VERSION}"
+            )
         ops, mode, limit, meta = data.get("ops"), data.get("mode", ""), data.get("mem_limit"), data.get("meta", {})
         if not isinstance(ops, list) or not isinstance(mode, str) or not isinstance(meta, Mapping):
             raise SequenceFormatError('a sequence needs "ops", a list of texts; "mode" is text and "meta" an object')
@@ -320,7 +330,7 @@ class Sequence:
         return cls.from_text(ops, mode=mode, mem_limit=limit, meta=meta, extra=extra, resident=rest)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sequence as JSON to `path`, whole or not at all."""
+        """Write the sequence as JSON to `path`, atomically."""
         save_json(path, self.to_dict())
 
     @classmethod
@@ -328,6 +338,6 @@ class Sequence:
         """Read a sequence from the JSON file at `path`.
 
         Raises:
-            SequenceFormatError: where the file is not a sequence. OSError: where it cannot be read.
+            SequenceFormatError: if the file is not a sequence. OSError: if it cannot be read.
         """
         return load_json(path, cls.from_dict, SequenceFormatError)

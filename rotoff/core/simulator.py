@@ -1,7 +1,7 @@
-"""The machine: which sequences are legal, what they hold, and how long they take.
+"""The machine: decides which sequences are legal, what they hold, and how long they take.
 
-A value is on the device (arriving or usable), on the host, or both. Program order alone decides memory; four lanes
-(compute, device to host, host to device, the host's updates) decide time. The rules, op by op:
+A value is on the device (arriving or usable), on the host, or both. Program order alone determines memory. Four lanes
+determine time: compute, device to host, host to device, the host's updates. The rules of each operation:
 
 ========================  =============================================================================================
 ``F_all i``, ``F_sel``     needs the input of i (``a i-1`` or ``abar i-1``), makes ``abar i``
@@ -12,15 +12,16 @@ A value is on the device (arriving or usable), on the host, or both. Program ord
 ``free v``                 waits for that copy, releases the device bytes
 ``prefetch v``             takes device bytes, starts the copy back; v is usable after ``wait v``
 ``drop v``                 releases v without a copy
-``U k``                    needs ``w k``, ``g k``, ``o k``; updates group k on the device; g k and the host's copies are gone
+``U k``                    needs ``w k``, ``g k``, ``o k``; updates group k on the device; frees g k, the host's copies
 ``H k``                    needs g k offloaded, ``w k`` and ``o k`` on the host alone; updates group k on the host's own lane
 ========================  =============================================================================================
 
-a_0 is the caller's: always held, always charged. a_L is the caller's too: its bytes stay charged after ``B L``, alone once
-ā_L, which contained it, is gone. Whatever drops a value holds the compute lane until all copies of that value have ended.
+The caller holds a_0 and a_L, so both are always charged; ``B L`` drops ā_L, which contains a_L, and a_L stays charged.
+An operation that drops a value occupies the compute lane until all copies of that value have ended.
 
-A stage needs ``w k`` of all groups k that it reads. The first ``B`` of a group takes the bytes of ``g k``, after the last one it is
-whole. `steady_step` says what there is of parameters between steps; the step's time is then that of a steady one.
+A stage needs ``w k`` of every group k that it reads. The first ``B`` of a group allocates ``g k``; after the last one
+``g k`` is whole. `steady_step` says what device and host hold of parameters between steps; the step's time is then that
+of a steady one.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ from .trace import Trace as Trace
 
 
 class Machine:
-    """Runs operations one by one; `step` raises where an operation is not legal.
+    """Runs operations one by one, to look at the state after each; `simulate` runs a whole sequence.
 
     Args:
-        chain: the costs. mem_limit: bytes that no operation may exceed, or None.
-        rest: what there is of parameters between steps, from `steady_step.at_rest`; by default all of them lie on the host.
+        chain: the costs.
+        mem_limit: bytes that no operation may exceed, or None.
+        rest: parameters between steps, from `steady_step.at_rest`; by default all of them are on the host.
     """
 
     def __init__(self, chain: Chain, mem_limit: int | None = None, rest: AtRest | None = None) -> None:
@@ -91,10 +93,10 @@ class Machine:
     # -- running
 
     def step(self, op: Op) -> Event:
-        """Run one operation; one that is refused changes nothing.
+        """Run one operation. An operation that is refused changes nothing.
 
         Raises:
-            InvalidSequenceError: naming the operation, its index, what is missing, or the bytes over the limit.
+            InvalidSequenceError: names the operation, its index, and what is missing or the bytes over the limit.
         """
         if op.of or op.kind is OpKind.U or op.kind is OpKind.H:
             wrong = check_group_value(self.chain, op.value if op.of else g(op.stage))
@@ -124,10 +126,11 @@ class Machine:
         return event
 
     def next_step(self) -> None:
-        """End this step and begin the next, on lanes that go on.
+        """End this step and begin the next; the lanes continue.
 
         Raises:
-            InvalidSequenceError: where ``B 1`` has not run, a value is left, or parameters do not lie as they did at the start.
+            InvalidSequenceError: if ``B 1`` has not run, a value is left, or parameters are not where they were at the
+                start.
         """
         self._check_end()
         del self.device[a(len(self.chain))]
@@ -176,7 +179,7 @@ class Machine:
         return InvalidSequenceError(reason, op, len(self.events))
 
     def _within_limit(self, op: Op, memory: int) -> int:
-        """`memory` bytes, held while `op` runs, where they are within the limit."""
+        """`memory`, the bytes held while `op` runs; an error if they exceed the limit."""
         if self.mem_limit is not None and memory > self.mem_limit:
             raise self._error(
                 op,
@@ -343,7 +346,7 @@ class Machine:
     # -- time
 
     def _compute(self, duration: float, dropped: list[Value]) -> tuple[float, float]:
-        """Occupy the compute lane; it is held until the copies of what is dropped have ended."""
+        """Occupy the compute lane until the work is done and all copies of the `dropped` values have ended."""
         start = self._clock["compute"]
         end = start + duration
         self._clock["compute"] = max([end] + [self._copy_end.pop(v, 0.0) for v in dropped])
@@ -372,16 +375,16 @@ class Machine:
 
 
 def simulate(chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None = None, updates: str = "during") -> Trace:
-    """Run `sequence` on the machine; with parameters four times in a row, of which the last two give the time.
+    """Check a sequence and predict its step; with parameters, from the last two of four steps in a row.
 
     Args:
         chain: the costs, bytes and seconds.
-        sequence: operations in program order (a `Sequence` is one, and says what is resident between steps).
+        sequence: operations in program order. A `Sequence` also says what is resident between steps.
         mem_limit: bytes, as a number or a size such as ``"6 GiB"``; None for no limit.
         updates: "after" refuses updates before ``B 1``; "during" allows them.
 
     Raises:
-        InvalidSequenceError: naming the first operation that is not legal or exceeds `mem_limit`, and its index.
+        InvalidSequenceError: names the first operation that is not legal or exceeds `mem_limit`, and its index.
     """
     check_chain(chain)
     if not isinstance(sequence, Iterable):
@@ -390,7 +393,7 @@ def simulate(chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None =
     ops = tuple(sequence)
     for index, op in enumerate(ops):
         if not isinstance(op, Op):
-            raise InvalidSequenceError("is no rotoff.Op; make one with rotoff.parse(text)", op, index)
+            raise InvalidSequenceError("is not a rotoff.Op; make one with rotoff.parse(text)", op, index)
     check_updates(ops, resident, updates)
     machine = Machine(chain, None if mem_limit is None else parse_bytes(mem_limit), at_rest(chain, ops, resident))
     for period in range(PERIODS if chain.parameters else 1):

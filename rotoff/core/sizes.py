@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: ``"6 GiB"`` to 6442450944 and back."""
+"""Sizes in bytes as text, and back: ``"6 GiB"`` is 6442450944."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _HOW = 'give a whole number of bytes or a size such as "6 GiB"'
 
 
 def parse_bytes(value: Any, what: str = "mem_limit") -> int:
-    """Number of bytes that `value` stands for: an int, a float above 1 (floored), or text.
+    """The bytes that `value` means: an int, a float above 1 (rounded down), or text.
 
-    Text is a number and a unit: B, decimal kB to PB, binary KiB to PiB (any case); a bare whole number is bytes.
+    Text is a number and a unit: B, decimal kB to PB, binary KiB to PiB (any case). A whole number without a unit is
+    bytes.
 
     Raises:
         LimitError: for everything else (bool, NaN, 0, negative, a fraction, an unknown unit).
@@ -45,7 +46,7 @@ def parse_bytes(value: Any, what: str = "mem_limit") -> int:
 
 
 def _whole(value: Any) -> int | None:
-    """`value` as a whole number of any kind that is one; None where it is another number."""
+    """`value` as an int if it is a whole number of any type; None if it is another number."""
     try:
         return operator.index(value)
     except TypeError:
@@ -78,7 +79,7 @@ def _parse_text(text: str, what: str) -> int:
 
 
 def format_bytes(number: float) -> str:
-    """`number` bytes in the largest binary unit that keeps it at or above 1, such as ``"1.31 GiB"``."""
+    """`number` bytes in the largest binary unit in which it is at least 1, such as ``"1.31 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(number) < 1024 or unit == "TiB":
             return f"{number:.0f} B" if unit == "B" else f"{number:.{'2f' if abs(number) < 1e6 else '3g'}} {unit}"

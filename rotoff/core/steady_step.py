@@ -1,17 +1,18 @@
-"""Parameters between steps: what device and host hold while a step of a training loop ends and the next begins.
+"""Parameters between steps: what device and host hold when a step of a training loop ends and the next begins.
 
-A step ends in the state in which it began, so the state follows from the sequence itself. `Sequence.resident` names what the
-device holds; all other ``w`` and ``o`` are on the host. Where the contract leaves room, the machine reads it so:
+A step ends in the state in which it began, so the state follows from the sequence. `Sequence.resident` names what the
+device holds; all other ``w`` and ``o`` are on the host. Where this leaves a choice, the machine does the following:
 
-- A resident value is *in flight* between steps where the text waits for it before any prefetch of it. Nothing else counts as in
-  flight: a copy out that a step has issued goes on by itself, and so does an update on the host.
-- The host's copy of a value that ``U`` has changed is gone from the host's bytes until an ``offload`` makes a new one.
-- After ``B 1`` come updates and moves of ``w``, ``g`` and ``o`` alone; δ_0, a_0 and a_L are charged up to the end of the step.
+- A resident value is *in flight* between steps if the text waits for it before any prefetch of it. Nothing else is in
+  flight: a copy out that a step has issued continues by itself, and so does an update on the host.
+- ``U`` invalidates the host's copy of a value. The copy leaves the host's bytes until an ``offload`` makes a new one.
+- After ``B 1`` only updates and moves of ``w``, ``g`` and ``o`` may come. δ_0, a_0 and a_L are charged to the end of
+  the step.
 - ``prefetch g k`` and ``wait g k`` are legal, as for other values, once ``free g k`` has released the device's copy.
-- ``H k``, like a copy, starts once all operations before it in the text that occupy the compute lane have ended; were it
-  otherwise, an update written after ``B 1`` could start before it. What the host updates, ``prefetch o k`` waits for too.
-- ``U k`` begins once all copies of ``w k``, ``g k`` and ``o k`` have ended. It may come at any time after g k is whole, ``free g
-  k`` after ``H k`` at any time up to the end of the step.
+- ``H k``, like a copy, starts when all earlier operations of the text on the compute lane have ended. Otherwise, an
+  update written after ``B 1`` could start before it. ``prefetch o k`` also waits for an update on the host.
+- ``U k`` begins when all copies of ``w k``, ``g k`` and ``o k`` have ended. It may come at any time after g k is whole,
+  and ``free g k`` at any time after ``H k``.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ PERIODS = 4  # steps in a row; the time of a steady one is the mean of the last 
 
 @dataclass(frozen=True)
 class AtRest:
-    """What there is between steps.
+    """Parameters and states between steps.
 
-    device: bytes of the values that the device holds. host: bytes of those of which the host has a valid copy. arriving: those on
-    the device whose copy is under way.
+    device: bytes of the values on the device. host: bytes of the values with a valid copy on the host. arriving: values
+    on the device whose copy has not ended.
     """
 
     device: dict[Value, int] = field(default_factory=dict)
@@ -57,11 +58,12 @@ def check_group_value(chain: Chain, v: Value) -> str:
 def at_rest(chain: Chain, ops: Iterable[Op] = (), resident: Iterable[str] = ()) -> AtRest:
     """The state between steps that run `ops` and hold `resident`.
 
-    The host has a valid copy of every value that is not resident, and of a resident one where the step updates it by ``H``, drops
-    or frees it while it is frozen, or where the last of ``offload``, ``prefetch`` and ``U`` on it is not ``U``.
+    The host has a valid copy of every value that is not resident, and of a resident one where the step updates it by
+    ``H``, drops or frees it while it is frozen, or where the last of ``offload``, ``prefetch`` and ``U`` on it is not
+    ``U``.
 
     Raises:
-        InvalidSequenceError: where `resident` names what is not there.
+        InvalidSequenceError: if `resident` names a value that does not exist.
     """
     kept = dict.fromkeys(parse_value(text) for text in resident)
     if not chain.parameters and not kept:
@@ -103,7 +105,7 @@ def check_end(
     arriving: Set[Value],
     updated: Set[int],
 ) -> str:
-    """What is wrong with the end of a step that is to be as its start, or ""; the copies are those that there are now."""
+    """How the end of a step differs from its start, or ""."""
     for k, group in enumerate(chain.parameters, start=1):
         if group.grad_bytes and k not in updated:
             return f"the sequence ends without an update of group {k}; add U {k} or H {k}"
@@ -119,7 +121,7 @@ def check_end(
 
 
 class Readers:
-    """Who needs which group: lookups by stage, made once."""
+    """The groups that each stage needs: lookups by stage, made once."""
 
     def __init__(self, chain: Chain) -> None:
         self.weights: dict[int, list[Value]] = {}  # stage -> w of the groups that it reads
@@ -134,16 +136,16 @@ class Readers:
 
 
 def check_when(updates: str) -> None:
-    """Raise OptionError where `updates` is no time for updates."""
+    """Raise OptionError if `updates` is neither "during" nor "after"."""
     if updates not in WHEN:
         raise OptionError(f"updates is {updates!r}; give {' or '.join(map(repr, WHEN))}")
 
 
 def check_updates(ops: Iterable[Op], resident: Iterable[str], updates: str) -> None:
-    """Whether updates come when `updates` says: "during" the step, or "after" ``B 1``, with nothing but ``w`` in flight between steps.
+    """Check that updates come "during" the step, or "after" ``B 1`` with only ``w`` in flight between steps.
 
     Raises:
-        OptionError: for another word. InvalidSequenceError: naming the operation that comes too early.
+        OptionError: for another word. InvalidSequenceError: names the operation that comes too early.
     """
     check_when(updates)
     if updates == "during":

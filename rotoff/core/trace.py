@@ -1,4 +1,4 @@
-"""What the machine tells of a step: one event for each operation, and the sums."""
+"""The machine's prediction of a step: one event for each operation, and the totals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ _ROUNDING = 1e-9  # a lane that ends so much later than the step ends with it
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What the machine saw of one operation.
+    """One operation as the machine ran it.
 
-    lane: "compute", "d2h", "h2d" or "host". start, end: seconds from the step's start. memory, host_memory: bytes held while it
-    runs, transients and gradients included. recompute: a forward of a stage that had run before. parameter_memory: bytes of
-    `memory` that are parameters, their gradients and their states.
+    lane: "compute", "d2h", "h2d" or "host".
+    start, end: seconds from the step's start.
+    memory, host_memory: bytes held while it runs, with transients and gradients.
+    recompute: whether it is a forward of a stage that had run before.
+    parameter_memory: the part of `memory` that is parameters, their gradients and their states.
     """
 
     op: Op
@@ -33,9 +35,11 @@ class Event:
 class Trace:
     """One simulated step; with parameters, a steady one of a training loop.
 
-    makespan: seconds; copies and updates on the host may end later, within the next step. peak_bytes, host_peak_bytes: the most
-    that device and host hold. events: one for each operation. d2h_bytes, h2d_bytes: bytes moved. recompute_time, idle_time:
-    seconds of the compute lane spent on forwards run again, and on waiting.
+    makespan: seconds of the step; copies and updates on the host may end later, within the next step.
+    peak_bytes, host_peak_bytes: the most that device and host hold.
+    events: one for each operation.
+    d2h_bytes, h2d_bytes: bytes copied.
+    recompute_time, idle_time: seconds in which the compute lane recomputes, and waits.
     """
 
     makespan: float
@@ -48,7 +52,9 @@ class Trace:
     idle_time: float
 
     def spans(self, lane: str) -> list[tuple[Event, float, float]]:
-        """(event, start, end) of what a lane does, in seconds; what goes on into the next step stands at the start of this one."""
+        """(event, start, end) of a lane's work, in seconds. Work that continues in the next step is shown at the start
+        of this one.
+        """
         found: list[tuple[Event, float, float]] = []
         for event in self.events:
             if event.lane != lane:

@@ -11,11 +11,11 @@ from pathlib import Path
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to the file at `path`: its readers find what was there before or all of `text`.
 
-    Permissions of a file that was there are kept; links are followed. What is no regular file (a pipe, ``/dev/stdout``) is
-    written to as it comes.
+    Permissions of a file that was there are kept; links are followed. What is no regular file (a pipe, ``/dev/stdout``)
+    is written to as it comes.
 
     Raises:
-        OSError: where it cannot be written; what was there before still is.
+        OSError: if it cannot be written; what was there before still is.
     """
     target = Path(os.path.realpath(path))
     mode = None

@@ -1,7 +1,8 @@
-"""What took long to find, kept on disk for the next process: solved sequences, and measured times of stages.
+"""A cache on disk for the next process: solved sequences, and measured times of stages.
 
-One JSON file an entry, named by the hash of all that the entry depends on, which is also inside and compared. A file is
-written whole or not at all; one that cannot be read is ignored with a line in the log. Nothing is ever unpickled.
+Each entry is a JSON file. Its name is the hash of everything that the entry depends on, which is also inside and
+compared. Files are written atomically; one that cannot be read is ignored with a line in the log. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _VERSION = 1
 
 
 def default_directory() -> Path | None:
-    """Where the environment says: ``ROTOFF_CACHE``, else ``rotoff`` in the user's cache directory; None where it says off."""
+    """``ROTOFF_CACHE`` from the environment, otherwise ``rotoff`` in the user's cache directory; None for "off"."""
     named = os.environ.get(ENVIRONMENT)
     if named is not None:
         return None if named.strip().lower() in ("", "off", "0", "no", "false", "none") else Path(named).expanduser()
@@ -34,18 +35,18 @@ def default_directory() -> Path | None:
 
 
 class Cache:
-    """Entries in `directory`; with None, nothing is ever found or kept."""
+    """Entries in `directory`; with None, it finds and keeps nothing."""
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         self.directory = None if directory is None else Path(directory).expanduser()
 
     @classmethod
     def of(cls, directory: str | os.PathLike[str] | bool | None) -> Cache:
-        """The one in `directory`; True: where the environment says. False or None: none."""
+        """The cache in `directory`; True: in the default directory. False or None: no cache."""
         return cls(default_directory() if directory is True else (directory or None))
 
     def find(self, kind: str, key: Any) -> Any:
-        """What was kept for `key` (of JSON values), or None."""
+        """The value kept for `key` (of JSON values), or None."""
         if self.directory is None:
             return None
         path = self._path(kind, key)
@@ -62,7 +63,7 @@ class Cache:
         return entry.get("value") if entry.get("key") == _plain(key) else None
 
     def keep(self, kind: str, key: Any, value: Any) -> None:
-        """Keep `value` (of JSON values) for `key`; where that fails, the log says so and nothing else happens."""
+        """Keep `value` (of JSON values) for `key`; if that fails, the log says so and nothing else happens."""
         if self.directory is None:
             return
         entry = {"format": _FORMAT, "version": _VERSION, "key": key, "value": value}

@@ -1,4 +1,4 @@
-"""JSON files of one value: written whole or not at all, and read with errors that name the file."""
+"""JSON files of one value: written atomically, and read with errors that name the file."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ T = TypeVar("T")
 
 
 def save_json(path: str | os.PathLike[str], data: Any) -> None:
-    """Write `data` to `path`, a field a line."""
+    """Write `data` to `path`, one field a line."""
     write_whole(path, json.dumps(data, indent=1) + "\n")
 
 
 def load_json(path: str | os.PathLike[str], build: Callable[[Any], T], error: type[Exception]) -> T:
-    """What `build` makes of the JSON in the file at `path`.
+    """Read the JSON file at `path` and pass it to `build`.
 
     Raises:
-        error: where it is no JSON, or `build` raises one; the sentence begins with the file. OSError: where it cannot be read.
+        error: if it is not JSON, or `build` raises one; the sentence begins with the file. OSError: if it cannot be
+            read.
     """
     return read_json(lambda: Path(path).read_text(encoding="utf-8"), str(path), build, error)
 
 
 def read_json(read: Callable[[], str], source: str, build: Callable[[Any], T], error: type[Exception]) -> T:
-    """What `build` makes of the JSON that `read` gives; sentences begin with `source`, such as "standard input".
+    """Pass the JSON that `read` returns to `build`; sentences begin with `source`, such as "standard input".
 
     Raises:
-        error: where it is no JSON, or `build` raises one. OSError: where it cannot be read.
+        error: if it is not JSON, or `build` raises one. OSError: if it cannot be read.
     """
     try:
         data = json.loads(read())
@@ -44,5 +45,5 @@ def read_json(read: Callable[[], str], source: str, build: Callable[[Any], T], e
 
 
 def is_text(value: Any) -> bool:
-    """Whether `value` is text that every file and terminal takes: a str without lone halves of surrogate pairs."""
+    """Whether `value` is text that every file and terminal accepts: a str without lone halves of surrogate pairs."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)

@@ -7,7 +7,7 @@ import time
 
 
 class Bar:
-    """A progress bar on standard error, where that is a terminal and the work takes longer than a moment."""
+    """A progress bar on standard error, if that is a terminal and the work takes longer than a moment."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,3 +1,3 @@
-"""Layers that keep less for their backward than PyTorch's own."""
+"""Layers that save less for their backward than PyTorch's own."""
 
 from .invertible import InvertibleBatchNormLeakyReLU as InvertibleBatchNormLeakyReLU

@@ -1,9 +1,10 @@
 """BatchNorm and LeakyReLU as one layer that keeps its output only: the backward inverts it to find what it needs.
 
-Source: Hascoet et al., *Reducing the Memory Cost of Training Convolutional Neural Networks by CPU Offloading* (JSEA 2019),
-section 4.2, after Rota Bulò, Porzi, Kontschieder, *In-Place Activated BatchNorm* (CVPR 2018), variant I. With
-z = γ x̂ + β and y = leaky(z): z = leaky⁻¹(y), x̂ = (z − β) / γ, and BatchNorm's gradient needs x̂ and 1/σ alone. PyTorch's pair
-keeps the input of BatchNorm and the output of the activation, and the latter is the next layer's input anyway.
+Source: Hascoet et al., *Reducing the Memory Cost of Training Convolutional Neural Networks by CPU Offloading* (JSEA
+2019), section 4.2, after Rota Bulò, Porzi, Kontschieder, *In-Place Activated BatchNorm* (CVPR 2018), variant I. With z
+= γ x̂ + β and y = leaky(z): z = leaky⁻¹(y), x̂ = (z − β) / γ, and BatchNorm's gradient needs x̂ and 1/σ alone.
+PyTorch's pair keeps the input of BatchNorm and the output of the activation, and the latter is the next layer's input
+anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _aten: Any = torch.ops.aten
 
 
 class InvertibleBatchNormLeakyReLU(nn.modules.batchnorm._BatchNorm):
-    """``nn.BatchNorm`` of 1 to 3 dimensions and ``nn.LeakyReLU``, with the parameters, buffers and state_dict of the former.
+    """``nn.BatchNorm`` of 1 to 3 dimensions and ``nn.LeakyReLU``, with the parameters, buffers and state_dict of the
+    former.
 
     Outputs and gradients equal those of the pair to rounding. The input must not be changed in place before its own
     backward, nor the output before this layer's.
@@ -29,8 +31,8 @@ class InvertibleBatchNormLeakyReLU(nn.modules.batchnorm._BatchNorm):
     Args:
         num_features, eps, momentum, affine, track_running_stats: as of ``nn.BatchNorm2d``.
         negative_slope: of the activation, above 0, or it could not be inverted.
-        least_weight: a weight γ nearer to 0 is taken as ± this, so that dividing by it loses no more than some digits; its
-            gradient is that of the value taken.
+        least_weight: a weight γ nearer to 0 is taken as ± this, so that dividing by it loses no more than some digits;
+            its gradient is that of the value taken.
 
     Shape: (N, C, ...) to the same.
     """

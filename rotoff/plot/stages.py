@@ -1,4 +1,4 @@
-"""A profile: what each stage takes, in bytes and in seconds."""
+"""A profile: bytes and seconds of each stage."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SAVED, OUTPUT, TRANSIENT = "#A6D4F2", "#0A4D80", "#FFFFFF"
 
 
 def stages(chain: Chain, title: str = "") -> Figure:
-    """Bytes and times of every stage of `chain`, stage 1 at the left.
+    """Draw bytes and times of every stage of `chain`, stage 1 at the left.
 
-    Bytes: what the stage saves for its backward, the part of it that is its output, and on top what its operations need
-    beside all values while they run (the larger of forward's and backward's). Times: forward, and backward on top.
+    Bytes: what the stage saves for its backward, the part of it that is its output, and on top the transient bytes of
+    its operations (the larger of forward's and backward's). Times: forward, and backward on top.
     """
     L = len(chain)
     places = list(range(1, L + 1))

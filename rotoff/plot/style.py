@@ -1,8 +1,8 @@
-"""How pictures look: colours, hatches, units, and how they are written.
+"""Colours, hatches and units of pictures, and how they are saved.
 
-What can stand side by side differs in lightness (CIE L*) by 15 and more, and what matters most (work done again, time lost)
-is hatched as well, so that a grey print and every kind of colour-blindness show the same picture. The hues are Okabe and
-Ito's ("Color Universal Design", 2008) or darker and lighter forms of them.
+What can stand side by side differs in lightness (CIE L*) by 15 and more, and what matters most (work done again, time
+lost) is hatched as well, so that a grey print and every kind of colour-blindness show the same picture. The hues are
+Okabe and Ito's ("Color Universal Design", 2008) or darker and lighter forms of them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def quiet(axes: Axes, grid: str = "y") -> None:
-    """No box around the data, a faint grid behind it."""
+    """Remove the box around the data and put a faint grid behind it."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.set_axisbelow(True)
@@ -101,12 +101,12 @@ def _round_step(step: float) -> float:
 
 
 def save(figure: Figure, path: str | os.PathLike[str], dpi: int = 150) -> None:
-    """Write `figure` to `path` as what its suffix says: .png (`dpi` dots per inch), .svg or .pdf.
+    """Write `figure` to `path` in the format of its suffix: .png (`dpi` dots per inch), .svg or .pdf.
 
     The same figure gives the same file, byte for byte, with the same matplotlib.
 
     Raises:
-        OptionError: for another suffix. OSError: where the file cannot be written.
+        OptionError: for another suffix. OSError: if the file cannot be written.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):

@@ -1,7 +1,7 @@
-"""A plan, or a step that was measured, against time: lanes of work under the curve of bytes.
+"""A plan, or a measured step, over time: lanes of work under the curve of bytes.
 
-With parameters, their bytes lie under all others, the host's updates have a lane, and what a steady step leaves to the next
-is drawn at its start.
+With parameters, their bytes are below all others, the host's updates have a lane, and work that a steady step leaves to
+the next is drawn at its start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _LABEL_SHARE = 0.0052  # of the width for each character; a label that does not 
 
 @dataclass(frozen=True)
 class Box:
-    """A stretch of time on a lane, in seconds, with what it shows; label: the stage's number, if it is worth writing."""
+    """A stretch of time on a lane, in seconds, with what it shows; label: the stage's number, if it is worth
+    writing.
+    """
 
     start: float
     end: float
@@ -41,16 +43,18 @@ class Box:
 def timeline(
     chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None = None, measured: Trace | None = None, title: str = ""
 ) -> Figure:
-    """The step that `sequence` is: bytes on device and host over its three lanes, recomputed work and idle time marked.
+    """Draw the step of `sequence`: bytes on device and host above its three lanes, with recomputed work and idle time
+    marked.
 
     Args:
         mem_limit: bytes or a size, drawn as a line; by default the limit that the sequence was made for.
-        measured: a step as it ran, from `Checkpointable.record_step`; its lanes stand below the predicted ones, on one axis
-            of time, and its bytes (those that the machine charges, at the times measured) over the predicted ones.
+        measured: a step that ran, from `Checkpointable.record_step`. Its lanes are below the predicted ones, on the
+            same axis of time. Its bytes (those that the machine charges, at the measured times) are drawn over the
+            predicted ones.
         title: by default mode, step time and peak.
 
     Raises:
-        InvalidSequenceError: where the machine refuses the sequence.
+        InvalidSequenceError: if the machine refuses the sequence.
     """
     trace = simulate(chain, sequence)
     limit = sequence.mem_limit if mem_limit is None and isinstance(sequence, Plan) else mem_limit
@@ -80,7 +84,7 @@ def timeline(
 
 
 def boxes(trace: Trace, lane: str) -> list[Box]:
-    """What the lane shows: operations and copies, and on the compute lane the idle time between them."""
+    """Contents of the lane: operations and copies, and on the compute lane the idle time between them."""
     if lane != "compute":
         return [Box(start, end, _look(event), _value(event.op)) for event, start, end in trace.spans(lane)]
     found: list[Box] = []
@@ -105,10 +109,11 @@ def _look(event: Event) -> Look:
 
 
 def held(trace: Trace) -> tuple[list[float], list[int], list[int], list[int]]:
-    """(seconds, bytes on the device, on the host, of parameters on the device), each from its time on until the next one's.
+    """(seconds, bytes on the device, on the host, of parameters on the device), each from its time on until the next
+    one's.
 
-    Program order decides bytes: a copy's are taken when the compute lane issues it, not when the copy runs. Of operations
-    that take no time, only what they leave behind is shown, and a peak where they make one.
+    Program order decides bytes: those of a copy count when the compute lane issues it, not when the copy runs. An
+    operation that takes no time shows only the bytes after it, and a peak if it makes one.
     """
     instants: dict[float, list[tuple[int, int, int]]] = {}
     clock = 0.0

@@ -1,4 +1,4 @@
-"""Step time against bytes: what every limit costs in every mode, how far that is from the bound, and where it ends."""
+"""Step time against bytes: the cost of every limit in every mode, the bound, and the smallest limits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _LEAST_SPAN = 0.02  # and shows at least this share, so that a difference of not
 
 
 def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
-    """What limits cost: a line for each mode in `rows`, the certified lower bound, and the smallest limit of each mode.
+    """Draw the cost of limits: a line for each mode in `rows`, the certified lower bound, and the smallest limit of
+    each mode.
 
     Args:
-        rows: a `Sweep` of this chain, or rows of several put together.
+        rows: a `Sweep` of this chain, or rows of several.
         title: by default the chain's name.
 
     Raises:
-        OptionError: where no row holds a plan that fits.
+        OptionError: if no row has a plan that fits.
     """
     made = [row for row in rows if row.makespan is not None]
     if not made:

@@ -1,1 +1,1 @@
-"""Plans for people: tables, traces for Perfetto, summaries in words, rotor's names."""
+"""Plans as text, as traces for Perfetto, as summaries; rotor's names."""

@@ -1,8 +1,9 @@
 """A step as a trace file for Perfetto (https://ui.perfetto.dev) and chrome://tracing, in the Trace Event Format's JSON.
 
-One process for the predicted step and one for the measured step, if there is one; a thread for each lane; counters for the
-bytes on the device and on the host. Times are in microseconds from the step's start, as the format has it. With parameters the
-host's updates have a thread too; what a steady step leaves to the next is shown where it ends.
+It has a process for the predicted step and one for the measured step, if there is one; a thread for each lane; and
+counters for the bytes on the device and on the host. Times are in microseconds from the step's start, as the format
+requires. With parameters, the host's updates have a thread too, and work that continues in the next step is shown where
+it ends.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _MICRO = 1e6
 
 
 def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = None) -> dict[str, Any]:
-    """The step that `sequence` is, as an object of the Trace Event Format.
+    """The step of `sequence` as an object of the Trace Event Format; `save_chrome_trace` writes it to a file.
 
     Args:
-        measured: a step as it ran, from `Checkpointable.record_step`, shown as a second process.
+        measured: a step that ran, from `Checkpointable.record_step`; shown as a second process.
 
     Raises:
-        InvalidSequenceError: where the machine refuses the sequence.
+        InvalidSequenceError: if the machine refuses the sequence.
     """
     events = _process(1, "rotoff, predicted", chain, simulate(chain, sequence))
     if measured is not None:
@@ -40,7 +41,7 @@ def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = 
 def save_chrome_trace(
     path: str | os.PathLike[str], chain: Chain, sequence: Iterable[Op], measured: Trace | None = None
 ) -> None:
-    """Write `chrome_trace` of these to the file at `path`."""
+    """Write the `chrome_trace` of a step to `path`, for https://ui.perfetto.dev."""
     write_whole(path, json.dumps(chrome_trace(chain, sequence, measured)))
 
 

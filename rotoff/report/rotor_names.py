@@ -1,4 +1,4 @@
-"""The names that users of rotor know, on `Checkpointable`; `docs/migrating-from-rotor.md` says what each has become."""
+"""rotor's names on `Checkpointable`; `docs/migrating-from-rotor.md` has the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_LIMIT = 2**62  # bytes; more than any device has
 
 
 class RotorNames:
-    """Baselines under rotor's names, and the plan in words; all of it in terms of `compute_sequence`."""
+    """Baselines under rotor's names, and the plan as text."""
 
     @property
     def chain(self) -> Chain:
@@ -31,18 +31,18 @@ class RotorNames:
         return self.compute_sequence(NO_LIMIT)
 
     def compute_seq_sequence(self, segments: int | None = None) -> Any:
-        """`segments` equal segments as of ``torch.utils.checkpoint.checkpoint_sequential``, without a limit; returns the module.
+        """Plan `segments` equal segments as ``checkpoint_sequential`` does, without a limit; returns the module.
 
-        segments: ⌈√L⌉ where None (Chen et al., 2016).
+        segments: ⌈√L⌉ if None (Chen et al., 2016).
         """
         if segments is None:
             return self.compute_sequence(NO_LIMIT, policy="chen")
         return self.compute_sequence(NO_LIMIT, policy="periodic", segments=segments)
 
     def compute_homogeneous_sequence(self, mem_limit: int | str, mem_slots: int | None = None) -> Any:
-        """The optimum for a chain whose stages are all alike (Griewank and Walther's Revolve); returns the module.
+        """Plan as if all stages were equal (Griewank and Walther's Revolve); returns the module.
 
-        mem_slots: outputs held at a time; the fastest count that fits where None.
+        mem_slots: outputs held at a time; the fastest count that fits if None.
         """
         return self.compute_sequence(mem_limit, policy="revolve", slots=mem_slots)
 
@@ -54,10 +54,10 @@ class RotorNames:
         """Run the planned sequence on the machine once more.
 
         Raises:
-            MeasureError: where nothing has been planned. InvalidSequenceError: where the machine refuses it.
+            MeasureError: if there is no plan. InvalidSequenceError: if the machine refuses it.
         """
         simulate(self.chain, self.sequence, self.sequence.mem_limit)
 
     def display(self) -> None:
-        """Print the planned step on one screen; its limit and peak are the machine's, the chain's input counted."""
+        """Print the planned step on one screen. Its limit and peak are the machine's, which count the chain's input."""
         print(render(self.chain, self.sequence))

@@ -1,4 +1,4 @@
-"""What a sequence does with each stage, in words: kept, moved, made again. One owner for the log line, text and pictures."""
+"""What a sequence does with each stage: keeps, moves or recomputes it. Log, text and pictures use these words."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Sequence, parse_value
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one stage in a step.
+    """What a step does with one stage.
 
-    stage: its number. runs: how often its forward runs. moves_saved, moves_output: whether ā or a goes to the host and
-    comes back. form: k of the smaller form in which ā is kept, or 0. kept: ā is made by the first forward and stays on the
-    device until the backward.
+    stage: its number.
+    runs: how often its forward runs.
+    moves_saved, moves_output: whether ā or a goes to the host and comes back.
+    form: k of the smaller form in which ā is kept, or 0.
+    kept: whether the first forward makes ā and it stays on the device until the backward.
     """
 
     stage: int
@@ -36,7 +38,7 @@ class Fate:
 
 
 def fates(sequence: Iterable[Op]) -> tuple[Fate, ...]:
-    """What becomes of every stage, by rising number."""
+    """What a step does with every stage, by rising number."""
     runs: dict[int, int] = {}
     forms: dict[int, int] = {}
     moved: set[tuple[int, bool]] = set()
@@ -69,10 +71,12 @@ def fates(sequence: Iterable[Op]) -> tuple[Fate, ...]:
 
 @dataclass(frozen=True)
 class GroupFate:
-    """What becomes of one group of parameters in a step.
+    """What a step does with one group of parameters.
 
-    group: its number. streams: whether its parameters come in for uses of them, rather than once after an update on the host.
-    moves_state: whether the optimizer's state comes in for the update. on_host: whether the host updates it.
+    group: its number.
+    streams: whether its parameters are copied in for each use, and not only once after an update on the host.
+    moves_state: whether the optimizer's state is copied in for the update.
+    on_host: whether the host updates it.
     """
 
     group: int
@@ -82,7 +86,9 @@ class GroupFate:
 
     @property
     def word(self) -> str:
-        """One of "resident", "streamed", "state moved", "streamed, state moved", "updated on the host", "streamed, updated on the host"."""
+        """One of "resident", "streamed", "state moved", "streamed, state moved", "updated on the host", "streamed,
+        updated on the host".
+        """
         parts = [
             text
             for text, said in (
@@ -96,7 +102,7 @@ class GroupFate:
 
 
 def group_fates(sequence: Iterable[Op]) -> tuple[GroupFate, ...]:
-    """What becomes of every group of parameters that the sequence names, by rising number."""
+    """What a step does with every group of parameters that the sequence names, by rising number."""
     ops = tuple(sequence)
     resident = {parse_value(text) for text in sequence.resident} if isinstance(sequence, Sequence) else set()
     named = {v.stage for v in resident} | {op.stage for op in ops if op.of or op.kind in UPDATES}
@@ -114,7 +120,7 @@ def group_fates(sequence: Iterable[Op]) -> tuple[GroupFate, ...]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers as text, runs of them joined: ``"1-4, 7"``; ``"none"`` where there are none."""
+    """Whole numbers as text, with ranges: ``"1-4, 7"``; ``"none"`` if there are none."""
     found: list[tuple[int, int]] = []
     for n in sorted(set(numbers)):
         if found and n == found[-1][1] + 1:
@@ -125,7 +131,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def in_words(sequence: Iterable[Op]) -> str:
-    """What moves and what is recomputed, such as ``"stages 1-3 moved, 4-9 recomputed; parameters 1-9 resident"``."""
+    """A summary such as ``"stages 1-3 moved, 4-9 recomputed; parameters 1-9 resident"``."""
     made = fates(sequence)
     parts = [
         f"{ranges(numbers)} {word}"

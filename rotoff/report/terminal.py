@@ -1,9 +1,9 @@
-"""A plan as text: lanes, the curve of bytes and what becomes of every stage, on one screen whatever the number of stages.
+"""A plan as text on one screen, whatever the number of stages: lanes, the curve of bytes, and a letter for each stage.
 
-With parameters the curve's lower part (▒) is theirs, the host's updates have a lane, and every group has a letter too.
+With parameters, the curve's lower part (▒) is theirs, the host's updates have a lane, and every group has a letter too.
 
-Colour is used where the terminal has it: never where ``NO_COLOR`` is set (https://no-color.org) or the output is no terminal,
-always where ``FORCE_COLOR`` is set. Without colour the same picture is told by the characters alone.
+Colour is used if the output is a terminal that supports it. ``NO_COLOR`` switches it off (https://no-color.org),
+``FORCE_COLOR`` switches it on. Without colour, the characters alone show the same.
 """
 
 from __future__ import annotations
@@ -79,15 +79,16 @@ def render(
     colour: bool | None = None,
     measured: Trace | None = None,
 ) -> str:
-    """The plan as text of about 20 lines.
+    """Draw the plan as text of about 20 lines.
 
     Args:
         mem_limit: bytes or a size; by default the limit that the sequence was made for.
-        width: characters in a line, 40 at least; by default the terminal's, 120 at most. colour: whether to use ANSI colours;
-        by default where standard output has them. measured: a step as it ran, shown in place of the predicted times.
+        width: characters in a line, at least 40; by default the terminal's, at most 120.
+        colour: whether to use ANSI colours; by default if standard output supports them.
+        measured: a step that ran; its times are shown, not the predicted ones.
 
     Raises:
-        InvalidSequenceError: where the machine refuses the sequence.
+        InvalidSequenceError: if the machine refuses the sequence.
     """
     ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
     trace = simulate(chain, sequence if isinstance(sequence, Plan) else ops)
@@ -161,7 +162,7 @@ def _headline(chain: Chain, trace: Trace, shown: Trace, mode: str, limit: int | 
 
 
 def _curve(trace: Trace, limit: int | None, room: int, left: int, paint: _Paint) -> list[str]:
-    """Bytes on the device, the most of each column's time, in `_HEIGHT` rows; the limit is the top where it is given."""
+    """The most bytes on the device in each column's time, in `_HEIGHT` rows; the top is the limit, if there is one."""
     top = max(limit or 0, trace.peak_bytes) or 1
     peaks, parameters = [0] * room, [0] * room
     scale = room / trace.makespan if trace.makespan else 0.0

@@ -1,12 +1,12 @@
 """Runs a sequence on a model: one method per operation, and no decisions.
 
 A stage's first forward runs in the user's own graph under saved-tensor hooks: ``F_all`` keeps what autograd saves,
-``F_ck`` and ``F_none`` let it go. When the gradient reaches a stage's outputs, the interpreter runs all operations up to
-that stage's ``B``, replaying forwards on detached inputs to fill the same slots again; autograd then does the backward.
-What ``B`` drops goes when the next gradient arrives, for then all of the stage's backward has been issued. How one stage
-runs is `stage_run`'s matter, and what becomes of a value's bytes that of `values`.
+``F_ck`` and ``F_none`` release it. When the gradient reaches a stage's outputs, the interpreter runs all operations up
+to that stage's ``B``. Replays run forwards on detached inputs and fill the same slots again; autograd then runs the
+backward. What ``B`` drops is released when the next gradient arrives, because all of the stage's backward has been
+issued by then. `stage_run` runs one stage, and `values` moves and releases the bytes of values.
 
-Ownership: the graph (slots, hooks) owns the step and never the reverse, so that dropping the graph frees everything.
+Ownership: the graph (slots, hooks) owns the step and never the reverse, so dropping the graph frees everything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""From a chain and a limit to a sequence: dynamic programs propose, a search on exact bytes improves, the machine judges."""
+"""From a chain and a limit to a sequence: dynamic programs propose, a search on exact bytes improves, the machine
+checks.
+"""
 
 from .plan_codes import keep_all as keep_all
 from .solve import solve as solve

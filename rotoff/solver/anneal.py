@@ -1,7 +1,7 @@
 """Refinement on exact bytes: simulated annealing over plans (`solver.plan_codes`), from the best proposals.
 
-Every step decodes a whole plan in compiled code. Effort is counted in plans, never in seconds, and the random numbers are
-seeded, so the same chain, limit and options give the same sequence on every machine.
+Every step decodes a whole plan in compiled code. Effort is counted in plans, never in seconds, and the random numbers
+are seeded, so the same chain, limit and options give the same sequence on every machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COOL_STAGES = 50  # beyond so many stages one of them is less of the step, and s
 class Budget:
     """Effort of the search, in seconds of this class of machine; 0 for none.
 
-    own: nobody gave a number, so long chains, whose tables take longer anyway, are searched for longer too.
+    own: the default, with which long chains are searched longer, because their tables take longer anyway.
     """
 
     seconds: float
@@ -69,8 +69,8 @@ class Budget:
 
 
 def least_compute(chain: Chain) -> float:
-    """Seconds of every forward and backward once, each in its fastest form, and of the updates that the host cannot do: no plan
-    takes less, whatever it moves."""
+    """Seconds of every forward and backward once, each in its fastest form, and of the updates that the host cannot do.
+    No plan takes less."""
     stages = sum(s.forward_time + min(s.form(k).backward_time for k in range(1 + len(s.forms))) for s in chain.stages)
     return stages + sum(
         group.update_time for group in chain.parameters if group.grad_bytes and group.host_update_time is None
@@ -86,10 +86,10 @@ def refined(
     host_limit: int | None = None,
     progress: Callable[[float, float], None] | None = None,
 ) -> np.ndarray | None:
-    """The best plan that fits, found from `starts` (which need not fit); None where none was found.
+    """The best plan that fits, found from `starts` (which need not fit); None if none was found.
 
-    Every round runs a chain of changes in each thread: one from the best plan so far, one from the next start. None runs once a
-    plan takes no longer than its compute, which nothing can beat.
+    Every round runs a chain of changes in each thread: one from the best plan so far, one from the next start. The
+    search ends when a plan takes no longer than its compute, which nothing can beat.
     """
     starts = [codes for codes in starts if codes.shape[1] <= WIDEST]
     if not starts or budget.seconds == 0:
@@ -143,7 +143,7 @@ def refined(
 
 
 def result(job: Future[float], stop: np.ndarray) -> float:
-    """The job's result; an interrupt meanwhile ends the kernels, which hold no lock that Ctrl-C could wait for."""
+    """The job's result. An interrupt ends the kernels, which hold no lock that Ctrl-C would have to wait for."""
     try:
         return job.result()
     except BaseException:

@@ -39,7 +39,7 @@ def arrays(chain: Chain) -> Arrays:
     """The costs of `chain` as arrays.
 
     Raises:
-        ChainError: where its values come to more than `MOST_BYTES`.
+        ChainError: if its values come to more than `MOST_BYTES`.
     """
     total = _all_bytes(chain)
     if total > MOST_BYTES:

@@ -1,6 +1,7 @@
 """Certified lower bounds on the step time, and the smallest limits that work.
 
-Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gradient bytes, o_F, o_B transients (`chain`).
+Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gradient bytes, o_F, o_B transients
+(`chain`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MODES = ("joint", "remat", "offload")
 
 
 def check_mode(mode: str) -> None:
-    """Raise OptionError where `mode` is none of the three."""
+    """Raise OptionError if `mode` is none of the three."""
     if mode not in MODES:
         raise OptionError(f"mode is {mode!r}; modes are {', '.join(map(repr, MODES))}")
 
 
 def parse_modes(modes: Any) -> tuple[str, ...]:
-    """The modes that an option names, one or several; OptionError where there is none, or one that is not known."""
+    """The modes that an option names, one or several; OptionError if there is none or an unknown one."""
     wanted = several(modes)
     if not wanted:
         raise OptionError(f"modes is empty; give at least one of {', '.join(map(repr, MODES))}")
@@ -44,7 +45,7 @@ def parse_modes(modes: Any) -> tuple[str, ...]:
 
 
 def several(given: Any) -> tuple[Any, ...]:
-    """What an option holds; a lone text or number is one."""
+    """The values of an option; a text or number alone is one value."""
     lone = isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
     return (given,) if lone else tuple(given)
 
@@ -52,17 +53,19 @@ def several(given: Any) -> tuple[Any, ...]:
 def min_mem_limit(chain: Chain, mode: str, updates: str = "during") -> int:
     """The smallest limit in bytes in which `solve` finds a sequence of `mode`; one byte less is refused.
 
-    offload: every stage runs forward once (``F_all``) and everything else may be on the host, so it is the largest need of
-    one operation with its own operands. joint: the same with the cheapest operands that can be made: any value may be made
-    ahead of time and wait on the host. remat: nothing moves; the smallest peak over recompute trees,
-    in which a saved set may also outlive its input. With large `checkpoint_transient_bytes`, or forms whose transients differ,
-    there may be sequences that fit a few percent less (``policy="nonpersistent"`` finds them on short chains).
+    offload: the largest need of one operation with its own operands. Every stage runs forward once (``F_all``), and
+        everything else may be on the host.
+    joint: the same with the cheapest operands that can be made, since any value may be made early and wait on the host.
+    remat: the smallest peak over recompute trees, in which a saved set may also outlive its input. With large
+        `checkpoint_transient_bytes`, or forms whose transients differ, sequences may exist that fit a few percent less
+        (``policy="nonpersistent"`` finds them on short chains).
 
-    Parameters lie on the host but for what an operation reads or writes; in mode remat they stay, and no limit below the sum is
-    enough. updates: when groups that the host cannot update are, "during" the step or "after" ``B 1``.
+    Parameters are on the host, except those that an operation reads or writes. In mode remat they stay on the device,
+    so no limit below their sum works. updates: when the device updates groups that the host cannot, "during" the step
+    or "after" ``B 1``.
 
     Raises:
-        ChainError: where `chain` is none. OptionError: where the mode is unknown.
+        ChainError: if `chain` is not a chain. OptionError: if the mode is unknown.
     """
     check_chain(chain)
     check_mode(mode)
@@ -103,16 +106,18 @@ def _remat_minimum(chain: Chain, updates: str = "during") -> int:
 
 
 def at_rest_bytes(chain: Chain) -> int:
-    """Bytes of all parameters and states, which stay in mode remat."""
+    """Bytes of all parameters and states, which stay on the device in mode remat."""
     return sum(group.bytes + group.state_bytes for group in chain.parameters)
 
 
 @lru_cache(maxsize=32)
 def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
-    """`arrays`, with the gradients of groups among those of activations, and updates beside the backward that they follow.
+    """`arrays`, with the gradients of groups among those of activations, and updates beside the backward that they
+    follow.
 
-    While δ_i is held, so are the gradients that began before B i and are not updated: they are added to δ_i. B i itself counts
-    δ_{i-1} too, so what is added to that, but is not there yet, comes off its transients, which may then be below 0.
+    While δ_i is held, so are the gradients that began before B i and are not updated: they are added to δ_i. B i itself
+    counts δ_{i-1} too, so what is added to that, but is not there yet, comes off its transients, which may then be
+    below 0.
     """
     c, L = arrays(chain), len(chain)
     if not chain.parameters:
@@ -134,7 +139,9 @@ def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
 
 @lru_cache(maxsize=4)
 def need_tables(chain: Chain, updates: str = "during") -> tuple[np.ndarray, np.ndarray]:
-    """P and W of `_dp.remat_need` in exact bytes: what persistent recompute needs beyond the input of its first stage."""
+    """P and W of `_dp.remat_need` in exact bytes: what persistent recompute needs beyond the input of its first
+    stage.
+    """
     c = remat_arrays(chain, updates)
     P, W = remat_need(c.out, c.grad, c.ck_transient, c.n_forms, c.saved, c.f_transient, c.b_transient)
     return P, W
@@ -144,8 +151,8 @@ def need_tables(chain: Chain, updates: str = "during") -> tuple[np.ndarray, np.n
 class HostPlan:
     """How a step fits the joint minimum: with everything not in use on the host.
 
-    form[i]: form in which ā_i is made. output_input[i]: whether B i+1 (and what runs after stage i) takes a_i as its input
-    rather than ā_i.
+    form[i]: form in which ā_i is made. output_input[i]: whether B i+1 (and what runs after stage i) takes a_i as its
+    input rather than ā_i.
     """
 
     form: tuple[int, ...]
@@ -155,9 +162,9 @@ class HostPlan:
 def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan | None:
     """The forms and inputs with which every single operation fits `mem_limit`, or None.
 
-    Each ā_i^k, and a_i where it serves, is made in the forward phase and moved out; ``B i`` then needs ā_i^k, one form of
-    its input, δ_i, δ_{i-1}, a_0 and (before the last stage) a_L. State of the search over i: (form of ā_i, whether a_i can
-    be made); the smallest makeable input is always the best one, because needs add.
+    Each ā_i^k, and a_i where it serves, is made in the forward phase and moved out; ``B i`` then needs ā_i^k, one form
+    of its input, δ_i, δ_{i-1}, a_0 and (before the last stage) a_L. State of the search over i: (form of ā_i, whether
+    a_i can be made); the smallest makeable input is always the best one, because needs add.
     """
     c, L = arrays(chain), len(chain)
     room = mem_limit - int(c.out[0])
@@ -216,8 +223,9 @@ def _joint_minimum(chain: Chain, updates: str) -> int:
 
 
 def largest_operation(chain: Chain) -> tuple[str, int, int]:
-    """("forward" or "backward", stage, bytes) of the operation that needs most by itself: its operands in the smallest forms,
-    gradients, transients, and what the caller holds. No sequence of any mode fits less; where `min_mem_limit` is that, it binds."""
+    """("forward" or "backward", stage, bytes) of the operation that needs most by itself: its operands in the smallest
+    forms, gradients, transients, and what the caller holds. No sequence of any mode fits less; where `min_mem_limit` is
+    that, it binds."""
     forward, backward = _needs_alone(chain)
     F, B = int(forward.argmax()), int(backward.argmax())
     if forward[F] > backward[B]:
@@ -249,14 +257,15 @@ ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a secon
 
 
 def lower_bound(chain: Chain, mem_limit: int | str, mode: str = "joint", updates: str = "during") -> float:
-    """Seconds that no sequence within `mem_limit` can beat, in any mode; the proof is `least_time_of`'s.
+    """A certified bound: seconds that no sequence within `mem_limit` can beat, in any mode (`least_time_of` has the
+    proof).
 
-    With parameters it bounds the time of a steady step, which the module `steady_bounds` proves. There mode "remat", in which
-    parameters stay, is bounded by itself. updates: "after" ``B 1`` alone, or "during" the step.
+    With parameters it bounds the time of a steady step (`steady_bounds` has the proof). Mode "remat", in which
+    parameters stay on the device, then has a bound of its own. updates: "after" ``B 1`` only, or "during" the step.
 
     Raises:
-        LimitError: where `mem_limit` is not a number of bytes. OptionError: for an unknown mode, or time of the updates.
-        InfeasibleError: where no sequence of `mode` fits.
+        LimitError: if `mem_limit` is not a number of bytes. OptionError: for an unknown mode or value of `updates`.
+        InfeasibleError: if no sequence of `mode` fits.
     """
     check_chain(chain)
     check_when(updates)
@@ -280,32 +289,35 @@ def _steady(chain: Chain, limit: int, updates: str) -> float:
 
 
 def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> float:
-    """The bound of a chain's activations, where making ā_i again takes up to ``spared[i - 1]`` seconds less than stage i's forward.
+    """The bound of a chain's activations, where making ā_i again takes up to ``spared[i - 1]`` seconds less than stage
+    i's forward.
 
-    Proof. Fix a sequence and cut its time where F_1, ..., F_L run first and where B_L, ..., B_1 run; these starts are in that
-    order, and interval k begins with cut k. Interval k lasts at least as long as the compute in it (the operation at its cut,
-    each forward run again in it), and as each direction of the link needs for the bytes that it copies in it. At cut k the
-    device holds what that operation needs itself (operands, gradients, transients; at least the smallest form of each) and
-    whatever else it holds of ā_q, q = 1..L-1. Consider, for each q, the ā_q that B_q uses. Either F_q's first run made it and
-    it stays; or that run made it, it leaves (its bytes pass the link out, and are held until they have) and returns (they pass
-    the link in, and are held from then on); or it is made again (u_F more compute) and stays, or leaves and returns. These are
-    linear constraints on the intervals' lengths, with each ā_q in one of those ways or, to relax, in a mixture of them, so
-    the linear program "least sum of lengths" is below the sequence's time. By weak duality so is its Lagrangian at any
-    prices λ_k ≥ 0 of memory at cut k and p_k, r_k, α_k ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in
-    interval k: Σ α_k work_k − Σ λ_k room_k + Σ_q (the cheapest way of ā_q).
+    Proof. Fix a sequence and cut its time where F_1, ..., F_L run first and where B_L, ..., B_1 run; these starts are
+    in that order, and interval k begins with cut k. Interval k lasts at least as long as the compute in it (the
+    operation at its cut, each forward run again in it), and as each direction of the link needs for the bytes that it
+    copies in it. At cut k the device holds what that operation needs itself (operands, gradients, transients; at least
+    the smallest form of each) and whatever else it holds of ā_q, q = 1..L-1. Consider, for each q, the ā_q that B_q
+    uses. Either F_q's first run made it and it stays; or that run made it, it leaves (its bytes pass the link out, and
+    are held until they have) and returns (they pass the link in, and are held from then on); or it is made again (u_F
+    more compute) and stays, or leaves and returns. These are linear constraints on the intervals' lengths, with each
+    ā_q in one of those ways or, to relax, in a mixture of them, so the linear program "least sum of lengths" is below
+    the sequence's time. By weak duality so is its Lagrangian at any prices λ_k ≥ 0 of memory at cut k and p_k, r_k, α_k
+    ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in interval k: Σ α_k work_k − Σ λ_k room_k + Σ_q (the
+    cheapest way of ā_q).
 
-    What is made again has inputs. Take m = 2..L-1, and the interval from the start of B_{m+1} to that of B_m, which uses a_{m-1}
-    or ā_{m-1}. Either that is held at the interval's cut, or it arrives in the interval, or F_{m-1} runs in it and so finds its
-    own input there; and so on down to a_0. So for some q < m at least |a_q| bytes are held at the cut, beyond what B_{m+1} needs
-    itself, or arrive in the interval (or q = 0), and F_{q+1}, ..., F_{m-1} run in it. What this pays and what the ways of the ā
-    pay may be the same bytes and seconds, so there each has a part of the price: λ = (λ − λ') + λ', and so r and α. Only what
-    the ways use of ā_m itself in that interval and at its cut is never the input's, and pays the whole price.
+    What is made again has inputs. Take m = 2..L-1, and the interval from the start of B_{m+1} to that of B_m, which
+    uses a_{m-1} or ā_{m-1}. Either that is held at the interval's cut, or it arrives in the interval, or F_{m-1} runs
+    in it and so finds its own input there; and so on down to a_0. So for some q < m at least |a_q| bytes are held at
+    the cut, beyond what B_{m+1} needs itself, or arrive in the interval (or q = 0), and F_{q+1}, ..., F_{m-1} run in
+    it. What this pays and what the ways of the ā pay may be the same bytes and seconds, so there each has a part of the
+    price: λ = (λ − λ') + λ', and so r and α. Only what the ways use of ā_m itself in that interval and at its cut is
+    never the input's, and pays the whole price.
 
-    The prices are found by an ascent from the turn-around's; how well it does affects how tight the bound is, never whether it
-    holds.
+    An ascent from the prices of the turn-around finds the prices. Its quality affects how tight the bound is, never
+    whether it holds.
 
     Raises:
-        InfeasibleError: where no sequence fits `limit`.
+        InfeasibleError: if no sequence fits `limit`.
     """
     if limit < min_mem_limit(chain, "joint"):
         raise infeasible(chain, "joint", limit)
@@ -362,7 +374,9 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
 
 
 def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[float, float, float]]:
-    """Prices (p before B L, r after it, λ at it) to start from: the best of a grid for the relaxation with that cut only."""
+    """Prices (p before B L, r after it, λ at it) to start from: the best of a grid for the relaxation with that cut
+    only.
+    """
     c, L = arrays(chain), len(chain)
     u_F, saved = (
         c.u_F[1:L],

@@ -1,15 +1,15 @@
-"""Copies that may stop at any time and release memory byte by byte: the relaxations of Euro-Par 2020, beside the machine.
+"""The relaxations of Euro-Par 2020, to compare with: copies may stop at any time and release memory byte by byte.
 
-Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training* (Euro-Par
-2020), sections 3.2, 4 and 5. Every stage runs forward once and keeps ā; x_i there is ā_i here, x_0 is a_0 (the caller's: it
-stays), F_i and B_i there are those of stage i+1. Two relaxations of the machine's whole-value copies:
+Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training*
+(Euro-Par 2020), sections 3.2, 4 and 5. Every stage runs forward once and keeps ā; x_i there is ā_i here, x_0 is a_0
+(the caller's: it stays), F_i and B_i there are those of stage i+1. Two relaxations of the machine's whole-value copies:
 
 - *fractional* (section 4): any part of an ā may leave. `optimum` is Theorem 2: the first M_peak - M bytes, in order.
-- *interruptible* (section 5, Problem 2): an ā leaves whole or not at all; which ones is a matter of search.
+- *interruptible* (section 5, Problem 2): an ā leaves whole or not at all; a search chooses which ones.
 
-Both are schedules of `timeline`, which is given how many bytes of each ā leave. Only one transfer runs at a time, whatever
-the chain says of `duplex`: for a chain that is not duplex, `optimum` is below every sequence of mode offload on the machine.
-What the machine's limit means holds here too: a_0, a_L, gradients and transients count.
+Both are schedules of `timeline`, which is given how many bytes of each ā leave. Only one transfer runs at a time,
+whatever the chain says of `duplex`: for a chain that is not duplex, `optimum` is below every sequence of mode offload
+on the machine. What the machine's limit means holds here too: a_0, a_L, gradients and transients count.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ SLACK = 1e-9  # bytes, relative to the limit: what sums of real numbers may be o
 class Timeline:
     """A no-wait, ordered schedule.
 
-    makespan: seconds. offloaded_bytes: bytes that leave, and come back. forward_starts, backward_starts: seconds at which F_i
-    and B_i start, by i = 1..L (entry 0 is 0). gap: idle seconds between the phases.
+    makespan: seconds.
+    offloaded_bytes: bytes that leave and come back.
+    forward_starts, backward_starts: seconds at which F_i and B_i start, by i = 1..L (entry 0 is 0).
+    gap: idle seconds between the phases.
     """
 
     makespan: float
@@ -53,7 +55,7 @@ def needs(chain: Chain) -> tuple[list[int], list[int]]:
 
 
 def peak_bytes(chain: Chain) -> int:
-    """M_peak of section 3.2: what keeping everything needs."""
+    """M_peak of section 3.2: the bytes of keeping everything."""
     m_F, m_B = needs(chain)
     return max(*m_F, *m_B)
 
@@ -61,8 +63,9 @@ def peak_bytes(chain: Chain) -> int:
 def offload_bound(chain: Chain, mem_limit: int | str) -> float:
     """LB of Proposition 3, in seconds: no schedule that runs every forward once is faster, whole copies or not.
 
-    What is missing at the peak, M_peak - M bytes, has left before it and comes back after it, so that both copies' times add up
-    in a duplex chain too. `rotoff.lower_bound` holds in every mode; where only offloading is allowed, this may be the higher.
+    What is missing at the peak, M_peak - M bytes, has left before it and comes back after it, so that both copies'
+    times add up in a duplex chain too. `rotoff.lower_bound` holds in every mode; where only offloading is allowed, this
+    may be the higher.
     """
     missing = max(0, peak_bytes(chain) - parse_bytes(mem_limit))
     return max(chain.compute_time, missing / chain.d2h_bandwidth + missing / chain.h2d_bandwidth)
@@ -79,10 +82,11 @@ def eager(chain: Chain, quantity: float) -> list[float]:
 
 
 def timeline(chain: Chain, mem_limit: int, amounts: Sequence[float]) -> Timeline | None:
-    """The no-wait, ordered schedule in which amounts[i] bytes of ā_i leave (i = 0..L; both ends 0); None where it does not fit.
+    """The no-wait, ordered schedule in which amounts[i] bytes of ā_i leave (i = 0..L; both ends 0); None where it does
+    not fit.
 
-    The forward phase runs as early as it can. The backward phase is the same seen backwards in time, as late as it can. The gap
-    between them is the least with which the link and the memory allow both (equations 9 and 10).
+    The forward phase runs as early as it can. The backward phase is the same seen backwards in time, as late as it can.
+    The gap between them is the least with which the link and the memory allow both (equations 9 and 10).
     """
     c, L = arrays(chain), len(chain)
     m_F, m_B = needs(chain)
@@ -109,8 +113,8 @@ def timeline(chain: Chain, mem_limit: int, amounts: Sequence[float]) -> Timeline
 
 @dataclass(frozen=True)
 class _Phase:
-    """One phase, seen from its outer end. starts: by operation. end: when the last one ends. moved: bytes by then; backlog: bytes
-    that are still to move. free: seconds for which the link has had nothing to do."""
+    """One phase, seen from its outer end. starts: by operation. end: when the last one ends. moved: bytes by then;
+    backlog: bytes that are still to move. free: seconds for which the link has had nothing to do."""
 
     starts: list[float]
     end: float
@@ -124,8 +128,8 @@ def _phase(
 ) -> _Phase | None:
     """Operations 1..L as early as they can.
 
-    movable[i]: bytes that may be on their way while operation i runs, or waits for memory (entry L + 1: afterwards). spare[i]:
-    those of them that it does not use.
+    movable[i]: bytes that may be on their way while operation i runs, or waits for memory (entry L + 1: afterwards).
+    spare[i]: those of them that it does not use.
     """
     slack = SLACK * max(1, limit)
     starts, time, moved, link_end = [0.0], 0.0, 0.0, 0.0
@@ -144,7 +148,9 @@ def _phase(
 
 
 def _gap(copy: float, free: float, need: list[int], u: list[float], room: float, rate: float) -> float:
-    """Equation 9, or 10 seen backwards: `copy` seconds of one direction reach into the other phase, whose link is free at first."""
+    """Equation 9, or 10 seen backwards: `copy` seconds of one direction reach into the other phase, whose link is free
+    at first.
+    """
     gap, later = max(0.0, copy - free), 0.0
     for j in range(len(need) - 1, 0, -1):
         if later >= free:

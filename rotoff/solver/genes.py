@@ -1,8 +1,9 @@
-"""Plans of chains with parameters: one row of numbers that the kernel `_place` decodes into a steady step.
+"""Plans of chains with parameters: one row of numbers that the kernel `kernels.place` decodes into a steady step.
 
-First the codes of the stages (`solver.plan_codes`), whose MOVE bit here says that the value made does leave, in its longest absence; then
-four numbers for each group: after which of its uses ``w`` leaves (bits), flags (its state leaves; its gradient leaves before an
-update on the device; the host updates it), the stage after whose B the update is issued, and a rank among updates issued there.
+First the codes of the stages (`solver.plan_codes`); here the MOVE bit says that the value leaves, in its longest
+absence. Then four numbers for each group: after which of its uses ``w`` leaves (bits), flags (its state leaves; its
+gradient leaves before an update on the device; the host updates it), the stage after whose B the update is issued, and
+a rank among updates issued there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _OF = {1: "w", 2: "g", 3: "o"}
 
 @dataclass(frozen=True, eq=False)
 class GroupArrays:
-    """Bytes and seconds of the groups, as the kernel reads them; ``reads[reads_from[i]:reads_from[i + 1]]`` are those of stage i."""
+    """Bytes and seconds of the groups, as the kernel reads them; ``reads[reads_from[i]:reads_from[i + 1]]`` are those
+    of stage i.
+    """
 
     w: np.ndarray
     g: np.ndarray

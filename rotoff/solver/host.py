@@ -1,4 +1,4 @@
-"""Plans and the sequence at the joint minimum: everything that is not an operand of the running operation can wait on the host."""
+"""Plans and the sequence at the joint minimum, where only the operands of the running operation are on the device."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def everything_away(chain: Chain) -> HostPlan:
 
 
 def host_step(chain: Chain, plan: HostPlan, updates: str) -> Sequence:
-    """The same for a chain with parameters: each comes in for every single operation, and nothing of them is resident.
+    """The same for a chain with parameters: they are copied in for every single operation, and none is resident.
 
-    The host updates what it can. The device updates the others one by one, where `bounds.min_mem_limit` says that least is held;
-    what the next backward has as its input then waits on the host once more.
+    The host updates what it can. The device updates the others one by one, where `bounds.min_mem_limit` says that least
+    is held; the input of the next backward then waits on the host once more.
     """
     activations = host_sequence(chain.without_parameters(), plan)
     readers = Readers(chain)
@@ -114,10 +114,10 @@ def _update(chain: Chain, k: int) -> list[Op]:
 
 
 def all_moving(chain: Chain, mem_limit: int) -> Iterator[np.ndarray]:
-    """Plans in which every value may move, for limits at which some ā_i and ā_{i+1} do not fit side by side.
+    """Plans in which every value may move, for limits at which some ā_i and ā_{i+1} do not fit together.
 
-    There B i+1 takes a_i in the place of ā_i. Everywhere else a value moves only where it has to make room, so these are far
-    faster than `host_sequence`, and a search can begin at them. The first makes a_i again in the backward phase where the
+    There B i+1 takes a_i and not ā_i. Elsewhere a value moves only if it has to make room, so these are far faster than
+    `host_sequence`, and a search can start from them. The first makes a_i again in the backward phase where the
     forward fits beside ā_i; the second makes it right after ā_i throughout, and so fits more often.
     """
     plan = host_plan(chain, mem_limit)

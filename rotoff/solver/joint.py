@@ -1,7 +1,8 @@
 """Recompute and offload together: the recurrences OC and C_A of the NeurIPS 2021 supplement at N slots.
 
-`costs` rounds (by the rules of `solver.slots`), `fill` runs the kernel, `solve_slots` backtracks; the recurrences themselves
-stand in `solver/kernels/joint.pyx` beside their equations. One β of the paper is two here, out (β_F) and in (β_B).
+`costs` rounds (by the rules of `solver.slots`), `fill` runs the kernel, `solve_slots` backtracks; the recurrences
+themselves are in `solver/kernels/joint.pyx` with their equations. The paper's β is two numbers here, out (β_F) and in
+(β_B).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MOST_DRAINED = (
 
 @dataclass(frozen=True)
 class Costs:
-    """What the kernel reads, under the names and in the units that `solver/kernels/joint.pyx` gives."""
+    """Input of the kernel, with the names and units of `solver/kernels/joint.pyx`."""
 
     L: int
     N: int
@@ -66,7 +67,7 @@ class Costs:
 
 
 def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Costs:
-    """The chain in slots at a limit of `mem_limit` bytes, with segments of up to `reach` stages made again."""
+    """The chain in slots at a limit of `mem_limit` bytes, with recomputed segments of up to `reach` stages."""
     c, L = arrays(chain), len(chain)
     slots = discretize(c, mem_limit, N, rounding)
     N = slots.N
@@ -123,8 +124,8 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
 
 
 def fill(table: Costs) -> Kernel:
-    """Both tables, in two threads, OC only at the states that its answer can lead to; the interpreter runs between rows, so
-    that Ctrl-C is seen."""
+    """Both tables, in two threads; OC only at the states that its answer can reach. Python runs between rows, so that
+    Ctrl-C works."""
     L, N, X = table.L, table.N, table.K + 1
     C = np.full((max(1, table.row[L + 1] + L + 1), N + 1, N + 1), math.inf)
     OC = np.empty((L + 1, X, N + 1, N + 1, N + 1))  # only states that can be reached are ever read
@@ -146,7 +147,7 @@ def fill(table: Costs) -> Kernel:
 
 
 def _finish(jobs: Sequence[Future[None]]) -> None:
-    """Wait for `jobs`; an interrupt meanwhile waits for those only that run already, however many stand in line."""
+    """Wait for `jobs`; an interrupt waits only for those that are already running."""
     try:
         for job in jobs:
             job.result()
@@ -170,9 +171,9 @@ def table_bytes(chain: Chain, N: int, reach: int) -> int:
 def solve_slots(
     chain: Chain, mem_limit: int, N: int, rounding: str = "up", reach: int | None = None
 ) -> tuple[float, np.ndarray | None]:
-    """(cost in seconds, plan) of OC_0(1, 0, 0, 0) at N slots; (infinity, None) where nothing fits.
+    """(cost in seconds, plan) of OC_0(1, 0, 0, 0) at N slots; (infinity, None) if nothing fits.
 
-    reach: the most stages that are made again from one input; None for any number.
+    reach: the most stages that are recomputed from one input; None for any number.
     """
     if mem_limit <= chain.input_bytes:
         return math.inf, None
@@ -217,16 +218,16 @@ def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
 
 
 def quick(chain: Chain) -> tuple[int, int]:
-    """(slots, reach) with which the tables take about a tenth of a second: enough where a search follows."""
+    """(slots, reach) with which the tables take about a tenth of a second: enough if a search follows."""
     reach = min(len(chain), QUICK_REACH)
     return max(4, round(math.pow(QUICK_WORK / (len(chain) * reach), 1 / 3))), reach
 
 
 def proposals(chain: Chain, limit: int, slots: int, reach: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Optima of the recurrences by both roundings.
+    """Optima of the recurrences with both rounding rules.
 
     Raises:
-        OptionError: where the tables would not fit in memory.
+        OptionError: if the tables would not fit in memory.
     """
     if (size := table_bytes(chain, slots, reach)) > TABLE_BYTES:
         raise OptionError(

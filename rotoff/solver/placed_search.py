@@ -1,7 +1,7 @@
-"""The search for chains with parameters: what people place by hand, under several plans for the activations, then annealing.
+"""The search for chains with parameters: placements by rule, under several plans for the activations, then annealing.
 
-Every step of it decodes a whole steady step in compiled code (`_place`). As in `solver.anneal`, effort is counted in plans and random
-numbers are seeded, so equal inputs give equal sequences.
+Every step decodes a whole steady step in compiled code (`kernels.place`). As in `solver.anneal`, effort is counted in
+plans and random numbers are seeded, so equal inputs give equal sequences.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KEPT = 8  # starts
 
 @dataclass(frozen=True)
 class Step:
-    """What is asked: chain, limits in bytes, mode, when updates come."""
+    """The problem: chain, limits in bytes, mode, when updates come."""
 
     chain: Chain
     limit: int
@@ -64,7 +64,7 @@ class Step:
 def searched(
     step: Step, budget: Budget, known: list[np.ndarray], progress: Callable[[float, float], None] | None = None
 ) -> np.ndarray | None:
-    """The best plan found, at least as good as any of `known`; None where none fits."""
+    """The best plan found, at least as good as any of `known`; None if none fits."""
     pool = [*known, *_starts(step)]
     return _annealed(step, budget, pool, progress) if pool else None
 
@@ -75,7 +75,7 @@ def sequence_of(step: Step, plan: np.ndarray, visits: int = VISITS) -> Sequence:
 
 
 def least(step: Step) -> Iterator[tuple[Sequence, str]]:
-    """What fits at the smallest limits, where the search finds nothing, and who proposed it."""
+    """A plan for the smallest limits, where the search finds nothing, and its source."""
     smallest = remat.smallest_plan(step.chain, step.limit, step.updates) if step.mode != "offload" else None
     if smallest is not None:
         plan, visits = joined(smallest, at_home(step.chain)), smallest.shape[1]
@@ -91,7 +91,7 @@ def least(step: Step) -> Iterator[tuple[Sequence, str]]:
 
 
 def _starts(step: Step) -> list[np.ndarray]:
-    """The best placements by hand, each under the plan for the activations that suits it best."""
+    """The best placements by rule, each under the plan for the activations that suits it best."""
     kernel = placer(step.chain, step.limit, VISITS, step.updates, step.host_limit)
     activations = [narrowed(codes, VISITS) for codes in _activations(step)]
     ranked: list[tuple[tuple[bool, float], int, np.ndarray]] = []
@@ -139,7 +139,9 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
 
 
 def _placements(step: Step) -> Iterator[np.ndarray]:
-    """r groups at home, z with their parameters on the device and states on the host, the others streamed; 78 pairs and more."""
+    """r groups at home, z with their parameters on the device and states on the host, the others streamed; 78 pairs and
+    more.
+    """
     chain = step.chain
     K, home = len(chain.parameters), at_home(step.chain)
     yield home

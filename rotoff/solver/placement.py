@@ -1,7 +1,7 @@
 """Placements by rule: a sequence for the activations, and a fixed place for each group of parameters.
 
-This is what people write by hand, and where a search may start: each group lies on the device or comes in one operation ahead
-of each use; the device or the host updates it. What moves for the activations stays where it is in the text.
+Other systems place parameters like this, and a search may start from it: each group is on the device or is copied in
+one operation before each use; the device or the host updates it. Moves of activations stay where they are in the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from ..errors import OptionError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a group lies between steps. weights, state: whether ``w`` and ``o`` are resident. host: whether ``H`` updates it."""
+    """Where a group is between steps. weights, state: whether ``w`` and ``o`` are resident. host: whether ``H`` updates
+    it.
+    """
 
     weights: bool
     state: bool
@@ -45,10 +47,11 @@ def place(chain: Chain, activations: Iterable[Op], places: Sequence[Place], upda
         ahead: how many compute operations before its use a value is prefetched.
 
     Returns:
-        A legal sequence; whether it fits a limit, the machine says.
+        A legal sequence; the machine says whether it fits a limit.
 
     Raises:
-        OptionError: where there is not one place for each group, or the host cannot update one that it is to.
+        OptionError: if there is not one place for each group, or a group that the host should update has no
+            host_update_time.
     """
     if updates not in WHEN:
         raise OptionError(f"updates is {updates!r}; give {' or '.join(map(repr, WHEN))}")
@@ -121,7 +124,7 @@ class _Walk:
         return [k for k, group in enumerate(self.chain.parameters, start=1) if min(group.stages) == i and group.grad_bytes]
 
     def issue(self, t: int | None) -> None:
-        """What is due by t; all of it where t is None."""
+        """Issue what is due by t; everything if t is None."""
         now = [op for when, op in self.due if t is None or when <= t]
         self.due = [(when, op) for when, op in self.due if t is not None and when > t]
         for op in now:

@@ -1,16 +1,17 @@
-"""Plans: a table of codes that says what each visit of each stage does; `_decode` decodes it on exact bytes.
+"""Plans: a table of codes that says what each visit of each stage does; `kernels.decode` decodes it on exact bytes.
 
-``codes[q, v]`` governs the v-th time that a forward of stage q runs (v from 0; the last column serves later visits too):
+``codes[q, v]`` governs the v-th time that a forward of stage q runs (v from 0; the last column serves later visits
+too):
 
 - ``code >> 4`` is 0 for ``F_ck q``, 1 for ``F_all q``, 1 + k for ``F_sel q k``;
 - bit 0 (MOVE): the value made may be freed while it waits on the host (it is moved only if it has to make room);
-- bit 1 (DROP): the input of q is dropped right after (``F_ck`` becomes ``F_none`` where the input is held as ``a``);
+- bit 1 (DROP): the input of q is dropped right after (``F_ck`` becomes ``F_none`` if the input is held as ``a``);
 - bit 2 (APART, with MOVE, for an ā): B q+1 takes a_q, made again for it, while ā_q waits on the host;
 - bit 3 (EARLY, with MOVE, for an ā): the same from the start, a_q is made right after ā_q, which leaves at once.
 
-``codes[0, 0]`` bit 0: no prefetch before the turn-around. Backwards need no code: before ``B i`` whatever is missing is made
-again from the nearest value below. Persistent recompute trees of the papers are such tables, and so is much more: values
-moved in the backward phase, inputs dropped under a kept ā, checkpoints dropped and made again.
+``codes[0, 0]`` bit 0: no prefetch before the turn-around. Backwards need no code: before ``B i``, missing values are
+recomputed from the nearest earlier value. The papers' persistent recompute trees are such tables. Tables can also
+express moves in the backward phase, inputs dropped under a kept ā, and checkpoints dropped and made again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def empty(chain: Chain, visits: int = 4) -> np.ndarray:
 
 
 def from_forwards(chain: Chain, forwards: Iterable[tuple[int, int]], at_least: int = 4) -> np.ndarray:
-    """The plan whose forwards, in program order, are the pairs (stage, code); codes repeat after a stage's last visit."""
+    """The plan whose forwards, in program order, are the pairs (stage, code); codes repeat after a stage's last
+    visit.
+    """
     rows: list[list[int]] = [[] for _ in range(len(chain) + 1)]
     for stage, code in forwards:
         rows[stage].append(code)
@@ -67,7 +70,7 @@ def from_forwards(chain: Chain, forwards: Iterable[tuple[int, int]], at_least: i
 
 
 def widened(codes: np.ndarray, visits: int) -> np.ndarray:
-    """The same plan in a table of `visits` columns, where it has no more than those."""
+    """The same plan in a table of `visits` columns; it must not have more."""
     if codes.shape[1] >= visits:
         return codes
     last = np.repeat(codes[:, -1:], visits - codes.shape[1], axis=1)
@@ -104,12 +107,13 @@ def to_ops(rows: np.ndarray) -> tuple[Op, ...]:
 
 
 def keep_all(chain: Chain, updates: str = "during") -> Sequence:
-    """Every stage keeps what it saves; nothing is moved or recomputed: ``F_all`` 1..L, ``B`` L..1.
+    """The sequence of plain PyTorch, which keeps everything and moves nothing: ``F_all`` 1..L, ``B`` L..1.
 
-    Parameters are resident, and each group is updated on the device as soon as its gradient is whole, or "after" ``B 1``.
+    Parameters are resident, and each group is updated on the device as soon as its gradient is whole, or "after" ``B
+    1``.
 
     Raises:
-        ChainError: where `chain` is none.
+        ChainError: if `chain` is not a chain.
     """
     check_chain(chain)
     L = len(chain)

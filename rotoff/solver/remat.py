@@ -1,8 +1,8 @@
 """Pure recompute: rotor's dynamic program with every need checked, and the plan at the smallest limit.
 
-The recurrences (`_remat`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v = 0. Unlike
-rotor's, the first sweep carries no δ_L, keeping all of stage i is checked against δ_j + ā_i + o_F(i) and its backward's need,
-and the ā after a swept segment may be kept in the place of its input.
+The recurrences (`kernels.remat`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v
+= 0. Unlike rotor's, the first sweep carries no δ_L, keeping all of stage i is checked against δ_j + ā_i + o_F(i) and
+its backward's need, and the ā after a swept segment may be kept in the place of its input.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def rows(L: int, reach: int) -> np.ndarray:
 
 
 def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Kernel:
-    """The tables at the given slots, with segments of up to `reach` stages; those of one length are shared by two threads."""
+    """The tables at the given slots, with segments of up to `reach` stages; those of one length are shared by two
+    threads.
+    """
     c, L = arrays(chain), len(chain)
     reach = max(1, min(reach, L - 1))
     kernel = Kernel(c, slots, needs(c), rows(L, reach), reach, min(bare, reach))
@@ -77,9 +79,10 @@ def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Kernel:
 
 
 def sized(chain: Chain, work: int, reaches: tuple[int, ...] = REACHES) -> tuple[int, int]:
-    """(slots, reach) with which tables take about `work` states times choices; the first reach that leaves `SLOTS` slots.
+    """(slots, reach) with which tables take about `work` states times choices; the first reach that leaves `SLOTS`
+    slots.
 
-    Most of what is made again is short, and slots finer than the stages are worth more than long segments.
+    Most recomputed segments are short, and slots finer than the stages are worth more than long segments.
     """
     L, K = len(chain), 1 + max(len(s.forms) for s in chain.stages)
     for most in reaches:
@@ -110,10 +113,10 @@ class Tables:
 
 
 def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", bare: int = BARE) -> Tables:
-    """The recurrences where N slots are `mem_limit` bytes, which hold more than a_0.
+    """The recurrences in which N slots are `mem_limit` bytes; the limit is more than a_0.
 
-    reach: the most stages that are made again from one input. bare: the same where an ā is kept without its input, which they
-    make.
+    reach: the most stages that are recomputed from one input. bare: the same if an ā is kept without its input, which
+    they make.
     """
     slots = discretize(arrays(chain), mem_limit, N, rounding)
     return Tables(chain, slots, fill(chain, slots, reach, bare), reach)
@@ -145,7 +148,9 @@ def proposals(chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], 
 
 
 def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> Iterator[tuple[np.ndarray, bool]]:
-    """(plan, whether it fits): of the first that does, slots falling, after that at the slots of the limit where it does not."""
+    """(plan, whether it fits): the first that fits, with falling slots, and the one at the slots of the limit if that
+    does not.
+    """
     m, step, before, N = made.slots.N, 1, math.nan, made.slots.N
     while m > 0:
         cost = float(made.kernel.W[1, m])
@@ -203,7 +208,7 @@ def segment_codes(kind: str, i: int, x: int) -> list[tuple[int, int]]:
 
 
 def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.ndarray | None:
-    """A recompute plan on exact bytes wherever `bounds.need_tables` says that one fits; it keeps what fits, stage by stage.
+    """A recompute plan on exact bytes, if `bounds.need_tables` says that one fits; it keeps what fits, stage by stage.
 
     Parameters stay on the device.
     """
@@ -238,7 +243,9 @@ def _run(
     done: list[tuple[int, int]],
     waiting: list[tuple[str, int, int, int]],
 ) -> tuple[int, int]:
-    """Append a choice's forwards; what it leaves for later goes to `waiting`. Returns where to go on, with how many bytes."""
+    """Append a choice's forwards; `waiting` gets what it leaves for later. Returns where to continue, with how many
+    bytes.
+    """
     kind, k, x = choice
     if kind == "all":
         done += segment_codes("all", i, x)
@@ -256,9 +263,10 @@ def _run(
 def _first_fit(
     c: Arrays, need: Needs, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int, alone: bool
 ) -> tuple[str, int, int]:
-    """A first choice for i..j that leaves the rest feasible in m bytes; rest[k] is what stages k+1..j need at least.
+    """A first choice for i..j that leaves the rest feasible in m bytes. rest[k]: the least that stages k+1..j need.
 
-    ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k without its input, which is made again.
+    ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k without its input, which is made
+    again.
     """
     for x in range(int(c.n_forms[i])):
         if max(held + need.all[i, x], need.b[i, x]) <= m and (alone or c.saved[i, x] + rest[i] <= m):

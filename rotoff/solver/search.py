@@ -1,4 +1,4 @@
-"""The search of a mode: proposals of every kind, judged on exact bytes; the best sequence that the machine accepts is returned."""
+"""The search of a mode: proposals of every kind, compared on exact bytes; the machine checks the best one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMS_SHARE = 0.6  # of the effort, for the search with smaller forms after the 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sequence that fits, its step time in seconds, its plan where it has one, who proposed it, and what lies on the device
+    """A sequence that fits: its step time in seconds, its plan if it has one, its source, and the values on the device
     between steps."""
 
     makespan: float
@@ -38,10 +38,10 @@ class Candidate:
 
 
 def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float], None] | None = None) -> Candidate:
-    """The best candidate of `mode`; keeping everything where that fits and no update is faster on the host.
+    """The best candidate of `mode`; keeps everything if that fits and no update is faster on the host.
 
     Raises:
-        InfeasibleError: where nothing fits.
+        InfeasibleError: if nothing fits.
     """
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     everything = keep_all(chain, problem.updates)
@@ -68,10 +68,10 @@ def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float
 
 
 def parse_slots(mem_slots: Any) -> int:
-    """The slots that `mem_slots` stands for.
+    """Read the option `mem_slots`.
 
     Raises:
-        OptionError: where it is no whole number of at least 1.
+        OptionError: if it is not a whole number of at least 1.
     """
     if isinstance(mem_slots, bool) or not isinstance(mem_slots, (int, np.integer)) or mem_slots < 1:
         raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
@@ -79,13 +79,15 @@ def parse_slots(mem_slots: Any) -> int:
 
 
 def parse_host_limit(host_limit: int | str) -> int:
-    """Bytes of a host limit; 0 is one too."""
+    """Read the option `host_limit`, in bytes; 0 is a limit too."""
     return 0 if not isinstance(host_limit, (bool, str)) and host_limit == 0 else parse_bytes(host_limit, "host_limit")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What every mode's search shares. limit, host_limit: bytes; slots: N of the joint dynamic program; known: plans."""
+    """Shared by the searches of all modes. limit, host_limit: bytes; slots: N of the joint dynamic program; known:
+    plans.
+    """
 
     chain: Chain
     limit: int
@@ -103,14 +105,14 @@ class Problem:
         return self.limit >= min_mem_limit(self.chain, mode, self.updates)
 
     def without_forms(self) -> Problem:
-        """The same with every stage's whole ā only."""
+        """The same problem without smaller forms."""
         chain = replace(self.chain, stages=tuple(replace(stage, forms=()) for stage in self.chain.stages))
         return replace(self, chain=chain, known=tuple(codes for codes in self.known if codes.max() < select(1)))
 
 
 def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
-    """The best plan found. Where stages have smaller forms the very result without them competes, and the search starts from
-    it, so that a choice more never makes a plan slower; the two searches share the effort."""
+    """The best plan found. If stages have smaller forms, the result without them competes and the search starts from
+    it, so forms never make a plan slower. The two searches share the effort."""
     forms = any(stage.forms for stage in problem.chain.stages)
     if (mode, forms) in problem.found:
         return problem.found[mode, forms]
@@ -139,7 +141,7 @@ def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] 
 
 
 def _searched(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
-    """The best of all proposals and of the search from them; the first that nothing can beat ends it, whatever is left to try."""
+    """The best of all proposals and of the search from them. A plan that nothing can beat ends the search."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     least = least_compute(chain) * (1 + FLOAT_ERROR)
     plans: list[np.ndarray] = []
@@ -163,7 +165,7 @@ def _searched(problem: Problem, mode: str, progress: Callable[[float, float], No
 
 
 def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[Candidate]:
-    """Near the smallest limit, where few plans fit, what is found within fewer bytes, and from there."""
+    """Near the smallest limit, where few plans fit: plans found within fewer bytes, and a search from them."""
     least = min_mem_limit(problem.chain, mode)
     rungs = [int(least * STEP**n) for n in range(RUNGS)]
     if mode == "offload" or not least < problem.limit <= STEP * rungs[-1]:
@@ -179,7 +181,7 @@ def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[
 
 
 def _competitors(problem: Problem, mode: str) -> Iterator[tuple[Candidate | None, np.ndarray | None]]:
-    """(candidate, or None where the plan does not fit; plan to search from, or None), what is had soonest first."""
+    """(candidate, or None if the plan does not fit; plan to search from, or None), the cheapest to make first."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     for codes in problem.known:
         yield judged(chain, limit, codes, "known", host), codes
@@ -206,7 +208,7 @@ def _host_candidate(problem: Problem) -> Candidate | None:
 
 
 def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Plans of every kind; where a search follows, tables that take long are filled with fewer slots."""
+    """Plans of every kind. If a search follows, slow tables are filled with fewer slots."""
     chain, limit, quick = problem.chain, problem.limit, problem.budget.seconds > 0
     work = TABLE_WORK if quick else 20 * TABLE_WORK
 
@@ -230,7 +232,7 @@ def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit: int | None = None) -> Candidate | None:
-    """The plan as a candidate, or None where it does not fit."""
+    """The plan as a candidate, or None if it does not fit."""
     L = len(chain)
     for most_ops in (16 * L + 64, 2 * L * L + 64):
         decoder = evaluator(chain, limit, codes.shape[1], host_limit, most_ops)
@@ -245,7 +247,7 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
 
 
 def _placed(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
-    """The best plan found for a chain with parameters; what the pure modes find competes in joint."""
+    """The best plan found for a chain with parameters; in joint, the results of the pure modes compete."""
     if (mode, True) in problem.found:
         return problem.found[mode, True]
     pure = [name for name in ("remat", "offload") if mode == "joint" and problem.fits(name)]

@@ -2,16 +2,16 @@
 
 The room of M = mem_limit − |a_0| bytes is cut into N slots of M / N bytes.
 
-- *Sizes held* (|a_i|, |ā_i^k|) become slots by one of two rules. ``"up"``: each size rounded up, which is sound: what fits
-  in slots fits in bytes. ``"sums"``: running sums over the stages are rounded to the nearest slot and differenced, so that
-  what any run of stages keeps is off by one slot at most (Euro-Par 2020, 5.3.2); this is not sound for scattered stages,
-  and what it proposes is judged on exact bytes.
+- *Sizes held* (|a_i|, |ā_i^k|) become slots by one of two rules. ``"up"``: each size rounded up, which is sound: what
+  fits in slots fits in bytes. ``"sums"``: running sums over the stages are rounded to the nearest slot and differenced,
+  so that what any run of stages keeps is off by one slot at most (Euro-Par 2020, 5.3.2); this is not sound for
+  scattered stages, and what it proposes is judged on exact bytes.
 - *Needs* of an operation are summed in exact bytes and rounded up once. Only inside an idle time that spans several
   operations do they stay real.
-- *Backlogs* (A_F, A_B, Δ) are whole slots, drained by clocks: what a stage's time lets through is the difference of running
-  sums of β times time, rounded to the nearest slot, so that many short stages drain what they should. An idle time drains
-  the slots that it waits for. A recomputed segment i..j drains by the clock of its u_F + u_B, plus β times what it lasts
-  beyond that, rounded to the nearest.
+- *Backlogs* (A_F, A_B, Δ) are whole slots, drained by clocks: what a stage's time lets through is the difference of
+  running sums of β times time, rounded to the nearest slot, so that many short stages drain what they should. An idle
+  time drains the slots that it waits for. A recomputed segment i..j drains by the clock of its u_F + u_B, plus β times
+  what it lasts beyond that, rounded to the nearest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`solve`: the planner's one door, for a mode or for a system of the papers."""
+"""`solve`: plans a chain, in a mode or by a policy of the papers."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ def solve(
     policy: str | None = None,
     **options: Any,
 ) -> Sequence:
-    """The fastest sequence found for one training step within `mem_limit`, or what a system of the papers does there.
+    """Plan one training step of a chain within `mem_limit`: the fastest sequence found, or the plan of a policy.
 
     Args:
         chain: the costs of the stages.
         mem_limit: bytes on the device, as a number or a size such as ``"6 GiB"``.
-        mode: "joint" recomputes and moves, "remat" only recomputes, "offload" only moves.
-        mem_slots: N, the slots of the joint dynamic program (fewer on long chains where a search follows).
-        refine: search on exact bytes after the dynamic programs; True for the default effort, a number for about that many
-            seconds (the effort is a count of plans, so equal inputs give equal sequences), False for none.
-        host_limit: bytes that may wait on the host at any time; None for no limit.
-        progress: called now and then with (fraction of the search done, best step time in seconds).
-        updates: when groups of parameters are updated: "during" the step (the default of all modes), as soon or as late as it
-            pays, or "after" ``B 1``, as where the caller's own ``optimizer.step()`` runs then. Parameters, gradients and states
-            move in modes "joint" and "offload"; in "remat" they stay.
-        policy: instead of a mode, the name of a system of the papers ("greedy", "dynprog", "vdnn", ...: see
-            `rotoff.solver.policies`), which then alone decides; all arguments after `mem_limit` belong to modes.
-        options: of that policy.
+        mode: "joint" recomputes and offloads, "remat" only recomputes, "offload" only offloads.
+        mem_slots: N, the slots of the joint dynamic program (fewer on long chains if a search follows).
+        refine: effort of the search on exact bytes after the dynamic programs: True for the default, a number for about
+            that many seconds, False for none. The effort is a count of plans, so equal inputs give equal sequences.
+        host_limit: bytes that may be on the host at any time; None for no limit.
+        progress: called during the search with (fraction done, best step time in seconds).
+        updates: when groups of parameters are updated: "during" the step (the default), at the best moment, or "after"
+            ``B 1``, for a caller who then runs ``optimizer.step()``. Parameters, gradients and states move in modes
+            "joint" and "offload", and stay in "remat".
+        policy: the name of a system of the papers ("greedy", "dynprog", "vdnn", ...: see `rotoff.solver.policies`). It
+            replaces the mode; all arguments after `mem_limit` except `options` belong to modes.
+        options: of the policy.
 
     Returns:
-        A `Sequence` with `mode` (the policy's name where one was given), `mem_limit` and `resident`; its `meta` holds the
-        predicted makespan, peak_bytes, host_peak_bytes and the source of the plan. It passes
-        ``simulate(chain, sequence, mem_limit, updates)``.
+        A `Sequence` that passes ``simulate(chain, sequence, mem_limit, updates)``, with `mode` (or the policy's name),
+        `mem_limit` and `resident`. Its `meta` has the predicted makespan, peak_bytes, host_peak_bytes and the source of
+        the plan.
 
     Raises:
-        InfeasibleError: where nothing fits; its `min_mem_limit` does (with a `host_limit`: without it, or none was found).
+        InfeasibleError: if nothing fits. Its `min_mem_limit` fits (with a `host_limit`: without that, or none was
+            found).
         LimitError, OptionError: for a bad argument.
     """
     check_chain(chain)
@@ -66,7 +67,7 @@ def solve(
         check_alone(policy, given)
         return run(policy, chain, limit, options if updates is None else {**options, "updates": updates})
     if options:
-        raise OptionError(f"{next(iter(options))} is no argument of solve; options go with a policy")
+        raise OptionError(f"{next(iter(options))} is not an argument of solve; options of a policy need policy=")
     host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
     when = "during" if updates is None else updates
@@ -77,7 +78,7 @@ def solve(
 
 
 def check_alone(policy: str, given: Mapping[str, Any]) -> None:
-    """Raise OptionError where an argument of the modes was `given` another value than its default beside a policy."""
+    """Raise OptionError if an argument of the modes was `given` together with a policy."""
     check_policy(policy)
     defaults = {name: p.default for name, p in inspect.signature(solve).parameters.items()}
     for name, value in given.items():
@@ -86,10 +87,10 @@ def check_alone(policy: str, given: Mapping[str, Any]) -> None:
 
 
 def check_mode_options(options: Mapping[str, Any]) -> None:
-    """Raise OptionError or LimitError where `options` are none of `solve` for a mode, beside the mode and the slots."""
+    """Raise OptionError or LimitError if `options` are not options of `solve` for a mode (mode and slots aside)."""
     for name in options:
         if name not in _OF_MODES:
-            raise OptionError(f"{name} is no option; a mode has {', '.join(_OF_MODES)}, and others go with a policy")
+            raise OptionError(f"{name} is not an option; a mode has {', '.join(_OF_MODES)}, and others need policy=")
     if (host_limit := options.get("host_limit")) is not None:
         parse_host_limit(host_limit)
     Budget.of(options.get("refine", True))

@@ -1,44 +1,51 @@
 """A certified lower bound on the steady time of a step whose parameters move too: a Lagrangian around the whole step.
 
-What is bounded is the machine's ``makespan``, half of the time between the ends of the second and of the fourth of four steps in a
-row, for every legal sequence. The proof, step by step:
+What is bounded is the machine's ``makespan``, half of the time between the ends of the second and of the fourth of four
+steps in a row, for every legal sequence. The proof, step by step:
 
-1. *The four steps' mean is no more.* Every operation begins at the latest of some lanes' times and copies' ends, so a step that begins
-   with later lanes or copies ends no sooner. The first step begins with all of them at 0; relative to its own start, so early at least
-   does the third. Hence E_4 − E_2 ≥ E_2 (E_s: end of step s), and makespan = (E_4 − E_2) / 2 ≥ E_4 / 4: the mean of all four is bounded.
-2. *Intervals.* Cut [0, E_4] where F_1, ..., F_L run first, where B_L, ..., B_1 run, and where a step ends. These come in this order in
-   every step, so there are 2L + 1 intervals, each four times; ℓ_k is its mean length, and the mean of the steps is the sum of them.
-3. *Lanes.* ℓ_k is at least the mean of the compute in interval k, of the copies out, of the copies in (of both together on a link that
-   is not duplex), and of the host's updates.
-4. *Memory.* Program order decides it, so that it is the same in all four steps. At each cut the device holds what that operation needs
-   itself, the activations that it holds otherwise (see `bounds.least_time_of`), and of each group what its way says; together no more
-   than the limit. At a step's end that is a_0, a_L, δ_0 and the groups'. An operation checks its bytes before it makes them, so this
-   holds between two steps also.
-5. *Lives.* A group's life goes from its update in one step to that in the next; that of a frozen one, from its first use. In it:
+1. *The four steps' mean is no more.* Every operation begins at the latest of some lanes' times and copies' ends, so a
+   step that begins with later lanes or copies ends no sooner. The first step begins with all of them at 0; relative to
+   its own start, so early at least does the third. Hence E_4 − E_2 ≥ E_2 (E_s: end of step s), and makespan = (E_4 −
+   E_2) / 2 ≥ E_4 / 4: the mean of all four is bounded.
+2. *Intervals.* Cut [0, E_4] where F_1, ..., F_L run first, where B_L, ..., B_1 run, and where a step ends. These come
+   in this order in every step, so there are 2L + 1 intervals, each four times; ℓ_k is its mean length, and the mean of
+   the steps is the sum of them.
+3. *Lanes.* ℓ_k is at least the mean of the compute in interval k, of the copies out, of the copies in (of both together
+   on a link that is not duplex), and of the host's updates.
+4. *Memory.* Program order decides it, so that it is the same in all four steps. At each cut the device holds what that
+   operation needs itself, the activations that it holds otherwise (see `bounds.least_time_of`), and of each group what
+   its way says; together no more than the limit. At a step's end that is a_0, a_L, δ_0 and the groups'. An operation
+   checks its bytes before it makes them, so this holds between two steps also.
+5. *Lives.* A group's life goes from its update in one step to that in the next; that of a frozen one, from its first
+   use. In it:
 
-   - ``w`` is on the device at the forwards and backwards that read it, and at ``U``; ``o`` at ``U``; ``g`` from the first backward until it
-     is whole, and at ``U``.
-   - What ``U`` has made, no host has. Before it is off the device, it has been copied out once: the copy runs after the ``U``, and the
-     bytes are held until it has ended. Back on the device it has been copied in: the bytes are held from before the copy on.
-   - ``H`` runs after g has been copied out, which is after g is whole. It leaves valid copies of w and o on the host and runs before w
-     comes in: the device's w is gone when it is issued, and next used in the life's first forward.
-   - A frozen w is copied in alone. ``U`` takes `update_time` of compute, ``H`` `host_update_time` of the host, in the interval that it runs in.
+   - ``w`` is on the device at the forwards and backwards that read it, and at ``U``; ``o`` at ``U``; ``g`` from the
+     first backward until it is whole, and at ``U``.
+   - What ``U`` has made, no host has. Before it is off the device, it has been copied out once: the copy runs after the
+     ``U``, and the bytes are held until it has ended. Back on the device it has been copied in: the bytes are held from
+     before the copy on.
+   - ``H`` runs after g has been copied out, which is after g is whole. It leaves valid copies of w and o on the host
+     and runs before w comes in: the device's w is gone when it is issued, and next used in the life's first forward.
+   - A frozen w is copied in alone. ``U`` takes `update_time` of compute, ``H`` `host_update_time` of the host, in the
+     interval that it runs in.
    - With `updates` "after", ``U`` and ``H`` run after B_1 of the life's first step has begun.
 
-   A copy that runs in several intervals is a mixture of copies in one: it uses the lanes alike, and holds the bytes for longer.
-6. *Ends.* In [0, E_4] each group has three whole lives, the tail of one and the head of another; tail and head, one after the other,
-   are a life as well, in the same text. What crosses the step's end in it may be missing on both sides: what the first step finds
-   has arrived at 0, and what the fourth leaves is under way at E_4. It is one copy of a value that the device holds at the step's end
-   (out, or in), or ``H``, which a later copy of w may wait for. Everything else runs: each copy is waited for before its value is used,
-   updated or let go, so before the end of the step after its own, and copies of g before the end of their own. So the mean has
-   1 − 1/4 lives that pay for all their copies, and 1/4 that pay nothing for one across the end: `UNPAID`.
-   This is not caution: where the link is a little slower than compute, in-flight copies fall behind for more than four steps,
-   and the makespan is below what the link takes for a step.
-7. *The dual.* Each group has one of these ways (to relax, a mixture of them; w, g and o share the interval of their U), each ā_q one of
-   `bounds.least_time_of`'s. At any prices λ_k ≥ 0 of memory at cut k, and p_k, r_k, η_k ≥ 0 with p_k + r_k + η_k ≤ 1 of link out, link in and
-   host in interval k, the rest α_k of compute, weak duality says: makespan ≥ Σ α_k work_k − Σ λ_k room_k + Σ the cheapest way of each
-   ā_q + Σ the cheapest way of each group. The prices are found by an ascent; the bound holds whatever they are, and is lowered by what the
-   sums may be off by.
+   A copy that runs in several intervals is a mixture of copies in one: it uses the lanes alike, and holds the bytes for
+   longer.
+6. *Ends.* In [0, E_4] each group has three whole lives, the tail of one and the head of another; tail and head, one
+   after the other, are a life as well, in the same text. What crosses the step's end in it may be missing on both
+   sides: what the first step finds has arrived at 0, and what the fourth leaves is under way at E_4. It is one copy of
+   a value that the device holds at the step's end (out, or in), or ``H``, which a later copy of w may wait for.
+   Everything else runs: each copy is waited for before its value is used, updated or let go, so before the end of the
+   step after its own, and copies of g before the end of their own. So the mean has 1 − 1/4 lives that pay for all their
+   copies, and 1/4 that pay nothing for one across the end: `UNPAID`. This is not caution: where the link is a little
+   slower than compute, in-flight copies fall behind for more than four steps, and the makespan is below what the link
+   takes for a step.
+7. *The dual.* Each group has one of these ways (to relax, a mixture of them; w, g and o share the interval of their U),
+   each ā_q one of `bounds.least_time_of`'s. At any prices λ_k ≥ 0 of memory at cut k, and p_k, r_k, η_k ≥ 0 with p_k +
+   r_k + η_k ≤ 1 of link out, link in and host in interval k, the rest α_k of compute, weak duality says: makespan ≥ Σ
+   α_k work_k − Σ λ_k room_k + Σ the cheapest way of each ā_q + Σ the cheapest way of each group. The prices are found
+   by an ascent; the bound holds whatever they are, and is lowered by what the sums may be off by.
 
 Transients of updates, and the three values of a group at once at its ``U``, count in the smallest limit alone.
 """
@@ -63,9 +70,11 @@ ROOM_ERROR = 1e-12  # share of the limit that is added, so that rounding leaves 
 
 
 def own_needs(chain: Chain, updates: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Bytes of parameters that every forward and every backward (by stage, entry 0 is 0) needs, and the largest need of a ``U``.
+    """Bytes of parameters that every forward and every backward (by stage, entry 0 is 0) needs, and the largest need of
+    a ``U``.
 
-    A gradient that is not whole stays. ``U`` counts where no ``H`` is possible, at the best moment that `updates` allows.
+    A gradient that is not whole stays. ``U`` counts where no ``H`` is possible, at the best moment that `updates`
+    allows.
     """
     L = len(chain)
     forward, backward = np.zeros(L + 1, dtype=np.int64), np.zeros(L + 1, dtype=np.int64)
@@ -104,7 +113,8 @@ def _held_between(chain: Chain) -> np.ndarray:
 def steady_time(chain: Chain, limit: int, updates: str, costs: Arrays, needs: tuple[np.ndarray, np.ndarray]) -> float:
     """Seconds that no sequence within `limit` beats.
 
-    costs: the activations'; needs: bytes of each forward and of each backward alone, from stage 1 on, without parameters.
+    costs: the activations'; needs: bytes of each forward and of each backward alone, from stage 1 on, without
+    parameters.
     """
     made = problem(chain, limit, updates, costs, needs)
     if made is None:
@@ -134,7 +144,9 @@ def problem(
     needs: tuple[np.ndarray, np.ndarray],
     unpaid: float = UNPAID,
 ) -> tuple[Dual, float, float] | None:
-    """The dual, the seconds of its unit, and the sum of all that a price may multiply; None where nothing takes time."""
+    """The dual, the seconds of its unit, and the sum of all that a price may multiply; None where nothing takes
+    time.
+    """
     L, groups = len(chain), chain.parameters
     real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
     fastest = np.where(real, c.u_B, np.inf).min(axis=1)

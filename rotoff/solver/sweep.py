@@ -1,4 +1,4 @@
-"""Many limits from one call: step time against bytes, as rows, as a table and as CSV."""
+"""Plans for many limits from one call: step time against bytes, as rows, as a table and as CSV."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ STEPS = 12  # limits where none are given
 
 @dataclass(frozen=True)
 class Row:
-    """One limit in one mode; makespan and what depends on it are None where nothing fits.
+    """One limit in one mode; makespan and what depends on it are None if nothing fits.
 
-    mode: or the policy. limit, peak_bytes, host_peak_bytes: bytes. makespan, bound: seconds. overhead: makespan over the
-    keep-all time, less 1.
+    mode: or the policy.
+    limit, peak_bytes, host_peak_bytes: bytes.
+    makespan, bound: seconds.
+    overhead: makespan over the keep-all time, less 1.
     """
 
     limit: int
@@ -46,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Rows by mode and rising limit, and the sequence of each row (None where nothing fits)."""
+    """The result of `sweep`: rows by mode and rising limit, and the sequence of each row (None if nothing fits)."""
 
     rows: tuple[Row, ...]
     sequences: tuple[Sequence | None, ...]
@@ -71,7 +73,7 @@ class Sweep:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as CSV to `path`; what does not fit is left empty."""
+        """Write the rows as CSV to `path`; fields of a limit that nothing fits are empty."""
         names = [field.name for field in fields(Row)]
         text = io.StringIO(newline="")
         writer = csv.writer(text)
@@ -91,17 +93,18 @@ def sweep(
     policies: Iterable[str] | str = (),
     updates: str = "during",
 ) -> Sweep:
-    """Step time against bytes for several limits and modes.
+    """Plan for several limits and modes, to see what memory costs in time.
 
-    Limits are taken from the smallest up: the plan of one is known to the next, so step times never rise with the limit, and
-    once a limit costs nothing the larger ones are not searched at all.
+    Limits are planned in rising order, and each plan is known to the next limit. So step times never rise with the
+    limit, and once a limit costs nothing, larger ones are not searched.
 
     Args:
-        limits: bytes or sizes, or one of them; by default evenly from the smallest limit of any mode to the peak of keeping everything.
+        limits: bytes or sizes, or one of them; by default evenly spaced from the smallest limit of any mode to the
+            keep-all peak.
         modes: any of "joint", "remat", "offload", or one of them.
         mem_slots, refine, host_limit, updates: as for `solve`; policies that place parameters get `updates` too.
         progress: called with (fraction done, row) after each row.
-        policies: systems of the papers to show beside the modes, such as "vdnn"; each limit is planned by itself.
+        policies: systems of the papers to compare with the modes, such as "vdnn"; each limit is planned by itself.
     """
     check_chain(chain)
     wanted = parse_modes(modes)
@@ -132,10 +135,10 @@ def sweep(
 
 
 def _by_mode(problems: list[Problem], mode: str, bests: dict[str, list[Candidate | None]]) -> Iterator[Sequence | None]:
-    """The sequence of each problem, limits rising; `bests` holds the candidates of the modes before, and gets this one's.
+    """The sequence of each problem, in rising limits. `bests` has the candidates of earlier modes, and gets this one's.
 
-    Problems remember what their pure modes found, so that joint solves nothing again. At each limit those modes' candidates
-    compete, which may be plans of smaller limits: joint's rows are never slower than theirs.
+    Problems remember what their pure modes found, so joint solves nothing again. At each limit the candidates of those
+    modes, which may be plans of smaller limits, compete: joint's rows are never slower than theirs.
     """
     bests[mode] = []
     best: Candidate | None = None

@@ -1,1 +1,1 @@
-"""What people call beside `Checkpointable`: attach, estimate, stages, the comparison of modes."""
+"""Public functions in addition to `Checkpointable`: attach, estimate, stages, plan."""

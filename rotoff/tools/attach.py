@@ -1,7 +1,7 @@
-"""A model planned where it stands: `attach` gives it a forward that runs inside a limit, and leaves it the object that it is.
+"""`attach` plans a model in place: the model gets a forward that runs inside a limit and stays the same object.
 
-For loops that look at the model's class, its signature or its attributes, such as trainers: there is no wrapper to see. All of
-the model's names, its checkpoints and ``isinstance`` stay as they were.
+Use it for loops that look at the model's class, signature or attributes, such as trainers. There is no wrapper: the
+model's names, checkpoints and ``isinstance`` stay as they were.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ _OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"mo
 
 
 def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint", **options: Any) -> Checkpointable:
-    """Have training forwards of `model` itself run inside `mem_limit`; returns what plans them, a `Checkpointable`.
+    """Run training forwards of `model` itself inside `mem_limit`; returns the `Checkpointable` that plans them.
 
-    The model is measured and planned at its first training forward, or by the result's `measure` before. In `eval` mode and
-    without gradients its own forward runs. Anything that wraps the forward later (autocast by Accelerate, DDP) stays around
-    the planned one. A deep copy of the model has a plan of its own; what is pickled (``torch.save(model)``) is the model without
-    any, to be attached again where it is loaded.
+    The model is measured and planned at its first training forward, or earlier by the result's `measure`. In `eval`
+    mode and without gradients its own forward runs. Anything that wraps the forward later (autocast by Accelerate, DDP)
+    stays around the planned one. A deep copy of the model has a plan of its own. A pickle (``torch.save(model)``) has
+    the model without a plan; attach it again after loading.
 
     Args:
-        mem_limit, mode, options: as of `Checkpointable.compute_sequence`; those that `Checkpointable` itself takes, such as
-            ``stages`` or ``forms``, as there.
+        mem_limit, mode: as for `Checkpointable.compute_sequence`.
+        options: as for `Checkpointable.compute_sequence` and for `Checkpointable` itself, such as ``stages`` or
+            ``forms``.
 
     Raises:
-        OptionError: where the model is attached already. LimitError, MeasureError: as of `Checkpointable`.
+        OptionError: if the model is attached already. LimitError, MeasureError: as for `Checkpointable`.
     """
     if not isinstance(model, nn.Module):
         raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
@@ -49,7 +50,7 @@ def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint",
 
 
 def detach(model: nn.Module) -> None:
-    """Give `model` its own forward back; nothing where it is not attached."""
+    """Restore the model's own forward; does nothing if the model is not attached."""
     attachment = model.__dict__.pop(ATTACHED, None)
     if attachment is not None:
         attachment.restore()
@@ -62,7 +63,9 @@ def attached(model: nn.Module) -> Checkpointable | None:
 
 
 class _Attachment:
-    """One model with a planned forward. original: the forward that it had. wrapper: the options of its `Checkpointable`."""
+    """One model with a planned forward. original: the forward that it had. wrapper: the options of its
+    `Checkpointable`.
+    """
 
     def __init__(self, model: nn.Module, planned: Checkpointable, wrapper: dict[str, Any]) -> None:
         self.model = model

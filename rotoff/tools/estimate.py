@@ -1,4 +1,4 @@
-"""`estimate`: the chain of a model on a device that is not at hand."""
+"""`estimate`: the chain of a model on a device that is not there."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..profile.profile import Profile
 
 
 def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kwargs: Any) -> Chain:
-    """The chain of `model` as it would be measured on `device`, with no device and no memory taken.
+    """Estimate the chain of `model` on `device`, without the device and without memory.
 
-    Bytes are exact but for temporaries inside kernels (docs/profiles.md lists them); times are estimates from operation
-    counts and the device's data sheet. The chain's ``meta`` says so.
+    Bytes are exact except for temporaries inside kernels (docs/profiles.md lists them). Times are estimates from
+    operation counts and the device's data sheet; the chain's ``meta`` says so.
 
     Args:
-        model, sample, kwargs: what is trained and what it is called with; tensors may be real, on ``meta``, or fake, and stay
-            untouched. Autocast, where it is on for the CPU or CUDA, counts. A `Checkpointable` made with ``stages=``, ``forms=``
-            or ``backward_from=`` is taken as it is.
+        model, sample, kwargs: the model and its arguments. Tensors may be real, on ``meta``, or fake, and stay
+            unchanged. Autocast counts if it is on for the CPU or CUDA. A `Checkpointable` is estimated with its
+            ``stages=``, ``forms=`` and ``backward_from=``.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
 
     Raises:
-        OptionError: for an unknown device, naming those that are known.
-        MeasureError: where the model's stages cannot be found, or what it does depends on its tensors' contents.
+        OptionError: for an unknown device; the sentence names the known ones.
+        MeasureError: if the model's stages cannot be found, or its forward depends on its tensors' contents.
     """
     return estimated(model, sample, kwargs, find(device)).chain
 

@@ -1,4 +1,4 @@
-"""What training a model within some bytes of a device would cost, asked without either: ``print(rotoff.plan(...))``."""
+"""The cost of training a model within a limit on a device, without the device: ``print(rotoff.plan(...))``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what
 
 @dataclass(frozen=True)
 class PlannedMode:
-    """One mode within the limit; what depends on a plan is None where nothing fits.
+    """One mode within the limit; fields that depend on a plan are None if nothing fits.
 
-    step_time: seconds, estimated. overhead: step_time over that of keeping everything, less 1. peak_bytes: on the device, in
-    the terms of the limit. host_bytes: at most on the host. bound_time: seconds that no sequence within the limit can
-    beat. min_mem_limit: the smallest limit that works in this mode.
+    step_time: estimated seconds.
+    overhead: step_time over that of keeping everything, less 1.
+    peak_bytes: on the device, counted like the limit.
+    host_bytes: the most on the host.
+    bound_time: seconds that no sequence within the limit can beat.
+    min_mem_limit: the smallest limit that works in this mode.
     """
 
     mode: str
@@ -45,9 +48,12 @@ class PlannedMode:
 class PlannedModes:
     """Rows of `PlannedMode`; prints as a table.
 
-    chain: what was planned for. mem_limit: bytes that a step may allocate. keep_all_bytes: what it takes to do nothing.
-    resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; they are there beside the
-    limit. device_bytes: of the device's memory.
+    chain: the estimated chain.
+    mem_limit: bytes that a step may allocate.
+    keep_all_bytes: the peak of keeping everything.
+    resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; the limit does not count
+        them.
+    device_bytes: of the device's memory.
     """
 
     chain: Chain
@@ -73,12 +79,12 @@ class PlannedModes:
 
     @property
     def needed_bytes(self) -> int:
-        """What a device must have for training inside the limit: what is resident, and the limit."""
+        """Bytes that a device must have for training inside the limit: the resident bytes and the limit."""
         return sum(self.resident_bytes.values()) + self.mem_limit
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much, less a margin for its context and libraries."""
+        """Whether the device has `needed_bytes`, after a margin for its context and libraries."""
         return self.needed_bytes <= usable_bytes(self.device_bytes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,20 +145,21 @@ def plan(
     mem_slots: int = 50,
     **kwargs: Any,
 ) -> PlannedModes:
-    """What a training step of `model` would cost within `mem_limit` on `device`; neither the device nor memory is needed.
+    """Estimate the cost of a training step within `mem_limit` on `device`, without the device and without memory.
 
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
-        mem_limit: bytes that one step may allocate beyond what is resident (parameters, their gradients, optimizer states, the
-            batch), as for `Checkpointable`. None: all that the device has beside those, less a margin.
+        mem_limit: bytes that one step may allocate beyond parameters, their gradients, optimizer states and the batch,
+            as for `Checkpointable`. None: all that the device has beyond those, less a margin.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
-        modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
-        optimizer: "sgd", "momentum" or "adam", of whose states the resident bytes are reckoned, in the parameters' type.
+        modes: any of "joint", "remat", "offload", or one of them.
+        mem_slots: as for `rotoff.solve`.
+        optimizer: "sgd", "momentum" or "adam"; its states count as resident bytes, in the parameters' type.
 
     Raises:
-        OptionError: for an unknown device, mode or optimizer, naming those that are known.
-        LimitError: where `mem_limit` is no number of bytes, or what is resident fills the device.
-        MeasureError: where the model cannot be estimated.
+        OptionError: for an unknown device, mode or optimizer; the sentence names the known ones.
+        LimitError: if `mem_limit` is not a number of bytes, or the resident bytes fill the device.
+        MeasureError: if the model cannot be estimated.
     """
     target = find(device)
     if optimizer not in OPTIMIZER_STATES:
@@ -181,7 +188,7 @@ def plan(
 
 
 def usable_bytes(device_bytes: int) -> int:
-    """Of a device's memory, what a training process can hand out."""
+    """The part of a device's memory that a training process can use."""
     return int(device_bytes * (1 - MARGIN))
 
 

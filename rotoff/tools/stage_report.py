@@ -1,4 +1,4 @@
-"""What a model was cut into, as a table: ``print(rotoff.stages(model, sample))``."""
+"""The stages of a model, as a table: ``print(rotoff.stages(model, sample))``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from ..core.sizes import format_bytes
 
 
 class FoundStage(NamedTuple):
-    """number: in the chain, from 1; 0 for what runs before it, without gradients. module: the modules that it begins and ends
-    in. Bytes of its output and of what its backward needs; seconds of its forward and backward. forms: bytes of what its backward
-    needs in each smaller form (`Checkpointable.profile` has ``.forms``, which says what they keep, or why there are none)."""
+    """One row of `FoundStages`.
+
+    number: in the chain, from 1; 0 for what runs before the chain, without gradients.
+    module: the modules in which it begins and ends.
+    output_bytes, saved_bytes: of its output, and of everything that its backward needs.
+    forward_time, backward_time: seconds.
+    forms: bytes of what its backward needs in each smaller form; `Checkpointable.profile` has the details in
+        ``.forms``.
+    """
 
     number: int
     module: str
@@ -26,8 +32,10 @@ class FoundStage(NamedTuple):
 
 
 class FoundSkip(NamedTuple):
-    """A skip connection: `nbytes` that the outputs of stages `first` (which makes them) to `last` carry. kept: whether the plan
-    keeps them in place instead; None where there is no plan."""
+    """A skip connection: `nbytes` that stage `first` makes and the outputs of all stages to `last` carry.
+
+    kept: whether the plan keeps it in place; None without a plan.
+    """
 
     first: int
     last: int
@@ -38,7 +46,8 @@ class FoundSkip(NamedTuple):
 class FoundStages:
     """Rows of `FoundStage`, in order.
 
-    strategy: how the stages were found, in words. skips: what several of them carry.
+    strategy: how the stages were found, as text.
+    skips: the skip connections.
     """
 
     def __init__(self, strategy: str, rows: list[FoundStage], skips: Sequence[FoundSkip] = ()) -> None:
@@ -81,15 +90,15 @@ class FoundStages:
 
 
 def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> FoundStages:
-    """The stages that `model` is cut into when it is called with `sample` and `kwargs`, each measured.
+    """Cut `model` into stages for `sample` and `kwargs`, and measure each one, to see what rotoff plans for.
 
     Args:
-        model: as for `Checkpointable`; or a `Checkpointable` made with ``stages=``, to see what those become. Where it has been
-            given a limit, it is planned for that too, and the skip connections say whether they are kept in place.
+        model: as for `Checkpointable`; or a `Checkpointable` made with ``stages=``, to see what those become. If it has
+            a limit, it is planned too, and the skip connections say whether they are kept in place.
         repeats: timed runs of each stage.
 
     Raises:
-        MeasureError: where no way of cutting fits; the sentence says what was tried and how to name stages by hand.
+        MeasureError: if the model cannot be cut; the sentence says what was tried and how to name stages by hand.
     """
     wrapped = model if isinstance(model, Checkpointable) else Checkpointable(model)
     wrapped.measure(*sample, repeats=repeats, **kwargs)

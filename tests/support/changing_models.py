@@ -1,6 +1,6 @@
 """Models whose behaviour changes between steps, each with the change: the rows of the table in test_changing_models.py.
 
-``PYTHONPATH=. python tests/changing_models.py [part of a name ...]`` prints what becomes of each row in each mode.
+``PYTHONPATH=. python tests/support/changing_models.py [part of a name ...]`` prints what becomes of each row in each mode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The dual of a step's activations, for `_bound` itself and for `_steady_bound`, which adds the parameters."""
+"""The dual of a step's activations, for `kernels.bound` itself and for `kernels.steady_bound`, which adds the parameters."""
 
 from libc.stdint cimport int32_t
 

@@ -1,7 +1,7 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """First half of decoding a step with parameters: its operations, which values leave the device between which uses, least bytes.
 
-The forwards and backwards are those of the stages' codes (`_operations`); after each B come the updates whose genes say so. A value
+The forwards and backwards are those of the stages' codes (`kernels.operations`); after each B come the updates whose genes say so. A value
 that leaves does so between two of its uses. With each of these gaps at its longest, free right after the use before and
 prefetch right before the use after, every operation holds what it holds at least; what is left of the limit there is `room`.
 """

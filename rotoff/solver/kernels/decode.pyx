@@ -5,7 +5,7 @@ A plan says, for each stage q and each visit v (the v-th time that a forward of 
 visits), one code: how q runs (``F_ck`` or ``F_all`` / ``F_sel`` of a form), whether what it makes may move to the host, and
 whether its input is dropped right after. `rotoff.solver.plan_codes` documents the codes. Decoding has four passes:
 
-1. operations (`_operations`): forwards 1..L, then for B i = L..1 whatever forwards are missing;
+1. operations (`kernels.operations`): forwards 1..L, then for B i = L..1 whatever forwards are missing;
 2. memory: before each operation, while it does not fit, the movable value needed latest is freed; what an operation uses
    is brought back;
 3. prefetches rise, in order of need, as early as memory allows;

@@ -1,4 +1,4 @@
-"""Random changes of plans, for the searches that decode one in each step (`_plan`, `_place`)."""
+"""Random changes of plans, for the searches that decode one in each step (`kernels.plan`, `kernels.place`)."""
 
 from libc.stdint cimport int16_t, uint64_t
 

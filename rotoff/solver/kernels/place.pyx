@@ -1,7 +1,7 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """Search over plans of chains with parameters: simulated annealing, each step of which decodes a whole steady step.
 
-A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan_codes`), then the genes of each group (`_cycle`).
+A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan_codes`), then the genes of each group (`kernels.cycle`).
 """
 
 import numpy as np

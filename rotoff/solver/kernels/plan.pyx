@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Search over plans: simulated annealing, each step of which decodes a whole plan (`_decode`)."""
+"""Search over plans: simulated annealing, each step of which decodes a whole plan (`kernels.decode`)."""
 
 import numpy as np
 

@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""The dual of `rotoff.solver.steady_bounds`: activations as in `_bound`, and each group of parameters, around the whole step.
+"""The dual of `rotoff.solver.steady_bounds`: activations as in `kernels.bound`, and each group of parameters, around the whole step.
 
 Cut and interval k of 0..N-1, N = 2L + 1: k < L starts with F_{k+1}, k < 2L with B_{2L-k}, and 2L is the step's end. A group's life goes
 from its update in interval u of one step to that in the next: positions u..u+N on a time line of two steps, whose cut k and interval k

@@ -71,7 +71,7 @@ def check_policy(name: Any, options: Mapping[str, Any] | None = None) -> Policy:
     """The policy called `name`.
 
     Raises:
-        OptionError: where there is none, or it has no option of a name in `options`; the sentence lists those that there are.
+        OptionError: if there is none, or it has no such option; the sentence lists the known ones.
     """
     policies = {**POLICIES, **PLACEMENTS}
     policy = policies.get(name) if isinstance(name, str) else None
@@ -89,12 +89,12 @@ def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> 
     """What policy `name` does within `mem_limit` bytes, once the machine has accepted it.
 
     Raises:
-        OptionError: for an unknown policy or option. InfeasibleError: where the policy fits nothing.
+        OptionError: for an unknown policy or option. InfeasibleError: if the policy fits nothing.
     """
     policy = check_policy(name, options)
     if name in POLICIES and chain.parameters:
         raise OptionError(
-            f"policy {name!r} plans activations alone; give chain.without_parameters(), or one of {', '.join(PLACEMENTS)}"
+            f"policy {name!r} plans only activations; give chain.without_parameters(), or one of {', '.join(PLACEMENTS)}"
         )
     with np.errstate(over="ignore", invalid="ignore"):  # copies that never end, over links that hardly move
         made = policy(chain, mem_limit, **options)

@@ -112,7 +112,7 @@ def autoswap(chain: Chain, mem_limit: int, trials: int = TRIALS, seed: int = 0) 
         trials: combinations of weights to try. seed: of the random ones.
 
     Raises:
-        InfeasibleError: where no combination fits. OptionError: for `trials` or `seed` that are no whole numbers.
+        InfeasibleError: if no combination fits. OptionError: for `trials` or `seed` that are no whole numbers.
     """
     for name, value, least in (("trials", trials, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

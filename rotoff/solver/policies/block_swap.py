@@ -27,7 +27,7 @@ def block_swap(
             `rotoff.solve`, for the activations.
 
     Raises:
-        InfeasibleError: where nothing fits. OptionError: for a number that there is not, or where there is nothing to
+        InfeasibleError: if nothing fits. OptionError: for a number that there is not, or where there is nothing to
             place.
     """
     K = len(chain.parameters)

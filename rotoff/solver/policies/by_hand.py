@@ -27,7 +27,7 @@ def by_hand(chain: Chain, mem_limit: int, updates: str = "during", effort: bool 
             chosen.
 
     Raises:
-        InfeasibleError: where no placement fits. OptionError: where there is nothing to place.
+        InfeasibleError: if no placement fits. OptionError: if there is nothing to place.
     """
     K = len(chain.parameters)
     counts = sorted({round(K * n / STEPS) for n in range(STEPS + 1)})

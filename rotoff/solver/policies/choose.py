@@ -19,7 +19,7 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
         candidates: pairs (what it is, operations); the former goes to ``meta["source"]``.
 
     Raises:
-        InfeasibleError: where none fits; its `min_mem_limit` is the least peak among them.
+        InfeasibleError: if none fits; its `min_mem_limit` is the least peak among them.
     """
     best, least = None, None
     for source, ops in candidates:

@@ -237,7 +237,7 @@ def dynprog(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
 
     Raises:
         InfeasibleError: below the smallest limit of mode offload, and where nothing fits at that many slots.
-        OptionError: where `slots` is no whole number of at least 1.
+        OptionError: if `slots` is no whole number of at least 1.
     """
     if isinstance(slots, bool) or not isinstance(slots, (int, np.integer)) or slots < 1:
         raise OptionError(f"slots is {slots!r}; give a whole number of at least 1")

@@ -24,7 +24,7 @@ def check_stages(chain: Chain, stages: Any, option: str) -> list[int]:
     """`stages` as a rising list of stages of the chain.
 
     Raises:
-        OptionError: where it is none; `option` is what the caller calls it.
+        OptionError: if it is none; `option` is what the caller calls it.
     """
     L = len(chain)
     numbers = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else [stages]

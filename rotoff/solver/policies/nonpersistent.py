@@ -78,7 +78,7 @@ def nonpersistent(chain: Chain, mem_limit: int) -> Sequence:
     """The fastest sequence without transfers, persistent or not.
 
     Raises:
-        InfeasibleError: where nothing fits. OptionError: for a chain of more than `MOST_STATES` states.
+        InfeasibleError: if nothing fits. OptionError: for a chain of more than `MOST_STATES` states.
     """
     count = len(chain) * math.prod(3 + len(stage.forms) for stage in chain.stages)
     if count > MOST_STATES:

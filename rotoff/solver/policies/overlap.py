@@ -63,7 +63,7 @@ def overlap(chain: Chain, mem_limit: int, layers: Iterable[int] | None = None, p
         parallel: whether copies run beside compute.
 
     Raises:
-        InfeasibleError: where no subset fits. OptionError: for another stage.
+        InfeasibleError: if no subset fits. OptionError: for another stage.
     """
     if layers is not None:
         chosen = check_stages(chain, layers, "layers")

@@ -29,7 +29,7 @@ def periodic(chain: Chain, mem_limit: int, segments: int | None = None) -> Seque
     """``checkpoint_sequential`` with `segments` segments; the fastest count that fits where None.
 
     Raises:
-        InfeasibleError: where no count fits. OptionError: for a count below 1 or above the number of stages.
+        InfeasibleError: if no count fits. OptionError: for a count below 1 or above the number of stages.
     """
     L = len(chain)
     counts = range(1, L + 1) if segments is None else [_checked(segments, L)]
@@ -40,7 +40,7 @@ def chen(chain: Chain, mem_limit: int) -> Sequence:
     """⌈√L⌉ segments, whatever the limit: memory O(√L) for one forward more.
 
     Raises:
-        InfeasibleError: where that does not fit.
+        InfeasibleError: if that does not fit.
     """
     L = len(chain)
     segments = min(L, math.isqrt(L - 1) + 1)

@@ -104,7 +104,7 @@ def best_of(
     Several are compared without refinement, and with the first of `ahead` alone.
 
     Raises:
-        OptionError: where there are no parameters to place. InfeasibleError: where no placement fits.
+        OptionError: if there are no parameters to place. InfeasibleError: if no placement fits.
     """
     if not chain.parameters:
         raise OptionError(f"policy {policy!r} places parameters, and the chain has none")

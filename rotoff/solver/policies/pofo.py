@@ -159,8 +159,8 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
     """The published program's optimum at `slots` slots, as operations.
 
     Raises:
-        InfeasibleError: where the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
-            within one slot. OptionError: where `slots` are too few for any limit, or too many for 8 GiB of tables.
+        InfeasibleError: if the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
+            within one slot. OptionError: if `slots` are too few for any limit, or too many for 8 GiB of tables.
     """
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise OptionError(f"slots is {slots!r}; give a whole number of at least 1")

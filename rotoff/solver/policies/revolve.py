@@ -66,7 +66,7 @@ def revolve(chain: Chain, mem_limit: int, slots: int | None = None) -> Sequence:
         slots: c, outputs held at a time, a_0 included; by default the count that is fastest within `mem_limit`.
 
     Raises:
-        InfeasibleError: where no count fits. OptionError: for a count below 1.
+        InfeasibleError: if no count fits. OptionError: for a count below 1.
     """
     L = len(chain)
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):

@@ -1,18 +1,19 @@
 """rotor: the persistent optimum of recompute, by the dynamic program of the slides.
 
-Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), "Optimal checkpointing for general
-sequential models", equation (1); m slots of memory, ω sizes in slots:
+Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), "Optimal checkpointing for
+general sequential models", equation (1); m slots of memory, ω sizes in slots:
 
 Opt_BP(i, ℓ, m) = min of
   Opt_1 = min over i < s ≤ ℓ of Σ_{k=i..s−1} u_f(k) + Opt_BP(s, ℓ, m − ω_a^{s−1}) + Opt_BP(i, s − 1, m),
   Opt_2 = u_f(i) + Opt_BP(i+1, ℓ, m − ω_ā^i) + u_b(i);
-"formulas are valid when memory constraints are not violated": an ``F_ck`` or ``F_none`` of Opt_1 needs its operands, its
-transients and δ_ℓ; ``F_all i`` of Opt_2 needs ā_i, its transients and δ_ℓ; ``B i`` needs ā_i, δ_i, δ_{i−1} and its transients.
-Every size is rounded up to a slot, and the answer is Opt_BP(1, L, M) with M = the limit less a_0.
+"formulas are valid when memory constraints are not violated": an ``F_ck`` or ``F_none`` of Opt_1 needs its operands,
+its transients and δ_ℓ; ``F_all i`` of Opt_2 needs ā_i, its transients and δ_ℓ; ``B i`` needs ā_i, δ_i, δ_{i−1} and its
+transients. Every size is rounded up to a slot, and the answer is Opt_BP(1, L, M) with M = the limit less a_0.
 
-How `solve(mode="remat")` differs: its first sweep carries no δ_L (no gradient exists before the loss); it knows the smaller
-forms of stages; it also rounds running sums, keeps a stage without its input where that fits better, and searches on exact
-bytes from there. a_L, which the machine charges from its making on, is added to every need but stage L's own in both.
+How `solve(mode="remat")` differs: its first sweep carries no δ_L (no gradient exists before the loss); it knows the
+smaller forms of stages; it also rounds running sums, keeps a stage without its input where that fits better, and
+searches on exact bytes from there. a_L, which the machine charges from its making on, is added to every need but stage
+L's own in both.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
     """The persistent optimum at `slots` slots.
 
     Raises:
-        InfeasibleError: where the recurrence finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
-            within one slot. OptionError: where `slots` are too few for any limit.
+        InfeasibleError: if the recurrence finds nothing; its `min_mem_limit` is the smallest limit at which it would,
+            to within one slot. OptionError: if `slots` are too few for any limit.
     """
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise OptionError(f"slots is {slots!r}; give a whole number of at least 1")
@@ -92,7 +93,9 @@ def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
 
 
 def _least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
-    """A limit at which the program has an answer, less than one slot above one at which it has none, and above `mem_limit`."""
+    """A limit at which the program has an answer, less than one slot above one at which it has none, and above
+    `mem_limit`.
+    """
     low, high = mem_limit, 2 * max(mem_limit, chain.input_bytes)
     while not math.isfinite(Program(chain, high, slots).cost):
         if high > slots * (chain.input_bytes + largest_size(chain)):

@@ -23,7 +23,7 @@ def streaming(chain: Chain, mem_limit: int, updates: str = "after", ahead: int =
         effort: `refine` of `rotoff.solve`, for the activations.
 
     Raises:
-        InfeasibleError: where that does not fit. OptionError: where there is nothing to place.
+        InfeasibleError: if that does not fit. OptionError: if there is nothing to place.
     """
     places = [STREAMED if group.host_update_time is None else STREAMED_HOST_UPDATED for group in chain.parameters]
     return best_of("streaming", chain, mem_limit, {"all streamed": places}, updates, effort, ahead=(ahead,))

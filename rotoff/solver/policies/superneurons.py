@@ -274,7 +274,7 @@ def superneurons(
         checkpoints: the compute-heavy stages; None for `heavy.heavy_stages`.
 
     Raises:
-        InfeasibleError: where nothing fits. OptionError: for another technique or stage.
+        InfeasibleError: if nothing fits. OptionError: for another technique or stage.
     """
     if technique not in (*TECHNIQUES, None):
         raise OptionError(f"technique is {technique!r}; techniques are {', '.join(TECHNIQUES)}")

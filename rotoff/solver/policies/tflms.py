@@ -66,7 +66,7 @@ def tflms(chain: Chain, mem_limit: int, tensors: int | None = None, ahead: int |
             starts. Left out, both are those of the fastest sequence.
 
     Raises:
-        InfeasibleError: where these parameters, or any, fit nothing. OptionError: for a bad number, or only one of them.
+        InfeasibleError: if these parameters, or any, fit nothing. OptionError: for a bad number, or only one of them.
     """
     if tensors is None and ahead is None:
         found = best(chain, mem_limit)

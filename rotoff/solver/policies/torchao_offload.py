@@ -33,7 +33,7 @@ def torchao_offload(
         effort: `refine` of `rotoff.solve`, for the activations.
 
     Raises:
-        InfeasibleError: where that does not fit. OptionError: where there is nothing to place.
+        InfeasibleError: if that does not fit. OptionError: if there is nothing to place.
     """
     placements = {"all updated on the host": [HOST_UPDATED] * len(chain.parameters)}
     shape = None if offload_gradients else gradients_stay

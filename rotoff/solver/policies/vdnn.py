@@ -49,7 +49,7 @@ def vdnn(chain: Chain, mem_limit: int) -> Sequence:
     """VDNN's sequence within `mem_limit` bytes.
 
     Raises:
-        InfeasibleError: where no choice fits.
+        InfeasibleError: if no choice fits.
     """
     found = best(chain, mem_limit)
     if found is None:

@@ -38,7 +38,7 @@ def vdnn_plus_plus(chain: Chain, mem_limit: int, what: str | None = None, synchr
         synchronous: vDNN as in the slides.
 
     Raises:
-        InfeasibleError: where neither fits. OptionError: for another `what`.
+        InfeasibleError: if neither fits. OptionError: for another `what`.
     """
     if what not in (*SETS, None):
         raise OptionError(f"what is {what!r}; give 'all', 'convolutions', or None for the faster")

@@ -34,7 +34,7 @@ def zero_offload(chain: Chain, mem_limit: int, updates: str = "after", effort: b
             activations.
 
     Raises:
-        InfeasibleError: where that does not fit. OptionError: where there is nothing to place.
+        InfeasibleError: if that does not fit. OptionError: if there is nothing to place.
     """
     placements = {"all updated on the host": [HOST_UPDATED] * len(chain.parameters)}
     return best_of("zero-offload", chain, mem_limit, placements, updates, effort, together)
