@@ -214,6 +214,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         mode: str = "joint",
         mem_slots: int = 50,
         policy: str | None = None,
+        up_to: Any = None,
         **options: Any,
     ) -> Checkpointable:
         """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
@@ -226,10 +227,14 @@ class Checkpointable(RotorNames, ModuleProxy):
                 free now, less a margin.
             mode: "joint", "remat" (recompute only) or "offload" (move only). mem_slots, options: as of `rotoff.solve`.
             policy: instead of a mode, a system of the papers, such as "vdnn"; it is run even where everything fits.
+            up_to: the largest input that training will have, as the tuple of the model's arguments or the dict of its named ones. It is
+                measured now, with inputs of half its batch and of half its length. Where this returns, every smaller input fits, too,
+                and none of those in between is measured again.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
-            InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode.
+            InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With `up_to` it says
+                which smaller inputs do.
         """
 
         def limit_here() -> int:
@@ -240,6 +245,13 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         request = Request(limit, mode, mem_slots, options, policy, plain=not self._check, here=True, cache=self._cache)
+        if up_to is not None:
+            if self._group is not None:
+                raise OptionError(
+                    "up_to is for one process; in a group measure the largest input in each, by model.measure(*largest)"
+                )
+            args, kwargs = ((), up_to) if isinstance(up_to, dict) else (up_to if isinstance(up_to, tuple) else (up_to,), {})
+            self._courses.measure_up_to(strategy.chain_input(self._model, args, kwargs, self._options.stages), request)
         self._courses.ask(request)
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise
@@ -76,6 +77,10 @@ def words(length: int) -> tuple[Any, ...]:
     return (torch.randn(3, length, WIDTH),)
 
 
+def tokens(length: int) -> tuple[Any, ...]:
+    return (torch.randint(0, 50, (8, length)),)
+
+
 def masked(length: int) -> tuple[Any, ...]:
     return torch.randn(3, length, WIDTH), torch.ones(3, length)
 
@@ -90,6 +95,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "attention": (lambda: Written(*(Attention(WIDTH, 4) for _ in range(4))), words),
     "masked": (Masked, masked),
     "convolutions": (Unet, crops),
+    "tokens": (lambda: nn.Sequential(nn.Embedding(50, WIDTH), *(Attention(WIDTH, 4) for _ in range(4))), tokens),
 }
 
 
@@ -244,6 +250,43 @@ def test_plans_that_are_known_are_listed() -> None:
     assert {size: one.measured for size, one in table.items()} == {192: True, 64: True, 128: False}
     assert all(one.memory <= wrapped._courses.request.mem_limit for one in table.values())
     assert table[192].makespan > table[64].makespan > 0
+
+
+def test_up_to_a_size_all_that_are_smaller_are_known(measurings: list[int]) -> None:
+    wrapped, plain = planned("tokens", 0.4, 96)
+    limit = wrapped._courses.request.mem_limit
+    measurings.clear()
+    wrapped.compute_sequence(limit, up_to=KINDS["tokens"][1](96))
+    assert len(measurings) == 3
+    for length, batch in ((96, 8), (50, 8), (40, 5), (96, 3), (4, 8), (96, 8)):
+        given = (torch.randint(0, 50, (batch, length)),)
+        assert all(map(torch.equal, step(wrapped, given), step(plain, given)))
+        assert wrapped.get_expected_memory() <= limit
+    assert len(measurings) == 3
+
+
+def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
+    wrapped, _ = planned("tokens", 0.0, 96)
+    limit = 3 * wrapped._courses.request.mem_limit // 4
+    with pytest.raises(rotoff.InfeasibleError, match=r"on the input of up_to, \[\[8, 96\]\], needs at least") as caught:
+        wrapped.compute_sequence(limit, up_to=KINDS["tokens"][1](96))
+    assert caught.value.min_mem_limit > limit
+    batch, length = map(int, re.search(r"inputs of \[\[(\d+), 96\]\] and \[\[8, (\d+)\]\] fit", str(caught.value)).groups())
+    assert 4 <= batch < 8
+    assert 48 <= length < 96
+    fresh = rotoff.Checkpointable(KINDS["tokens"][0]()).compute_sequence(limit)
+    for given in ((8, length), (batch, 96)):
+        step(fresh, (torch.randint(0, 50, given),))
+        assert fresh.get_expected_memory() <= limit
+    wrapped.compute_sequence(caught.value.min_mem_limit, up_to=KINDS["tokens"][1](96))
+
+
+def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    wrapped, _ = planned("tokens", 1.0, 160)
+    wrapped.compute_sequence("1 GiB", up_to=KINDS["tokens"][1](24))
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        step(wrapped, KINDS["tokens"][1](160))
+    assert "the input [[8, 160]] is larger than up_to" in caplog.text
 
 
 # -- where sizes lie

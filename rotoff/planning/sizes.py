@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..profile.between_sizes import NotAlike, Share, between
 from ..profile.profile import Profile
+from ..tensors.tree import flatten
 
 STEPS = 8  # from one power of two to the next
 IMAGE, GRAIN = (
@@ -107,7 +108,7 @@ class MeasuredSizes(Generic[Of]):
             place = position(low, high, wanted)
             if place is None:
                 continue
-            if place > 1 and _covers(high, sizes):
+            if place > 1 and covers(high, sizes):
                 place = 1.0
             if place == 0.0 or place == 1.0:
                 one = larger if place else smaller
@@ -118,7 +119,7 @@ class MeasuredSizes(Generic[Of]):
                 except NotAlike:
                     continue
         if not found:
-            larger_ones = [(high, one) for high, one in self._rows.items() if _covers(high, sizes)]
+            larger_ones = [(high, one) for high, one in self._rows.items() if covers(high, sizes)]
             if len(self._rows) > 2:
                 found = [Near(one.profile, one) for _, one in larger_ones]
             else:
@@ -138,8 +139,23 @@ def position(low: Sizes, high: Sizes, sizes: Sizes) -> float | None:
     return None if low == high else place
 
 
-def _covers(high: Sizes, sizes: Sizes) -> bool:
+def covers(high: Sizes, sizes: Sizes) -> bool:
+    """Whether none of `sizes` is larger than `high`."""
     return all(a >= b for one, other in zip(high, sizes, strict=True) for a, b in zip(one, other, strict=True))
+
+
+def halves(value: Any) -> list[Any]:
+    """Inputs like `value` of half its batch, and, where it has whole numbers in rows (tokens), of half their length."""
+    tensors, rebuild = flatten(value)
+    batch = tensors[0].shape[0] if tensors[0].dim() else 1
+    length = next((t.shape[1] for t in tensors if t.dim() >= 2 and not t.is_floating_point()), 1)
+    found = []
+    for dimension, size in ((0, batch), (1, length)):
+        if size >= 4:
+            parts = [t.dim() > dimension and t.shape[dimension] == size for t in tensors]
+            cut = [t.narrow(dimension, 0, size // 2).clone() if part else t for t, part in zip(tensors, parts, strict=True)]
+            found.append(rebuild([t.requires_grad_(of.requires_grad) for t, of in zip(cut, tensors, strict=True)]))
+    return found
 
 
 def volume(sizes: Sizes) -> int:

@@ -6,6 +6,7 @@ batch, and the model's own state. A new one is measured and planned on sight; th
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import threading
@@ -43,8 +44,8 @@ from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
 from .options import Options
-from .planner import Request, expected_bytes, make_plan
-from .sizes import MeasuredSizes, Sizes, rounded, split, volume
+from .planner import Request, expected_bytes, least_limit, make_plan
+from .sizes import MeasuredSizes, Sizes, covers, halves, rounded, split, volume
 
 logger = logging.getLogger("rotoff")
 # Measuring watches calls and allocations of the whole process; so one thread does it at a time.
@@ -153,6 +154,7 @@ class Specializations:
         self._known: OrderedDict[Any, deque[Specialization]] = OrderedDict()
         self._warned = False
         self._told_sizes = False
+        self._ceiling: tuple[Any, Sizes] | None = None  # the largest input that was announced
 
     def __iter__(self) -> Iterator[Specialization]:
         """Every course that is kept."""
@@ -297,6 +299,67 @@ class Specializations:
             return measured.last, known_times(near.profile)
         return measured.last, known_times(measured.last.profile, volume(sizes) / volume(measured.sizes[-1]))
 
+    def measure_up_to(self, value: Any, request: Request) -> None:
+        """Measure on the largest input `value`, and on halves of it, so that smaller ones are known as well.
+
+        Raises:
+            InfeasibleError: where it does not fit; says which smaller inputs do.
+        """
+        largest = self.measure(value, None, None)
+        family, sizes = _family(signature(value, self._model))
+        smaller = [half for half in halves(value) if self._measured_smaller(half, largest)]
+        self.latest, self._ceiling = largest, (family, sizes)
+        vague = [stage.name for stage in largest.profile.stages if stage.varying]
+        if vague:
+            logger.warning(
+                "rotoff: bytes of %s depend on data; what is promised for smaller inputs leaves them out", ", ".join(vague)
+            )
+        if (least := least_limit(largest.profile, request)) > request.mem_limit:
+            fitting = [
+                self._largest_that_fits(_family(signature(half, self._model))[1], sizes, family, request) for half in smaller
+            ]
+            told = " and ".join(str([list(shape) for shape in one]) for one in fitting if one is not None)
+            raise InfeasibleError(
+                f"the training step {request} on the input of up_to, {[list(shape) for shape in sizes]}, needs at least"
+                f" {format_bytes(least)} ({least} bytes), and the limit is {format_bytes(request.mem_limit)}"
+                f" ({request.mem_limit} bytes)"
+                + (f"; inputs of {told} fit" if told else "; half of it does not fit either"),
+                least,
+            )
+
+    def _measured_smaller(self, value: Any, largest: Specialization) -> bool:
+        """Whether a smaller input could be measured, and takes no more than the `largest`."""
+        try:
+            found = self.measure(value, None, None, timed=False)
+        except MeasureError as error:  # it need not be one that the model takes
+            logger.info("rotoff: an input of half the size is not measured, since %s", error)
+            return False
+        pairs = zip(found.profile.chain.stages, largest.profile.chain.stages, strict=False)
+        more = [a.name for a, b in pairs if a.saved_bytes > b.saved_bytes or a.output_bytes > b.output_bytes]
+        if more:
+            logger.warning(
+                "rotoff: %s take more bytes on an input of half the size, so smaller inputs may not fit", ", ".join(more)
+            )
+        return not more
+
+    def _largest_that_fits(self, low: Sizes, high: Sizes, family: Any, request: Request) -> Sizes | None:
+        """Of the sizes from `low` to `high` the largest with a plan within the limit; None where `low` has none."""
+
+        def at(step: int) -> Sizes:
+            return tuple(
+                tuple(a + (b - a) * step // most for a, b in zip(one, other, strict=True))
+                for one, other in zip(low, high, strict=True)
+            )
+
+        def fits(step: int) -> bool:
+            near = self._sizes[family].near(at(step))
+            return near is not None and least_limit(near.profile, request) <= request.mem_limit
+
+        most = max(b - a for one, other in zip(low, high, strict=True) for a, b in zip(one, other, strict=True))
+        if not fits(0):
+            return None
+        return at(bisect.bisect_left(range(1, most + 1), True, key=lambda step: not fits(step)))
+
     def ask(self, request: Request) -> None:
         """Plan the latest course for `request`, and the others when they are taken; nothing changes where that fails."""
         if self.latest is not None:
@@ -349,6 +412,10 @@ class Specializations:
         logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", key[0])
         family, sizes = _family(key)
         known = self._sizes.get(family)
+        if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):
+            logger.warning(
+                "rotoff: the input %s is larger than up_to, so it is measured and planned now", [list(one) for one in sizes]
+            )
         if known is None or len(known) < _SEVERAL or self._told_sizes:
             return
         self._told_sizes = True
