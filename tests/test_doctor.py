@@ -214,6 +214,18 @@ def test_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         find_device("cuda:2")
 
 
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "torch":
+                raise OSError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "torch")
+    assert main(["doctor"]) == 2
+    assert "torch cannot be imported (OSError libcudnn.so.9: cannot open shared object file); " in capsys.readouterr().err
+
+
 def test_without_torch_it_is_one_sentence(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from rotoff.cli import main; sys.exit(main(['doctor']))"
     told = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
@@ -404,7 +416,9 @@ def test_copies_that_are_less_hidden_than_predicted(small: SmallModel, monkeypat
     monkeypatch.setattr(training, "hidden", lambda _: 1.0)
     finding = training.overlap(small)
     assert finding.verdict == ATTENTION
-    assert "100% of the copies' time is hidden behind compute, 100% predicted" in finding.sentence
+    assert (
+        "100% of the copies' time is hidden behind compute (100% in the best of 3 steps), 100% predicted" in finding.sentence
+    )
 
 
 @pytest.mark.filterwarnings("ignore:called a synch", "ignore:something else")  # of steps in which nobody counts

@@ -36,6 +36,9 @@ def _doctor(options: argparse.Namespace) -> int:
         import torch as torch
     except ModuleNotFoundError:
         raise Stop('the checks train a model, which needs torch; pip install "rotoff[torch]"') from None
+    except Exception as error:
+        said = f"{type(error).__name__} {error}".strip()
+        raise Stop(f"torch cannot be imported ({said}); install it anew, or give the process more memory") from error
     from ..tools.doctor.examination import SECONDS, examine, find_device
     from ..tools.doctor.findings import FAILED, OK, Report
 
