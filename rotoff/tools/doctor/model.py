@@ -149,21 +149,20 @@ class SmallModel:
 
     def peak(self, run: nn.Module) -> dict[str, int]:
         """Bytes of one step above what there was before. asked: for by the model. On CUDA also given: in the allocator's blocks; slack: what
-        its rule for splitting blocks may add to that; reserved: of the device in all, as it was left."""
+        its rule for splitting blocks may add to that; reserved: of the device, where nothing was free before."""
         if self.device.type == "cpu":
             return {"asked": record(lambda: self.step(run), self.device)[1].peak()}
         gc.collect()
         self._finish()
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.step(run)
         self._finish()
         after = torch.cuda.memory_stats(self.device)
-        asked, given = (
-            after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] for kind in ("requested", "allocated")
-        )
-        slack = after["allocation.large_pool.peak"] << 20
-        return {"asked": asked, "given": given, "slack": slack, "reserved": after["reserved_bytes.all.peak"]}
+        kinds = {"asked": "requested", "given": "allocated", "reserved": "reserved"}
+        found = {name: after[f"{k}_bytes.all.peak"] - before[f"{k}_bytes.all.current"] for name, k in kinds.items()}
+        return found | {"slack": after["allocation.large_pool.peak"] << 20}
 
     def close(self) -> None:
         """Give back files, threads and memory; the number of threads is what it was."""
