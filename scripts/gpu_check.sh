@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can tell, on any machine with CUDA, with that machine's own python3 and torch:
 #
-#   scripts/gpu_check.sh OUTDIR [first]            at most 4 minutes: what all else builds on
+#   scripts/gpu_check.sh OUTDIR [first]            at most 4.5 minutes: what all else builds on
 #   scripts/gpu_check.sh OUTDIR tests              at most 8 minutes
 #   scripts/gpu_check.sh OUTDIR grid [WORKLOAD...] at most 9.5 minutes; gpt-1.3b where none is named
 #   scripts/gpu_check.sh OUTDIR reach [NETWORK...] at most 9.5 minutes
 #
 # in this order where time is short: `first` builds the extension in place, uses each of CUDA's libraries once, probes the machine
-# (scripts/gpu_probe.py) and runs the tests that judge speed one by one; `tests` runs all others, two benchmarks and the example; `grid`
-# the benchmarks' grid, one workload after the other (LIMITS="60 30" in the environment: these shares of the plain peak, in %, and
+# (scripts/gpu_probe.py), lets `rotoff doctor` check it and runs the tests that judge speed one by one; `tests` runs all others, two
+# benchmarks and the example; `grid` the benchmarks' grid, one workload after the other (LIMITS="60 30" in the environment: these shares of the plain peak, in %, and
 # not all five; COMPILED=1: with torch.compile, too); `reach` a step of each network of benchmarks/reach.py (12 GB, at the sizes in
 # benchmarks/results/reach.json). Grid and reach go on where the last call stopped, from OUTDIR or else from the file committed under
 # benchmarks/results/, where that is of the same machine.
@@ -17,7 +17,7 @@
 #   log.txt             the machine, and what each step printed, whole
 #   summary.json        the machine, the versions, and of each step: exit code, seconds, what failed, what the tests measured
 #   clocks.csv          clocks, power, temperature, memory and what holds the clock back, once a second
-#   probe.json, alone.xml                                              of `first`
+#   probe.json, doctor.json, alone.xml                                 of `first`
 #   tests.xml, prediction.json, interpreter_cost.json, compare_modes.json  of `tests`; a row of prediction.json at a time
 #   grid_cuda.json or reach.json, results.md
 # A build that fails stops the call; any other step that fails does not stop those after it. A test that does not begin for lack of time
@@ -43,7 +43,7 @@ cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # 32 MiB, Hopper's default, and deterministic if asked
-case $mode in first) budget=240 ;; tests) budget=480 ;; *) budget=570 ;; esac # seconds; bash counts them in SECONDS
+case $mode in first) budget=270 ;; tests) budget=480 ;; *) budget=570 ;; esac # seconds; bash counts them in SECONDS
 
 reason=$("$python" - 2>/dev/null <<'PYTHON'
 try:
@@ -125,6 +125,7 @@ fi
 if [ "$mode" = first ]; then
     run warm_up 40 "$python" scripts/gpu_warm_up.py
     run probe 60 "$python" scripts/gpu_probe.py "$out/probe.json"
+    run doctor 45 "$python" -m rotoff doctor --device cuda --seconds 1 -o "$out/doctor.json"
     run_tests alone 90 "cuda and alone"
     end
     exit

@@ -2,9 +2,9 @@
 
     python3 scripts/gpu_probe.py OUT.json [--small]
 
-(`--small`: in a hundredth of the bytes, to see whether it runs) memory of device and host before and after; what pinning 1, 8 and 32 GiB takes; the link's bandwidth out, in, and both at once; the
-blocks that the allocator gives for requests; one planned step that is checked after every operation. The file is written after each;
-what fails says why there, and the exit code is 1.
+(`--small`: in a hundredth of the bytes, to see whether it runs) memory of device and host before and after; what pinning 1, 8 and
+32 GiB takes; the link's bandwidth out, in, and both at once; the blocks that the allocator gives for requests; one planned step that is
+checked after every operation. The file is written after each; what fails says why there, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch import nn
 import rotoff
 from rotoff.io.atomic_write import write_whole
 from rotoff.profile.memory.allocator import record
-from rotoff.runtime.links import pinned as host_memory
-from rotoff.runtime.links.bandwidth import measure_bandwidth
-from rotoff.runtime.links.cuda import CudaLink
+from rotoff.tools.doctor import host_tier
+from rotoff.tools.doctor.machine import memory_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL = "--small" in sys.argv
@@ -33,60 +32,9 @@ DEVICE = torch.device("cuda", 0)
 REQUESTS = (1, 512, 513, 100_000, MIB - 1, MIB, MIB + 1, 3 * MIB, 10 * MIB - 512, 10 * MIB, 19 * MIB + 4096, 100 * MIB + 512)
 
 
-def memory() -> dict[str, Any]:
-    free, total = torch.cuda.mem_get_info(DEVICE)
-    rows = Path("/proc/meminfo").read_text().splitlines()
-    host = {row.split(":")[0]: int(row.split()[1]) * 1024 for row in rows if row.startswith(("MemTotal", "MemAvail"))}
-    said = host_memory.available_bytes()
-    return {"device_free": free, "device_total": total, "host": host, "host_room": said}
-
-
-def pinning(size: int) -> dict[str, float]:
-    """Seconds for `size` GiB."""
-    start = time.perf_counter()
-    segments = host_memory.pin(size * (MIB if SMALL else GIB), DEVICE)
-    pinned = time.perf_counter()
-    registered = sum(bool(getattr(segment, "_address", 0)) for segment in segments)
-    for segment in segments:
-        segment.close()
-    seconds = {"pin": pinned - start, "unpin": time.perf_counter() - pinned}
-    return seconds | {"segments": len(segments), "registered": registered}
-
-
-def bandwidth() -> dict[str, float]:
-    """B/s."""
-    link = CudaLink(DEVICE)
-    try:
-        nbytes = 4 * MIB if SMALL else 256 * MIB
-        out, back = measure_bandwidth(link, nbytes)
-        both_out, both_back = both_at_once(link, nbytes)
-    finally:
-        link.close()
-    return {"out": out, "in": back, "out_beside_in": both_out, "in_beside_out": both_back}
-
-
-def both_at_once(link: CudaLink, nbytes: int, copies: int = 8) -> tuple[float, float]:
-    """B/s of each direction while the other one is busy, by events around all copies of each."""
-    link.reserve(2 * nbytes)
-    source, target = link.allocate(nbytes), link.allocate(nbytes)
-    written = link.copy_out([source], nbytes)
-    link.wait(written)
-    link.drain()
-    link.timed = True
-    tickets = [(link.copy_out([source], 0), link.copy_in([target], nbytes, written)) for _ in range(copies)]
-    link.timed = False
-    for pair in tickets:
-        for ticket in pair:
-            link.wait(ticket)
-    link.drain()
-    torch.cuda.synchronize(DEVICE)
-
-    def rate(which: int) -> float:
-        begin, end = tickets[0][which].begin, tickets[-1][which].done
-        assert begin is not None
-        return copies * nbytes / max(begin.elapsed_time(end) / 1e3, 1e-9)
-
-    return rate(0), rate(1)
+def pinning(size: int) -> dict[str, Any]:
+    """Of `size` GiB."""
+    return host_tier.pinning(size * (MIB if SMALL else GIB), DEVICE)
 
 
 def blocks() -> dict[str, Any]:
@@ -133,9 +81,16 @@ def checked_step() -> dict[str, Any]:
 def main() -> int:
     out, found = Path(sys.argv[1]), dict[str, Any]()
     failed = 0
-    asked: dict[str, Callable[[], Any]] = {"memory before": memory, "checked step": checked_step, "blocks": blocks}
-    asked |= {"bandwidth": bandwidth, **{f"pinning {size} GiB": partial(pinning, size) for size in (1, 8, 32)}}
-    asked |= {"memory after": memory}
+    asked: dict[str, Callable[[], Any]] = {
+        "memory before": partial(memory_bytes, DEVICE),
+        "checked step": checked_step,
+        "blocks": blocks,
+    }
+    asked |= {
+        "bandwidth": partial(host_tier.bandwidths, DEVICE, 4 * MIB if SMALL else 256 * MIB),
+        **{f"pinning {size} GiB": partial(pinning, size) for size in (1, 8, 32)},
+    }
+    asked |= {"memory after": partial(memory_bytes, DEVICE)}
     for name, ask in asked.items():
         start = time.perf_counter()
         try:

@@ -16,7 +16,7 @@ from rotoff.cli import main, parser
 
 STAGE = {"forward_time": 0.1, "backward_time": 0.2, "output_bytes": 2**20, "saved_bytes": 4 * 2**20}
 CHAIN = rotoff.Chain(tuple(rotoff.Stage(f"s{i}", **STAGE) for i in range(8)), 1e8, 1e8, input_bytes=2**20, name="eight")
-COMMANDS = ("profile", "estimate", "plan", "stages", "solve", "compare", "sweep", "simulate", "show", "plot")
+COMMANDS = ("profile", "estimate", "plan", "stages", "solve", "compare", "sweep", "simulate", "show", "plot", "doctor")
 QUICK = ["--no-refine"]
 
 

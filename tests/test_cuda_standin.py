@@ -60,3 +60,54 @@ def test_the_probe_of_gpu_check_finds_what_it_asks_for(environment: dict[str, st
     size = str((19 << 20) + 4096)
     assert found["blocks"]["empty cache"][size] == 20 << 20  # what is left of a segment is not split off
     assert found["blocks"]["after 500 MiB"][size] == int(size)
+
+
+def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    run = "import runpy, standin; runpy.run_module('rotoff', run_name='__main__')"
+    told = environment | {"ROTOFF_HOST_MEMORY": "100 MiB", "ROTOFF_CACHE": "off"}
+    command = [sys.executable, "-c", run, "doctor", "--seconds", "0", "-o", str(out)]
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(out.read_text())
+    found = {check["check"]: check["figures"] for check in data["checks"]}
+    assert (data["device"], data["complete"]) == ("cuda:0", True)
+    assert found["versions"]["device"] == "stand-in"
+    assert found["host bytes"] | {"pin": 0, "unpin": 0} == {
+        "nbytes": 25 << 20,
+        "pin": 0,
+        "unpin": 0,
+        "segments": 1,
+        "registered": 1,
+    }
+    assert all(row["bit_for_bit"] for row in found["gradients"]["rows"])
+    assert all(row["asked"] <= row["predicted"] <= row["limit"] for row in found["peak bytes"]["rows"])
+    assert all(row["given"] <= row["limit"] + row["slack"] for row in found["peak bytes"]["rows"])
+    assert [row["waits"] for row in found["host waits"]["rows"]] == [0, 0, 0]
+    assert found["overlap"]["moved"] > 0
+
+
+WAITING = """
+import os
+import torch
+from rotoff.tools.doctor.training import synchronisations
+
+x = torch.ones(3, device="cuda", requires_grad=True)
+x.register_hook(lambda gradient: gradient.sum().item() and None)
+with synchronisations(x.device) as places:
+    x.sum().backward()  # on autograd's thread for the device
+    x.nonzero()
+print(len(places), {place.split(":")[0] for place in places})
+with synchronisations(x.device) as places:
+    (2 * x).sum()
+print(len(places), flush=True)
+x.nonzero()
+os._exit(0)  # autograd's thread may still let go of the hook, and an interpreter that ends meanwhile aborts
+"""
+
+
+def test_waits_of_the_host_are_seen_on_all_threads_and_only_in_the_block(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-W", "error", "-c", f"import standin\n{WAITING}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 {'<string>'}", "0"]

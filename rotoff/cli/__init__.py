@@ -1,9 +1,9 @@
 """The command line: ``rotoff COMMAND ...`` or ``python -m rotoff COMMAND ...``.
 
 A family of commands to a module: `plans` makes and judges sequences, `pictures` shows them, `models` makes chains out of
-models. Only `models` needs torch, only pictures need matplotlib.
+models, `doctor` checks a machine. Only `models` and `doctor` need torch, only pictures need matplotlib.
 
-Exit codes: 0, done; 1, the answer is no (nothing fits the limit, or the machine refuses the sequence); 2, wrong usage, a
+Exit codes: 0, done; 1, the answer is no (nothing fits the limit, the machine refuses the sequence, or a check failed); 2, wrong usage, a
 file that cannot be read, or a model that cannot be measured; 130, interrupted.
 """
 
@@ -17,10 +17,12 @@ from collections.abc import Sequence
 
 from ..errors import InfeasibleError, InvalidSequenceError, RotoffError
 from ..version import __version__
-from . import models, pictures, plans
+from . import doctor, models, pictures, plans
 from .command import Stop, add_command
 
-EXIT_CODES = "exit codes: 0 done; 1 nothing fits, or the sequence is refused; 2 wrong usage or input; 130 interrupted"
+EXIT_CODES = (
+    "exit codes: 0 done; 1 nothing fits, the sequence is refused, or a check failed; 2 wrong usage or input; 130 interrupted"
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"rotoff {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (*models.COMMANDS, *plans.COMMANDS, *pictures.COMMANDS):
+    for command in (*models.COMMANDS, *plans.COMMANDS, *pictures.COMMANDS, *doctor.COMMANDS):
         add_command(commands, command)
     return top
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import torch
 
@@ -89,6 +90,42 @@ def beside(link: Link, repeats: int = 3) -> float:
     rows = [[seconds(True, False), seconds(False, True), seconds(True, True)] for _ in range(1 + repeats)]
     out, back, both = (_typical(list(column)) for column in zip(*rows[1:], strict=True))
     return min(1.0, max(0.0, (out + back - both) / min(out, back)))
+
+
+def both_at_once(link: Link, nbytes: int, copies: int = 8) -> tuple[float, float]:
+    """(device to host, host to device) in bytes per second, each while the other one is busy, by the times of the copies themselves.
+
+    link: idle, as for `measure_bandwidth`. nbytes: of each of the `copies` that go each way.
+
+    Raises:
+        rotoff.ExecutionError: where the host has no room for 2 * `nbytes`, or a copy fails.
+    """
+    link.reserve(2 * nbytes)
+    source, target = (_touched(link, link.allocate(nbytes)) for _ in range(2))
+    written = link.copy_out([source], nbytes)
+    link.wait(written)
+    link.drain()
+    zero = mark(link.device)
+    link.timed = True
+    try:
+        pairs = [(link.copy_out([source], 0), link.copy_in([target], nbytes, written)) for _ in range(copies)]
+    finally:
+        link.timed = False
+    for ticket in (ticket for pair in pairs for ticket in pair):
+        link.wait(ticket)
+    link.drain()
+    spans = [[ticket.span(zero) for ticket in column] for column in zip(*pairs, strict=True)]
+    out, back = (copies * nbytes / max(column[-1][1] - column[0][0], 1e-9) for column in spans)
+    return out, back
+
+
+def mark(device: torch.device) -> Any:
+    """This moment, as `span` of a link's tickets wants it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _least_reserved(link: Link, nbytes: int) -> int:

@@ -1,0 +1,75 @@
+"""The command that looks at the machine, with torch: doctor."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING
+
+from .command import Command, Stop, add_json, print_json
+
+if TYPE_CHECKING:
+    from ..tools.doctor.findings import Finding, Report
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 3600")
+    return seconds
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA where there is some)")
+    parser.add_argument("--seconds", type=_seconds, metavar="N", help="of timed steps at each of three limits (default: 4)")
+    parser.add_argument(
+        "-o", "--output", default="doctor.json", metavar="FILE", help="where the findings go (default: doctor.json)"
+    )
+    add_json(parser)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    try:
+        import torch as torch
+    except ModuleNotFoundError:
+        raise Stop('the checks train a model, which needs torch; pip install "rotoff[torch]"') from None
+    except Exception as error:
+        said = f"{type(error).__name__} {error}".strip()
+        raise Stop(f"torch cannot be imported ({said}); install it anew, or give the process more memory") from error
+    from ..tools.doctor.examination import SECONDS, examine, find_device
+    from ..tools.doctor.findings import FAILED, OK, Report
+
+    device = find_device(options.device)
+    Report(str(device)).save(options.output)  # a place that cannot be written to is refused before the work
+
+    def told(report: Report, finding: Finding) -> None:
+        report.save(options.output)  # now, so that an interrupt leaves what is known
+        if not options.json:
+            print(finding, flush=True)
+
+    report = examine(device, SECONDS if options.seconds is None else options.seconds, told)
+    if options.json:
+        print_json(report.to_dict())
+    else:
+        counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (OK, "attention", FAILED))
+        print(f"\n{counts}, in {report.seconds:.0f} s; written to {options.output}")
+        print(
+            "Is this hardware new to rotoff? Please send the file, in an issue: what rotoff predicts is checked against it."
+        )
+    return 1 if report.verdict == FAILED else 0
+
+
+COMMANDS = (
+    Command(
+        "doctor",
+        "check what training under a limit builds on, on this machine, with a verdict for each",
+        "rotoff doctor --device cuda -o doctor.json",
+        _doctor_arguments,
+        _doctor,
+        "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds beside the"
+        "\npredicted ones, gradients beside plain ones, waits of the host, overlap of copies. Exit code 1: a check failed.",
+    ),
+)

@@ -1,0 +1,67 @@
+"""What the doctor finds: a verdict, a sentence and figures for each check, and the file that holds them all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...io.json_file import save_json
+from ...version import __version__
+
+OK, ATTENTION, FAILED = VERDICTS = ("ok", "attention", "failed")  # from best to worst
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    verdict: one of `VERDICTS`. sentence: what was found, and what to do where that is not ok. figures: JSON values; bytes, seconds,
+    bytes per second. error: what the check raised, with where. check, seconds: its name and how long it took.
+    """
+
+    verdict: str
+    sentence: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    check: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<9}  {self.check}: {self.sentence}"
+
+
+@dataclass
+class Report:
+    """All findings on one device, as far as they are known. complete: whether every check has run."""
+
+    device: str
+    findings: list[Finding] = field(default_factory=list)
+    complete: bool = False
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """The worst of all."""
+        return max((finding.verdict for finding in self.findings), key=VERDICTS.index, default=OK)
+
+    def count(self, verdict: str) -> int:
+        """How many checks ended with `verdict`."""
+        return sum(finding.verdict == verdict for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, in the format of docs/command-line.md."""
+        return {
+            "format": "rotoff.doctor",
+            "version": 1,
+            "rotoff": __version__,
+            "device": self.device,
+            "complete": self.complete,
+            "verdict": self.verdict,
+            "seconds": self.seconds,
+            "checks": [{"check": finding.check, **asdict(finding)} for finding in self.findings],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` to `path`."""
+        save_json(path, self.to_dict())

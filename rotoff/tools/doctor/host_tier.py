@@ -1,0 +1,106 @@
+"""What stands behind the device: pinned memory, or on a CPU a file, and how fast values get there and back."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from ...core.sizes import format_bytes
+from ...runtime.links.bandwidth import both_at_once, measure_bandwidth
+from ...runtime.links.host_file import HostFile, choose_directory, filesystem_of
+from ...runtime.links.pinned import SEGMENT_BYTES, available_bytes, pin
+from ...runtime.links.pool import LinkPool
+from .findings import ATTENTION, OK, Finding
+
+MIB = 1 << 20
+PINNED = 2 * SEGMENT_BYTES  # asked for, so that there is more than one segment
+FILE = 256 * MIB
+COPIED = {"cuda": 256 * MIB, "cpu": 16 * MIB}  # by one copy
+SLOW = 5e9  # B/s to or from a GPU: half of what PCIe 3 has on 16 lanes
+
+
+def host_bytes(device: torch.device) -> Finding:
+    """Whether host bytes can be had, and what it takes."""
+    return pinned_memory(device) if device.type == "cuda" else offload_file()
+
+
+def pinned_memory(device: torch.device) -> Finding:
+    """Pinning up to `PINNED` bytes, of a quarter of what is free at most."""
+    room = available_bytes()
+    nbytes = max(MIB, PINNED if room is None else min(PINNED, room // 4))
+    figures = pinning(nbytes, device)
+    said = f"{format_bytes(nbytes)} pinned at {rate(nbytes / max(figures['pin'], 1e-9))}, in {figures['segments']} segments"
+    if figures["registered"] < figures["segments"]:
+        refused = "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a power of two"
+        return Finding(ATTENTION, f"{said}; {refused}; plan with a host_limit of half of the host's memory", figures)
+    return Finding(OK, said, figures)
+
+
+def pinning(nbytes: int, device: torch.device) -> dict[str, Any]:
+    """nbytes. pin, unpin: seconds. segments, registered: how many there are, and how many of them the driver took as they are."""
+    start = time.perf_counter()
+    segments = pin(nbytes, device)
+    pinned = time.perf_counter()
+    registered = sum(bool(getattr(segment, "_address", 0)) for segment in segments)
+    for segment in segments:
+        segment.close()
+    seconds = {"pin": pinned - start, "unpin": time.perf_counter() - pinned}
+    return {"nbytes": nbytes, **seconds, "segments": len(segments), "registered": registered}
+
+
+def offload_file() -> Finding:
+    """The file that stands for the host's memory on a CPU: `FILE` bytes of it."""
+    directory = choose_directory()
+    start = time.perf_counter()
+    file = HostFile(directory)
+    try:
+        file.reserve(FILE)
+    finally:
+        file.close()
+    stat = os.statvfs(directory)
+    figures: dict[str, Any] = {
+        "nbytes": FILE,
+        "reserve": time.perf_counter() - start,
+        "file_system": filesystem_of(directory),
+        "free": stat.f_bavail * stat.f_frsize,
+    }
+    free = format_bytes(figures["free"])
+    return Finding(
+        OK, f"a file in {directory} ({figures['file_system'] or 'unknown'}, {free} free) stands for the host", figures
+    )
+
+
+def bandwidth(device: torch.device) -> Finding:
+    """Of copies to the host, from it, and both at once."""
+    room = available_bytes() if device.type == "cuda" else None
+    figures: dict[str, Any] = {
+        "nbytes": COPIED[device.type] if room is None else max(1, min(COPIED[device.type], room // 4))
+    }
+    figures |= bandwidths(device, figures["nbytes"])
+    out, back = figures["out"], figures["in"]
+    said = f"out {rate(out)}, in {rate(back)}; both at once {rate(figures['out_beside_in'])} and {rate(figures['in_beside_out'])}"
+    if device.type == "cuda" and min(out, back) < SLOW:
+        cure = "see that the GPU sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else copies; plans recompute more"
+        return Finding(ATTENTION, f"{said}; this is slow for a GPU: {cure}", figures)
+    return Finding(OK, said, figures)
+
+
+def bandwidths(device: torch.device, nbytes: int) -> dict[str, float]:
+    """B/s of copies of `nbytes`: out and in alone, and each beside the other."""
+    links = LinkPool()
+    link = links.take(device, 0)
+    try:
+        out, back = measure_bandwidth(link, nbytes, 4 * nbytes)
+        out_beside, back_beside = both_at_once(link, nbytes)
+    finally:
+        links.give_back(link)
+        links.close()
+    return {"out": out, "in": back, "out_beside_in": out_beside, "in_beside_out": back_beside}
+
+
+def rate(per_second: float) -> str:
+    """Such as "24.1 GB/s"."""
+    return f"{per_second / 1e9:.3g} GB/s"

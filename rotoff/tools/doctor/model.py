@@ -1,0 +1,191 @@
+"""The small model that the doctor trains: a GPT's blocks, as large as the device is fast and its memory allows."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...checkpointable import Checkpointable
+from ...profile.memory.allocator import record
+
+SEED = 1
+STEP_SECONDS = 0.5  # that a plain step may take on a GPU
+ROOM = 1 / 3  # of the device's free memory, that training may take
+
+
+@dataclass(frozen=True)
+class Size:
+    """Blocks, channels, attention heads, positions and rows of a batch."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+
+    @property
+    def operations(self) -> int:
+        """Of a step, in floating point."""
+        return 3 * self.layers * self.batch * self.context * self.width * (24 * self.width + 4 * self.context)
+
+    @property
+    def nbytes(self) -> int:
+        """About what a step takes with attention's fused kernels, and parameters with two copies of their gradients."""
+        return 4 * self.layers * (17 * self.batch * self.context * self.width + 3 * 12 * self.width**2)
+
+
+SIZES = (Size(8, 1024, 16, 1024, 8), Size(8, 512, 8, 512, 8), Size(6, 256, 4, 128, 4))  # the last is for CPUs
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.width
+        self.heads = size.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (batch, position, channel)."""
+        n, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.dropout(self.merge(mixed.reshape(n, length, width)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class MeanSquare(nn.Module):
+    """A loss as the last stage, so that its bytes are the model's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+class SmallModel:
+    """The model on `device`, its batch, and steps of it: plain ones of `model`, planned ones of `planned`.
+
+    seconds: of timed steps in each row of a check. threads: of the CPU, restored by `close`.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, threads: int) -> None:
+        self.device = device
+        self.seconds = seconds
+        self._threads = torch.get_num_threads()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if device.type == "cpu":  # the thread that copies to the file needs a core of its own
+            torch.set_num_threads(min(self._threads, max(1, threads - 1)))
+
+    @cached_property
+    def size(self) -> Size:
+        """The largest of `SIZES` that the device trains in about `STEP_SECONDS` and in `ROOM` of its free memory."""
+        if self.device.type == "cpu":
+            return SIZES[-1]
+        free, per_second = torch.cuda.mem_get_info(self.device)[0], speed(self.device)
+        fitting = (s for s in SIZES if s.nbytes <= ROOM * free and s.operations <= STEP_SECONDS * per_second)
+        return next(fitting, SIZES[-1])
+
+    @cached_property
+    def model(self) -> nn.Module:
+        torch.manual_seed(SEED)
+        size = self.size
+        ends = nn.Linear(size.width, size.width), nn.Linear(size.width, size.width)
+        model = nn.Sequential(ends[0], *(Block(size) for _ in range(size.layers)), ends[1], MeanSquare()).to(self.device)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        return model
+
+    @cached_property
+    def batch(self) -> torch.Tensor:
+        torch.manual_seed(SEED)
+        return torch.randn(self.size.batch, self.size.context, self.size.width, device=self.device)
+
+    @cached_property
+    def planned(self) -> Checkpointable:
+        """The model, measured; plans are kept until `close`, so that a limit is planned for once."""
+        self.step(self.model)  # libraries have their workspaces then
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="rotoff-doctor-")
+        except OSError:  # nowhere to write: plans are made anew each time
+            self._folder = None
+        folder = None if self._folder is None else self._folder.name
+        return Checkpointable(self.model, cache_directory=folder).measure(self.batch)
+
+    def plan(self, share: float, mode: str = "joint") -> int:
+        """Plan for `share` of the bytes between the smallest limit of `mode` and keeping everything; returns that limit."""
+        least, most = self.planned.min_mem_limit(mode), self.planned.keep_all_memory
+        limit = most if share == 1 else int(least + share * (most - least))
+        self.planned.compute_sequence(limit, mode=mode)
+        return limit
+
+    def step(self, run: nn.Module) -> None:
+        """Forward and backward of `run`, with the same random numbers each time; gradients add up."""
+        batch = self.batch
+        torch.manual_seed(SEED)
+        run(batch).backward()
+
+    def timed(self, run: nn.Module) -> float:
+        """Seconds of a step."""
+        self._finish()
+        start = time.perf_counter()
+        self.step(run)
+        self._finish()
+        return time.perf_counter() - start
+
+    def gradients(self, run: nn.Module) -> list[torch.Tensor]:
+        """Of one step."""
+        found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_zero_(found)
+        self.step(run)
+        return [gradient.clone() for gradient in found]
+
+    def peak(self, run: nn.Module) -> dict[str, int]:
+        """Bytes of one step above what there was before. asked: for by the model. On CUDA also given: in the allocator's blocks; slack: what
+        its rule for splitting blocks may add to that; reserved: of the device, where nothing was free before."""
+        if self.device.type == "cpu":
+            return {"asked": record(lambda: self.step(run), self.device)[1].peak()}
+        gc.collect()
+        self._finish()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_stats(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.step(run)
+        self._finish()
+        after = torch.cuda.memory_stats(self.device)
+        kinds = {"asked": "requested", "given": "allocated", "reserved": "reserved"}
+        found = {name: after[f"{k}_bytes.all.peak"] - before[f"{k}_bytes.all.current"] for name, k in kinds.items()}
+        return found | {"slack": after["allocation.large_pool.peak"] << 20}
+
+    def close(self) -> None:
+        """Give back files, threads and memory; the number of threads is what it was."""
+        torch.set_num_threads(self._threads)
+        made: Any = self.__dict__.get("planned")
+        if made is not None:
+            made.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def speed(device: torch.device) -> float:
+    """Floating-point operations in a second, of a product of float32 matrices."""
+    a = torch.randn(1024, 1024, device=device)
+    least = float("inf")
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        _ = a @ a
+        torch.cuda.synchronize(device)
+        least = min(least, time.perf_counter() - start)
+    return 2 * 1024**3 / least

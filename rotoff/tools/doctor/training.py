@@ -1,0 +1,235 @@
+"""Training under a limit, as it is on this machine: bytes and seconds beside the predicted ones, gradients, waits and overlap."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...core.sequence import COMPUTES
+from ...core.simulator import Trace
+from ...core.sizes import format_bytes
+from .findings import ATTENTION, FAILED, OK, Finding
+from .model import SmallModel
+
+SHARES = (1.0, 0.7, 0.45)  # of the bytes between the smallest limit and keeping everything
+ROUNDING = 1e-4  # of a gradient's largest element: by which sums may differ that were added up in another order
+OFF = 0.15  # of the predicted ratio to plain steps: a quiet machine is within a few percent
+LOOSE = 1.25  # predicted bytes over measured ones
+LATE = 0.2  # of the copies' time, by which less may be hidden than predicted
+PAIRS = 3  # of steps in each row, at least
+REPORT = "and send the file"
+
+
+def measured(small: SmallModel) -> Finding:
+    """The model, cut into stages and measured."""
+    start = time.perf_counter()
+    planned = small.planned
+    seconds = time.perf_counter() - start
+    least, most = planned.min_mem_limit(), planned.keep_all_memory
+    host_bound = sum(planned.profile.host_bound)
+    figures = {
+        "size": vars(small.size),
+        "threads": torch.get_num_threads(),
+        "seconds": seconds,
+        "stages": len(planned.chain),
+        "smallest_limit": least,
+        "keep_all_bytes": most,
+        "keep_all_time": planned.chain.compute_time,
+        "bandwidth": {
+            "d2h": planned.chain.d2h_bandwidth,
+            "h2d": planned.chain.h2d_bandwidth,
+            "duplex": planned.chain.duplex,
+        },
+        "host_bound_stages": host_bound,
+    }
+    said = f"{len(planned.chain)} stages measured in {seconds:.1f} s; a step takes {format_bytes(most)}, at the least {format_bytes(least)}"
+    if host_bound:
+        return Finding(
+            ATTENTION,
+            f"{said}; {host_bound} stages wait for the host, so their times may be off: is the host busy?",
+            figures,
+        )
+    return Finding(OK, said, figures)
+
+
+def gradients(small: SmallModel) -> Finding:
+    """Of planned steps beside those of a plain one: the same bits on a CPU, the same to rounding on a GPU."""
+    exact = small.device.type == "cpu"
+    plain = small.gradients(small.model)
+    rows = [{"limit": None, **difference(small.gradients(small.model), plain)}]  # what the machine itself does twice
+    for share in SHARES:
+        limit = small.plan(share)
+        rows.append({"share": share, "limit": limit, **difference(small.gradients(small.planned), plain)})
+    figures = {"rows": rows}
+
+    def wrong(row: dict[str, Any]) -> bool:
+        far = row["largest"] is None or row["largest"] > ROUNDING
+        return far or (exact and not row["bit_for_bit"])
+
+    if wrong(rows[0]):
+        what = "a plain step repeated from the same seed has other gradients, so this machine computes no step twice"
+        return Finding(FAILED, f"{what}; look for faulty memory or a broken build of torch", figures)
+    if bad := [row for row in rows[1:] if wrong(row)]:
+        limits = ", ".join(f"{row['share']:.0%}" for row in bad)
+        return Finding(
+            FAILED, f"not those of a plain step at limits {limits}; do not train with rotoff here, {REPORT}", figures
+        )
+    if all(row["bit_for_bit"] for row in rows[1:]):
+        return Finding(OK, f"those of a plain step bit for bit, at {len(SHARES)} limits", figures)
+    worst = max(row["largest"] for row in rows[1:])
+    return Finding(OK, f"those of a plain step to {worst:.1e} of the largest element, at {len(SHARES)} limits", figures)
+
+
+def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """bit_for_bit: whether all are equal. largest: difference of an element, over the largest element of that gradient; None where
+    that is no number."""
+    pairs = list(zip(found, plain, strict=True))
+    far = [float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)) for a, b in pairs]
+    finite = all(value < float("inf") for value in far)
+    return {"bit_for_bit": all(torch.equal(a, b) for a, b in pairs), "largest": max(far) if finite else None}
+
+
+def peak_bytes(small: SmallModel) -> Finding:
+    """The most that a step holds, beside the limit and the prediction."""
+    rows = []
+    for share in SHARES:
+        limit = small.plan(share)
+        small.step(small.planned)
+        row = {"share": share, "limit": limit, "predicted": small.planned.get_expected_memory()}
+        rows.append(row | small.peak(small.planned))
+    figures = {"rows": rows}
+    said = ", ".join(f"{format_bytes(row['asked'])} of {format_bytes(row['predicted'])}" for row in rows)
+    said = f"measured of predicted: {said}"
+    if any(row["asked"] > row["limit"] for row in rows):
+        return Finding(FAILED, f"{said}; a step exceeds its limit: set limits lower by as much, {REPORT}", figures)
+    if any(row["asked"] > row["predicted"] or row["predicted"] > LOOSE * row["asked"] for row in rows):
+        return Finding(
+            ATTENTION, f"{said}; within the limits, but not as predicted: plans are not the best, {REPORT}", figures
+        )
+    over = max(row.get("given", 0) - row["limit"] for row in rows)
+    if over > 0:
+        cure = "PYTORCH_ALLOC_CONF=expandable_segments:True has the allocator split its blocks"
+        said += f"; blocks hold up to {format_bytes(over)} above a limit that was asked for to the byte ({cure})"
+    if any(row.get("given", 0) > row["limit"] + row.get("slack", 0) for row in rows):
+        return Finding(ATTENTION, f"{said}, which is more than it leaves unsplit; {REPORT}", figures)
+    return Finding(OK, said, figures)
+
+
+def step_time(small: SmallModel) -> Finding:
+    """Seconds of planned steps, beside plain ones in turn and beside the prediction."""
+    rows = []
+    for share in SHARES:
+        limit = small.plan(share)
+        pairs: list[tuple[float, float]] = []
+        start = time.perf_counter()
+        while len(pairs) < 1 + PAIRS or time.perf_counter() - start < small.seconds:
+            order = (small.model, small.planned) if len(pairs) % 2 else (small.planned, small.model)
+            seconds = {id(run): small.timed(run) for run in order}
+            pairs.append((seconds[id(small.model)], seconds[id(small.planned)]))
+        del pairs[0]  # warms up
+        predicted = small.planned.get_expected_makespan()
+        ratio = statistics.median(ours / plain for plain, ours in pairs)
+        expected = predicted / small.planned.chain.compute_time
+        rows.append(
+            {
+                "share": share,
+                "limit": limit,
+                "predicted": predicted,
+                "measured": statistics.median(ours for _, ours in pairs),
+                "plain": statistics.median(plain for plain, _ in pairs),
+                "predicted_ratio": expected,
+                "measured_ratio": ratio,
+                "ratio_error": ratio / expected - 1,
+                "pairs": len(pairs),
+            }
+        )
+    figures = {"rows": rows, "load": os.getloadavg()[0]}
+    said = ", ".join(f"{row['measured_ratio']:.2f} of {row['predicted_ratio']:.2f}" for row in rows)
+    said = f"times a plain step, measured of predicted: {said}; a plain step takes {1e3 * rows[0]['plain']:.0f} ms"
+    if max(abs(row["ratio_error"]) for row in rows) > OFF:
+        cure = f"end what else computes or copies here (the load is {figures['load']:.1f}) and run this again"
+        return Finding(
+            ATTENTION, f"{said}; that is more than {OFF:.0%} off: {cure}; where it stays so, send the file", figures
+        )
+    return Finding(OK, said, figures)
+
+
+def host_waits(small: SmallModel) -> Finding:
+    """How often a planned step has the host wait for the device."""
+    if small.device.type == "cpu":
+        return Finding(OK, "none possible on a CPU, where host and device are one")
+    rows: list[dict[str, Any]] = []
+    for mode, run in ((None, small.model), ("joint", small.planned), ("offload", small.planned)):
+        if mode is not None:
+            small.plan(SHARES[-1], mode)
+        small.step(run)
+        with synchronisations(small.device) as places:
+            run(small.batch).backward()
+        rows.append({"mode": mode, "waits": len(places), "places": sorted(set(places))[:5]})
+    figures = {"rows": rows}
+    own = rows[0]["waits"]
+    more = max(row["waits"] for row in rows[1:]) - own
+    if more > 0:
+        where = next(row["places"] for row in rows[1:] if row["waits"] - own == more)
+        return Finding(
+            ATTENTION,
+            f"{more} more than in a plain step, at {', '.join(where)}; steps are slower for it: send the file",
+            figures,
+        )
+    return Finding(OK, f"as many as in a plain step: {own}", figures)
+
+
+@contextmanager
+def synchronisations(device: torch.device) -> Iterator[list[str]]:
+    """Where the host waits for the device in the block, by file and line; torch notices most of what makes it wait."""
+    places: list[str] = []
+    torch.cuda.synchronize(device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            said = [warning for warning in caught if "called a synchronizing CUDA operation" in str(warning.message)]
+            places += [f"{warning.filename}:{warning.lineno}" for warning in said]
+
+
+def overlap(small: SmallModel) -> Finding:
+    """How much of the copies' time is hidden behind compute, in a plan that only moves."""
+    limit = small.plan(0.5, "offload")
+    shares = []
+    for _ in range(1 + PAIRS):
+        with small.planned.record_step() as recorded:
+            small.step(small.planned)
+        trace = recorded.trace
+        shares.append(hidden(trace))
+    assert recorded.predicted is not None
+    predicted, found, best = hidden(recorded.predicted), statistics.median(shares[1:]), max(shares[1:])
+    moved = trace.d2h_bytes + trace.h2d_bytes
+    figures = {"limit": limit, "moved": moved, "predicted": predicted, "measured": found, "best": best}
+    said = f"{found:.0%} of the copies' time is hidden behind compute ({best:.0%} in the best of {PAIRS} steps), {predicted:.0%} predicted"
+    if best < predicted - LATE:
+        cure = "other copies or a busy processor are in the way, or the link is slower than it was when it was measured"
+        return Finding(ATTENTION, f"{said}; {cure}: run this again on a quiet machine", figures)
+    return Finding(OK, said, figures)
+
+
+def hidden(trace: Trace) -> float:
+    """The share of the copies' time in which operations compute; 1 where nothing is copied."""
+    work = [(e.start, e.end) for e in trace.events if e.lane == "compute" and e.op.kind in COMPUTES]
+    copies = [(e.start, e.end) for e in trace.events if e.lane != "compute"]
+    total = sum(end - start for start, end in copies)
+    return sum(_common(copy, work) for copy in copies) / total if total else 1.0
+
+
+def _common(copy: tuple[float, float], work: Iterable[tuple[float, float]]) -> float:
+    """Seconds of `copy` within `work`, whose spans do not overlap."""
+    return sum(max(0.0, min(copy[1], end) - max(copy[0], start)) for start, end in work)
