@@ -190,7 +190,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             progress: called with (stages done, total, next stage); True: one changing line on standard error, if that
                 is a terminal.
             repeats: timed runs of each stage, of which the median counts. None: until the median is known to 2 %, at
-                least 3 and at most 15 runs or about half a second (always 5 among several processes).
+                least 3 and at most 15 runs or about a third of a second (always 5 among several processes).
 
         Raises:
             MeasureError: if the model cannot be measured on this input.

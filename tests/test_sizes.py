@@ -242,6 +242,16 @@ def test_a_larger_size_that_may_not_fit_is_measured(measurings: list[int]) -> No
     assert wrapped.chain.meta["times"] == "interpolated between those measured at other sizes"
 
 
+def test_what_was_measured_serves_no_larger_size_that_rounds_to_the_same() -> None:
+    wrapped, _ = planned("attention", 0.6, 150)
+    for size in (150, 60, 147):
+        step(wrapped, words(size))
+    assert wrapped._courses.latest.profile.chain.meta["times"] == "measured"
+    charged = wrapped.chain.stages[1].saved_bytes
+    step(wrapped, words(157))
+    assert wrapped.chain.stages[1].saved_bytes > charged
+
+
 def test_plans_that_are_known_are_listed() -> None:
     wrapped, _ = planned("recorded", 0.5, 192)
     for size in (192, 64, 128):
@@ -292,13 +302,13 @@ def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture
 # -- where sizes lie
 
 
-def test_sizes_are_rounded_up_to_eight_steps_of_a_power_of_two() -> None:
+def test_sizes_are_rounded_up_to_eight_steps_of_a_power_of_two_and_to_multiples_of_sixteen() -> None:
     def one(size: int, *more: int) -> tuple[int, ...]:
         return rounded(((size, *more),))[0]
 
-    assert [one(n)[0] for n in (1, 7, 15, 16, 17, 33, 100, 129, 511, 513)] == [1, 7, 15, 16, 18, 36, 104, 144, 512, 576]
+    assert [one(n)[0] for n in (1, 7, 15, 16, 17, 33, 100, 129, 511, 513)] == [1, 7, 15, 16, 18, 48, 112, 144, 512, 576]
     for a, b in pairwise(range(1, 2000)):
-        assert a <= one(a)[0] <= one(b)[0] <= max(b + 1, 1.125 * b)
+        assert a <= one(a)[0] <= one(b)[0] <= max(b + 15, 1.125 * b)
     assert one(2, 3, 70, 40) == (2, 3, 96, 40)  # an image
 
 

@@ -16,10 +16,8 @@ from ..profile.profile import Profile
 from ..tensors.tree import flatten
 
 STEPS = 8  # from one power of two to the next
-IMAGE, GRAIN = (
-    4,
-    32,
-)  # of inputs with so many dimensions the last ones are rounded to multiples of what deep networks divide them by
+GRAIN = 16  # of which sizes are rounded to multiples, from twice as much on, since models pad to such
+IMAGE, DEEP = 4, 32  # likewise of the last dimensions of tensors with so many, which deep networks divide by this
 BEYOND = 2.0
 MEASURED = 16  # that are kept
 NEAR = 1.25  # times its own bytes, a size is charged as a larger one without a look at others
@@ -55,7 +53,7 @@ def split(shapes: Sequence[Sequence[Any]]) -> tuple[Any, Sizes]:
 def rounded(sizes: Sizes) -> Sizes:
     """The sizes that stand for `sizes`, none smaller."""
     return tuple(
-        tuple(_rounded(size, GRAIN if len(shape) >= IMAGE and d >= 2 else 1) for d, size in enumerate(shape))
+        tuple(_rounded(size, DEEP if len(shape) >= IMAGE and d >= 2 else GRAIN) for d, size in enumerate(shape))
         for shape in sizes
     )
 
@@ -96,14 +94,13 @@ class MeasuredSizes(Generic[Of]):
         while len(self._rows) > MEASURED:
             del self._rows[next(iter(self._rows))]
 
-    def near(self, sizes: Sizes, beyond: float = BEYOND) -> Near[Of] | None:
-        """A profile for `sizes` and all that round up to the same; None where what was measured does not tell.
+    def near(self, wanted: Sizes, sizes: Sizes, beyond: float = BEYOND) -> Near[Of] | None:
+        """A profile for `sizes` and all others up to `wanted`; None where what was measured does not tell.
 
         From two that were measured, where the line between them leads past `sizes`; else the smallest that is larger. beyond: how far
         from the smaller of the two, as a multiple of what lies between them.
         """
         found: list[Near[Of]] = []
-        wanted = rounded(sizes)
         for (low, smaller), (high, larger) in product(self._rows.items(), repeat=2):
             place = position(low, high, wanted)
             if place is None:

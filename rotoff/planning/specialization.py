@@ -25,6 +25,7 @@ from ..capture import strategy
 from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.outside import without_checkpoints
+from ..capture.recording import same_calls
 from ..capture.undo import undone
 from ..core.chain import Stage
 from ..core.sizes import format_bytes
@@ -209,24 +210,32 @@ class Specializations:
         measured = self._sizes.get(family)
         if not self._varies or measured is None:
             return None
-        of = family, rounded(sizes)
-        if of not in self._rounded:
-            near = measured.near(sizes)
-            if near is None:
-                return None
-            if near.profile is near.like.profile:
-                course = near.like
-            else:
-                course = Specialization(near.profile, near.like.captured, hint=near.like.hint)
-            if course.plan is None:
-                try:
-                    course.plan = make_plan(course.profile, self.request, near=self._plans(measured, course.profile))
-                except InfeasibleError:
-                    return None  # what it takes may be less than what it is charged with
-            self._rounded[of] = course
-        self._known[key] = deque([self._rounded[of]], maxlen=_OF_ONE_SIGNATURE)
-        self._drop()
-        return self._rounded[of]
+        for wanted in dict.fromkeys((rounded(sizes), sizes)):  # which may fit where a rounded one does not
+            course = self._rounded.get((family, wanted)) or self._made_between(measured, wanted, sizes)
+            if course is not None:
+                if all(course is not one for one in measured):  # which may hold for less than all that round to the same
+                    self._rounded[family, wanted] = course
+                self._known[key] = deque([course], maxlen=_OF_ONE_SIGNATURE)
+                self._drop()
+                return course
+        return None
+
+    def _made_between(self, measured: MeasuredSizes[Specialization], wanted: Sizes, sizes: Sizes) -> Specialization | None:
+        """A course with a plan for all sizes up to `wanted`, of which `sizes` are one."""
+        near = measured.near(wanted, sizes)
+        if near is None:
+            return None
+        if near.profile is near.like.profile:
+            course = near.like
+        else:
+            course = Specialization(near.profile, near.like.captured, hint=near.like.hint)
+        if course.plan is None:
+            assert self.request is not None
+            try:
+                course.plan = make_plan(course.profile, self.request, near=self._plans(measured, course.profile))
+            except InfeasibleError:
+                return None  # what it takes may be less than what it is charged with
+        return course
 
     def _plans(self, measured: MeasuredSizes[Specialization], profile: Profile) -> list[tuple[Profile, ExecutionPlan]]:
         """Those made for the sizes nearest to that of `profile`."""
@@ -259,6 +268,8 @@ class Specializations:
             kept = find_times(self._cache, key)
             if kept is not None:
                 logger.info("rotoff: times of %d stages from the cache in %s", len(kept.stages), self._cache.directory)
+            if like is not None and not _same_calls(like.captured, captured):
+                like = times = None
             between = times if kept is None else None
             merged = [stage.name for stage in (*like.profile.prefix, *like.profile.stages)] if like is not None else ()
             others = other_algorithms(device) if read_conv_algorithms(self._options.conv_algorithms) else ()
@@ -294,7 +305,7 @@ class Specializations:
         measured = self._sizes.get(family)
         if measured is None:
             return None, None
-        near = measured.near(sizes, math.inf)
+        near = measured.near(sizes, sizes, math.inf)
         if near is not None:
             return measured.last, known_times(near.profile)
         return measured.last, known_times(measured.last.profile, volume(sizes) / volume(measured.sizes[-1]))
@@ -352,7 +363,7 @@ class Specializations:
             )
 
         def fits(step: int) -> bool:
-            near = self._sizes[family].near(at(step))
+            near = self._sizes[family].near(at(step), at(step))
             return near is not None and least_limit(near.profile, request) <= request.mem_limit
 
         most = max(b - a for one, other in zip(low, high, strict=True) for a, b in zip(one, other, strict=True))
@@ -524,6 +535,12 @@ def signature(value: Any, model: nn.Module) -> Any:
     # the modules of an nn.Sequential are its stages, and run themselves
     stages = tuple(modules) if strategy.is_sequential(model) else ()
     return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
+
+
+def _same_calls(one: strategy.Captured, other: strategy.Captured) -> bool:
+    if one.tape is None or other.tape is None:
+        return one.tape is other.tape
+    return same_calls(one.tape, other.tape)
 
 
 def _saved(profile: Profile) -> int:

@@ -12,7 +12,7 @@ its smaller forms are made again. Where anything differs there is no profile in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,8 +23,11 @@ from ..core.chain import Chain, Stage
 from ..errors import ChainError
 from ..tensors.recipe import Constant, Recipe, Stored, Unread
 from ..tensors.stage import Behaviour, StageModule
+from .memory.eager_memory import FreedEarly
+from .memory.skips import Skip
 from .profile import Profile
 
+SUBTRACTED = (Skip, FreedEarly)  # parts of other fields, which their sum must not exceed
 ROUNDING = 64  # bytes of a stage that whole numbers on the chord may be short of
 
 
@@ -58,12 +61,12 @@ def between(low: Profile, high: Profile, share: Share) -> Profile:
     return replace(found, unmanaged_bytes=found.unmanaged_bytes + ROUNDING * len(found.chain))
 
 
-def _mixed(low: Any, high: Any, share: Share) -> Any:
+def _mixed(low: Any, high: Any, share: Share, whole: Callable[[float], int] = math.ceil) -> Any:
     kind = type(high)
     if type(low) is not kind:
         raise NotAlike(f"a {type(low).__name__} and a {kind.__name__}")
     if kind is int:
-        return high if low == high else max(0, math.ceil(low + (high - low) * share.bytes))
+        return high if low == high else max(0, whole(low + (high - low) * share.bytes))
     if kind is float:
         return max(0.0, low + (high - low) * share.time)
     if kind is StageModule or kind is Recipe:
@@ -71,12 +74,16 @@ def _mixed(low: Any, high: Any, share: Share) -> Any:
     if kind is Chain:
         rest = {f.name: _mixed(getattr(low, f.name), getattr(high, f.name), share) for f in fields(high) if f.name != "meta"}
         return replace(high, **rest)
+    if kind in SUBTRACTED:
+        whole = math.floor
     if is_dataclass(high) and not isinstance(high, type):
-        return replace(high, **{f.name: _mixed(getattr(low, f.name), getattr(high, f.name), share) for f in fields(high)})
+        return replace(
+            high, **{f.name: _mixed(getattr(low, f.name), getattr(high, f.name), share, whole) for f in fields(high)}
+        )
     if isinstance(high, tuple):
         if len(low) != len(high):
             raise NotAlike(f"{len(low)} and {len(high)} of {kind.__name__}")
-        mixed = [_mixed(a, b, share) for a, b in zip(low, high, strict=True)]
+        mixed = [_mixed(a, b, share, whole) for a, b in zip(low, high, strict=True)]
         return kind(*mixed) if hasattr(kind, "_fields") else tuple(mixed)
     if isinstance(high, Mapping):
         if low.keys() != high.keys():

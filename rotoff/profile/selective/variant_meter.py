@@ -101,7 +101,8 @@ class FormMeter:
         if no_parts:
             choices = []
         elif times is not None:
-            choices = [graph.choice(kept) for kept, algorithms in known if not algorithms]
+            own = {n for n, kind in enumerate(behaviour.saved) if kind is SavedKind.OWN}
+            choices = [graph.choice(kept) for kept, algorithms in known if not algorithms and own > set(kept)]
         else:
             choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= stage.worth]
         pairs, reason = self._measured(stage, choices, known)
@@ -159,7 +160,7 @@ class FormMeter:
         for trial in trials:  # what libraries set up for autograd's thread is no part of a redo
             outputs, _ = trial.forward()
             backward(get_edges(outputs), ones(outputs), trial.targets())
-        for _ in self.bench.repeats.rounds(redos):
+        for _ in self.bench.repeats.of_difference.rounds(redos):
             leaves = run.leaves()
             outputs = flatten(run.forward(leaves))[0]
             self._timed_backward(ticks, outputs, run.targets(leaves))

@@ -63,7 +63,7 @@ class Repeats:
 
     least: int = 3
     most: int = 15
-    seconds: float = 0.5
+    seconds: float = 0.3
     width: float = 0.02
 
     @staticmethod
@@ -83,6 +83,11 @@ class Repeats:
     def of_known_kind(self) -> Repeats:
         """For a stage like one that has been timed: one run may be enough, unless a number was asked for."""
         return self if self.least == self.most else replace(self, least=1)
+
+    @property
+    def of_difference(self) -> Repeats:
+        """For what is timed in turn with what it is compared with, so that a busy moment changes both."""
+        return self if self.least == self.most else replace(self, least=2, seconds=self.seconds / 4)
 
     def rounds(self, look: Callable[[], Sequence[Series]]) -> Iterator[int]:
         """Numbers of the rounds to be run, as long as more are needed; `look` gives what those before took."""
