@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
@@ -30,6 +32,7 @@ from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.options import Options
+from .planning.placed import PlacedPlanner
 from .planning.planner import (
     Request,
     check_options,
@@ -47,9 +50,12 @@ from .profile.timing.convergence import Repeats
 from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.execution_plan import ExecutionPlan
 from .runtime.interpreter import Step
+from .runtime.links.base import Link
+from .runtime.links.file import FileLink
 from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.memory_check import MemoryChecker
+from .runtime.placed.placement import Placement
 from .runtime.step_times import Recording
 from .solver.bounds import check_mode
 from .tensors.storage import block_bytes
@@ -98,7 +104,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             `conv_algorithms`.
     """
 
-    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording"})
+    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording", "_placement"})
 
     def __init__(
         self,
@@ -140,14 +146,19 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
         self._courses = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
         self._recording: Recording | None = None
+        self._placement: Placement | None = None
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle: the model, the options and what was asked for. The copy is measured and planned anew."""
-        state = {k: v for k, v in vars(self).items() if k not in ("_cache", "_links", "_courses", "_recording")}
+        state = {
+            k: v for k, v in vars(self).items() if k not in ("_cache", "_links", "_courses", "_recording", "_placement")
+        }
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
         request = self._courses.request
+        if request is not None and request.planner is not None:
+            request = None  # of the optimizer of this model, not of the copy's
         return state | {"_asked": None if request is None else replace(request, cache=Cache(None))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -191,13 +202,16 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def compute_sequence(
         self,
-        mem_limit: int | str,
+        mem_limit: int | str | None = None,
         mode: str = "joint",
         mem_slots: int = 50,
         policy: str | None = None,
+        *,
+        device_limit: int | str | None = None,
+        optimizer: Optimizer | Several[Optimizer] | None = None,
         **options: Any,
     ) -> Checkpointable:
-        """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
+        """Plan training steps that allocate at most `mem_limit` bytes on the device, or hold `device_limit` in all; returns the module.
 
         Where nothing has been measured yet, the first training forward is measured and the plan made then.
 
@@ -207,11 +221,23 @@ class Checkpointable(RotorNames, ModuleProxy):
                 free now, less a margin.
             mode: "joint", "remat" (recompute only) or "offload" (move only). mem_slots, options: as of `rotoff.solve`.
             policy: instead of a mode, a system of the papers, such as "vdnn"; it is run even where everything fits.
+            device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer states, buffers,
+                the batch and the step. What does not fit lies on the host between its uses. On the CPU the host is a file.
+            optimizer: beside `device_limit`, what updates the parameters, or a list of those.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
             InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode.
         """
+
+        if (mem_limit is None) is (device_limit is None):
+            raise OptionError(
+                "give either mem_limit, for what a step allocates, or device_limit, for all that the device holds"
+            )
+        if device_limit is not None:
+            return self._place(device_limit, mode, mem_slots, policy, optimizer, options)
+        if optimizer is not None:
+            raise OptionError("optimizer goes with device_limit; mem_limit is of a step, in which no optimizer runs")
 
         def limit_here() -> int:
             check_options(mode, mem_slots, policy, options)
@@ -222,7 +248,61 @@ class Checkpointable(RotorNames, ModuleProxy):
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         request = Request(limit, mode, mem_slots, options, policy, plain=not self._check, here=True, cache=self._cache)
         self._courses.ask(request)
+        self._unplace()
         return self
+
+    def _place(
+        self, device_limit: int | str, mode: str, mem_slots: int, policy: str | None, optimizer: Any, options: dict[str, Any]
+    ) -> Checkpointable:
+        """`compute_sequence` for a `device_limit`."""
+        check_options(mode, mem_slots, policy, options)
+        limit = parse_bytes(device_limit)
+        if policy is not None:
+            raise OptionError(f"policy is {policy!r}; with a device_limit give a mode alone")
+        if options.get("updates", "after") != "after":
+            raise OptionError(
+                "updates is 'during'; with a device_limit the optimizer's own step() makes the updates, 'after' the backward"
+            )
+        if optimizer is None:
+            raise OptionError(
+                "device_limit needs the optimizer, whose states count: compute_sequence(device_limit=..., optimizer=optimizer)"
+            )
+        if self._check:
+            raise OptionError("check=True follows plans with a mem_limit; leave it out with a device_limit")
+        if self._group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise OptionError(
+                "device_limit is for a single process; among several, shard the parameters with FSDP2 and its CPUOffloadPolicy, and give a"
+                " mem_limit"
+            )
+        if (device := device_of(self._model, None)).type != "cpu":
+            raise OptionError(
+                f"device_limit works on the CPU alone so far, and the model is on {device}; give a mem_limit there"
+            )
+        if self._options.offload_dtype is not None:
+            raise OptionError("offload_dtype goes with a mem_limit; parameters are moved as they are")
+        optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        planner = PlacedPlanner(self._model, optimizers)
+        options = {name: value for name, value in options.items() if name != "updates"}
+        self._courses.ask(Request(limit, mode, mem_slots, options, here=True, planner=planner))
+        plan = None if self._courses.latest is None else self._courses.latest.plan
+        if plan is None or plan.placed is None:
+            self._unplace()
+        else:
+            self._placement_for(optimizers).begin(plan.placed)
+        return self
+
+    def _placement_for(self, optimizers: tuple[Optimizer, ...]) -> Placement:
+        if self._placement is None or self._placement.optimizers != optimizers:
+            self._unplace()
+            link = FileLink(self._options.host_directory)
+            self._placement = Placement(link, optimizers)
+            weakref.finalize(self._placement, link.close)
+        return self._placement
+
+    def _unplace(self) -> None:
+        if self._placement is not None:
+            placement, self._placement = self._placement, None
+            placement.close()
 
     def min_mem_limit(self, mode: str = "joint") -> int:
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
@@ -255,7 +335,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def chain(self) -> Chain:
         """The chain measured last; once there is a plan, as that one sees it (skip connections kept in place are in no value)."""
-        return self._latest.planned.chain
+        plan = self._latest.plan
+        return self._latest.planned.chain if plan is None or plan.chain is None else plan.chain
 
     @property
     def strategy(self) -> str:
@@ -306,6 +387,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     def get_expected_memory(self) -> int:
         """Bytes that the planned step is expected to hold at most, in the terms of `mem_limit`: what the machine charges, less what
         is known to be gone by then, or to be the same bytes of another value."""
+        if self._plan.placed is not None:
+            return self._plan.placed.peak_bytes
         return expected_bytes(self.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:
@@ -345,7 +428,11 @@ class Checkpointable(RotorNames, ModuleProxy):
             for stage in profile.prefix:
                 value = stage.run(value)
         device = profile.device
-        link = self._links.take(device, plan.host_bytes) if plan.host else None
+        placement = self._placed(plan)
+        if placement is not None:
+            link: Link | None = placement.link
+        else:
+            link = self._links.take(device, plan.host_bytes) if plan.host else None
         checker = None
         if self._check:
             assert self._courses.request is not None
@@ -359,12 +446,25 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._courses.request.mem_limit,
             )
         times = None if recording is None else recording.begin(plan.trace, device, link)
-        step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker, times)
+        done = self._links.give_back if placement is None else _keep
+        step = Step(plan, profile.stages, profile.behaviours, device, link, done, checker, times, placement)
+        if placement is not None:
+            placement.takes(step)
         if course.expected is None:
             return course.captured.started(step.forward(value))
         result = step.follow(course.expected, given, lambda: course.captured.own(plain, value))
         self._courses.followed(course, step)
         return course.captured.started(result)
+
+    def _placed(self, plan: ExecutionPlan) -> Placement | None:
+        """Where the parameters lie, at rest as `plan` has them; None where it moves none."""
+        request = self._courses.request
+        assert request is not None
+        if plan.placed is None or not isinstance(request.planner, PlacedPlanner):
+            return None
+        placement = self._placement_for(request.planner.optimizers)
+        placement.begin(plan.placed, plan.host_bytes)
+        return placement
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:
@@ -385,6 +485,10 @@ class Checkpointable(RotorNames, ModuleProxy):
     def close(self) -> None:
         """Give host memory, files and threads back; the next step takes them anew."""
         self._links.close()
+
+
+def _keep(_: Link) -> None:
+    """The link of the parameters stays with them."""
 
 
 def _by_itself(wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
