@@ -281,7 +281,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         if self._options.offload_dtype is not None:
             raise OptionError("offload_dtype goes with a mem_limit; parameters are moved as they are")
         optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
-        planner = PlacedPlanner(self._model, optimizers)
+        planner = PlacedPlanner(self._model, optimizers)  # a new one, since the optimizers may have changed
         options = {name: value for name, value in options.items() if name != "updates"}
         self._courses.ask(Request(limit, mode, mem_slots, options, here=True, planner=planner))
         plan = None if self._courses.latest is None else self._courses.latest.plan
@@ -397,7 +397,10 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def keep_all_memory(self) -> int:
-        """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
+        """Bytes of keeping everything, in the terms of the limit asked for; at or above it a step is the plain one."""
+        request = self._courses.request
+        if request is not None and isinstance(request.planner, PlacedPlanner):
+            return request.planner.keep_all_bytes(self.profile)
         return reported_bytes(self.profile, plan_everything(self.profile, plain=not self._check))
 
     # -- running

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 from torch.optim import Optimizer
@@ -45,26 +46,36 @@ class PlacedPlanner:
             InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works.
         """
         began = time.perf_counter()
-        probe = OptimizerProbe(self.optimizers)
-        found = find_groups(self.model, profile.stages, probe, host=False)
-        everything = plan_everything(profile, plain=True)
-        step = reported_bytes(profile, everything) + profile.resident_input_bytes
-        update = sum(group.update_transient_bytes for group in found.costs) + found.outside_update_bytes
-        whole = found.all_bytes + max(step, update)
+        whole = self.keep_all_bytes(profile)
         if whole <= request.mem_limit:
-            return everything
-        on_host = find_groups(self.model, profile.stages, probe, host=True)
-        for groups in (found, on_host):
-            plan = _planned(profile, request, groups, request.mem_limit)
+            return plan_everything(profile, plain=True)
+        found = [self.groups(profile, host) for host in (False, True)]
+        for groups in found:
+            plan = plan_groups(profile, request, groups, request.mem_limit)
             if plan is not None:
                 _report(request, plan, profile, time.perf_counter() - began)
                 return plan
-        least = min(whole, _least(profile, request, (found, on_host), whole))
+        least = min(whole, _least(profile, request, found, whole))
         raise InfeasibleError(
             f"the training step with its parameters, gradients and optimizer states needs at least {format_bytes(least)} ({least} bytes)"
             f" {request}; the device_limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)",
             least,
         )
+
+    def groups(self, profile: Profile, host: bool) -> FoundGroups:
+        """The model's groups of parameters; host: whether the host may update them."""
+        return find_groups(self.model, profile.stages, self._probe, host)
+
+    def keep_all_bytes(self, profile: Profile) -> int:
+        """The limit at which nothing has to be done: the plain model's step, and the optimizer's."""
+        groups = self.groups(profile, host=False)
+        step = reported_bytes(profile, plan_everything(profile, plain=True)) + profile.resident_input_bytes
+        update = sum(group.update_transient_bytes for group in groups.costs) + groups.outside_update_bytes
+        return groups.all_bytes + max(step, update)
+
+    @cached_property
+    def _probe(self) -> OptimizerProbe:
+        return OptimizerProbe(self.optimizers)
 
 
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
@@ -72,8 +83,8 @@ def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
     return groups.outside_bytes + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes * request.replays
 
 
-def _planned(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
-    """A plan within `asked` bytes, or None."""
+def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
+    """A plan of `groups` within `asked` bytes in all; None where none was found."""
     chain = replace(profile.chain, parameters=groups.costs)
     constant = _constant(profile, request, groups)
     limit = room = asked - constant
@@ -132,7 +143,7 @@ def _least(profile: Profile, request: Request, found: Several[FoundGroups], whol
         constant = _constant(profile, request, groups)
         limit = min_mem_limit(chain, request.mode, "after") + constant
         for _ in range(TRIES):
-            if _planned(profile, quick, groups, limit) is not None:
+            if plan_groups(profile, quick, groups, limit) is not None:
                 limits.append(limit)
                 break
             limit += max(1, limit // 50)

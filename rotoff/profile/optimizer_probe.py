@@ -22,6 +22,7 @@ from .memory.allocator import DeviceAllocator
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that tell the dimensions of a state's tensor apart
 _TIMED = 1 << 20  # elements
 _REPEATS = 3
+_SCALARS = 64  # bytes of a parameter's scalars, such as its count of steps
 _OTHER = "rotoff places parameters under optimizers that update each by itself; give a mem_limit in place of a device_limit"
 
 
@@ -73,7 +74,7 @@ class OptimizerProbe:
         """What updating `parameters` takes beside them, their gradients and their states."""
         alone = max((self._timed(p)[1] * p.nbytes for p in parameters if self.updates(p)), default=0.0)
         together = sum(self._timed(p)[2] * p.nbytes for p in parameters if self.updates(p))
-        return int(max(alone, together)) + 1024
+        return int(max(alone, together)) + _SCALARS * len(parameters)
 
     def _key(self, parameter: nn.Parameter) -> Any:
         _, group = self._group[id(parameter)]
