@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from allocated import peak_bytes
 from models import ALL, Attention, Residual, fresh, same
 from torch import nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import rotoff
+from rotoff.core.sequence import w
 from rotoff.planning.placed import plan_groups
+from rotoff.runtime.placed import placement
+from rotoff.runtime.placed.placement import Placement
 
 Loop = Callable[[nn.Module, list[Optimizer], int], object]  # one step, of that number
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
@@ -216,7 +226,9 @@ OPTIMIZERS: dict[str, Make] = {
     "Rprop": lambda p: [torch.optim.Rprop(p, lr=0.01)],
     "ASGD": lambda p: [torch.optim.ASGD(p, lr=0.01)],
     "Adadelta": lambda p: [torch.optim.Adadelta(p, lr=0.01)],
-    "groups": lambda p: [torch.optim.AdamW([{"params": p[::2], "lr": 0.02, "weight_decay": 0.0}, {"params": p[1::2]}], lr=0.01)],
+    "groups": lambda p: [
+        torch.optim.AdamW([{"params": p[::2], "lr": 0.02, "weight_decay": 0.0}, {"params": p[1::2]}], lr=0.01)
+    ],
     "two": lambda p: [torch.optim.AdamW(p[::2], lr=0.02), torch.optim.SGD(p[1::2], lr=0.01, momentum=0.9)],
     "a part": lambda p: [torch.optim.AdamW(p[3:], lr=0.02)],
 }
@@ -413,5 +425,246 @@ def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
             added_up(wrapped, optimizers, x)
 
     measured = peak_bytes(steps) + x.nbytes
-    print(name, share, limit, wrapped.get_expected_memory(), measured, measured / wrapped.get_expected_memory())
     assert measured <= wrapped.get_expected_memory() <= limit
+
+
+# -- what is there, and what is refused
+
+
+def small(**options: Any) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.randn(32, 64)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, **options).measure(x, repeats=1)
+    return wrapped, adamw(list(model.parameters())), x
+
+
+def test_parameters_stay_the_callers_and_lie_where_the_plan_says() -> None:
+    model, optimizers, x = small()
+    before = list(model.parameters())
+    place(model, optimizers, 0.1)
+    plan = model._plan.placed
+    for _ in range(2):
+        assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+        away = in_file()
+        for k, group in enumerate(plan.groups, start=1):
+            assert {away(p) for p in group.parameters} == {w(k) not in plan.resident}
+        loss = model(x).square().mean()
+        loss.backward()
+        assert all(p.grad is not None for p in before)
+        optimizers[0].step()
+        away = in_file()
+        states = [t for p in before for t in optimizers[0].state[p].values() if t.numel() > 1]
+        assert sum(map(away, states)) >= len(states) // 2
+
+
+def test_with_room_for_everything_nothing_is_done() -> None:
+    model, optimizers, x = small()
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
+    assert model._plan.keeps_all
+    assert model._placement is None
+    assert not optimizers[0]._optimizer_step_pre_hooks
+    model.compute_sequence(device_limit=model.keep_all_memory, optimizer=optimizers)
+    assert model._plan.keeps_all
+    model.compute_sequence(device_limit=model.keep_all_memory - 1, optimizer=optimizers, refine=False)
+    assert not model._plan.keeps_all
+    added_up(model, optimizers, x)
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
+    away = in_file()
+    assert not any(away(p) for p in model.parameters())
+    assert not optimizers[0]._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("mode", ["joint", "offload"])
+def test_the_smallest_limit_is_named_and_works(mode: str) -> None:
+    model, optimizers, x = small()
+    with pytest.raises(rotoff.InfeasibleError, match="parameters, gradients and optimizer states needs at least") as refused:
+        model.compute_sequence(device_limit="1 KiB", optimizer=optimizers, mode=mode)
+    model.compute_sequence(device_limit=refused.value.min_mem_limit, optimizer=optimizers, mode=mode, refine=False)
+    added_up(model, optimizers, x)
+
+
+class Total(torch.optim.SGD):
+    """Scales by something of all parameters together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        norm = sum(p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / norm)
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps for all parameters together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+REFUSED = {
+    "both limits": (lambda m, o: m.compute_sequence(10**6, device_limit=10**6, optimizer=o), "either mem_limit"),
+    "none": (lambda m, o: m.compute_sequence(), "either mem_limit"),
+    "no optimizer": (lambda m, o: m.compute_sequence(device_limit=10**6), "needs the optimizer"),
+    "optimizer": (lambda m, o: m.compute_sequence(10**6, optimizer=o), "goes with device_limit"),
+    "no such": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer="adamw"), "give a torch.optim.Optimizer"),
+    "policy": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, policy="vdnn"), "policy"),
+    "during": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, updates="during"), "'during'"),
+    "LBFGS": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=torch.optim.LBFGS(m.parameters())), "LBFGS"),
+    "total": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Total(m.parameters(), lr=1)), "all parameters together"),
+    "counting": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Counting(m.parameters(), lr=1)), "all parameters together"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    model, optimizers, x = small()
+    ask, said = REFUSED[name]
+    with pytest.raises(rotoff.OptionError, match=said):
+        ask(model, optimizers)
+    added_up(model, optimizers, x)
+
+
+def test_a_check_and_a_group_of_processes_are_refused() -> None:
+    model, optimizers, _ = small(check=True)
+    with pytest.raises(rotoff.OptionError, match="check=True"):
+        model.compute_sequence(device_limit=10**6, optimizer=optimizers)
+
+
+def test_a_closure_is_refused() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    model(x).sum().backward()
+    with pytest.raises(rotoff.ExecutionError, match="closure"):
+        optimizers[0].step(lambda: model(x).sum())
+    optimizers[0].step()
+
+
+def test_a_step_that_another_took_the_place_of_says_so() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    first = model(x).sum()
+    model(x).sum().backward()
+    with pytest.raises(rotoff.ExecutionError, match="run the forward again"):
+        first.backward()
+    optimizers[0].step()
+    added_up(model, optimizers, x)
+
+
+def test_copies_are_plain_models_of_their_own() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    added_up(model, optimizers, x)
+    other = copy.deepcopy(model)
+    away = in_file()
+    assert not any(away(p) for p in other.parameters())
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    assert torch.equal(other(x), model(x))
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    assert saved.tell() < 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_placed_parameters_outlive_the_module_that_placed_them() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    added_up(model, optimizers, x)
+    inner = model._model
+    content = [p.detach().clone() for p in inner.parameters()]
+    del model
+    gc.collect()
+    assert all(map(torch.equal, inner.parameters(), content))
+    added_up(inner, optimizers, x)
+    assert all(torch.isfinite(p).all() for p in inner.parameters())
+
+
+def test_a_forked_process_is_refused() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    model._placement._process += 1  # as a child finds it
+    with pytest.raises(rotoff.ExecutionError, match="forked"):
+        model(x)
+    model._placement._process -= 1
+
+
+# -- faults
+
+
+def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: int, error: BaseException) -> bool:
+    """Run a step in which the operation or update number `at` fails; returns whether there was one."""
+    count = itertools.count()
+
+    def failing(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if next(count) == at:
+                raise error
+            return function(*args)
+
+        return call
+
+    patches = [(Placement, "operate"), (placement, "own_step"), (Placement, "_update_on_device"), (Placement, "brought")]
+    with ExitStack() as stack:
+        for owner, name in patches:
+            stack.enter_context(mock.patch.object(owner, name, failing(getattr(owner, name))))
+        try:
+            added_up(model, optimizers, x)
+        except BaseException as caught:
+            assert caught is error
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_an_error_at_any_operation(kind: type[BaseException]) -> None:
+    """Parameters that no update was begun of are as they were, the others whole; the caller is told; and the next step trains."""
+    model, optimizers, x = small()
+    place(model, optimizers, 0.2)
+    added_up(model, optimizers, x)
+    reached = 0
+    for at in itertools.count():
+        before = [p.detach().clone() for p in model.parameters()]
+        error = kind("injected")
+        optimizers[0].zero_grad()
+        if not interrupted(model, optimizers, x, at, error):
+            break
+        changed = sum(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        notes = [note for note in getattr(error, "__notes__", ()) if "had updated" in note]
+        if changed:
+            assert f"had updated {changed};" in notes[0]
+        reached += bool(changed)
+    assert at > 20
+    assert reached > 5
+    plain, whole = copy.deepcopy(model._model), list(model.parameters())
+    twin = adamw(list(plain.parameters()))
+    twin[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    optimizers[0].zero_grad()
+    for _ in range(3):
+        added_up(model, optimizers, x)
+        added_up(plain, twin, x)
+    assert all(map(torch.equal, whole, plain.parameters()))
+
+
+def test_a_limit_that_the_kernel_enforces() -> None:
+    """A process trains in memory in which the plain model cannot; the example's own run, smaller."""
+    example = Path(rotoff.__file__).parent.parent / "examples" / "larger_than_memory.py"
+    environment = {**os.environ, "PYTHONPATH": str(example.parent.parent)}
+    command = [
+        sys.executable,
+        str(example),
+        "--width",
+        "512",
+        "--blocks",
+        "8",
+        "--rows",
+        "512",
+        "--memory",
+        "208 MiB",
+        "--steps",
+        "2",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "plain, limited     fails" in done.stdout, done.stdout
+    assert "the losses are the same" in done.stdout, done.stdout

@@ -20,7 +20,7 @@ from ..runtime.placed.tensor import room_of
 from .memory.allocator import DeviceAllocator
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that tell the dimensions of a state's tensor apart
-_TIMED = 1 << 20  # elements
+_TIMED = 1 << 18  # elements
 _REPEATS = 3
 _SCALARS = 64  # bytes of a parameter's scalars, such as its count of steps
 _OTHER = "rotoff places parameters under optimizers that update each by itself; give a mem_limit in place of a device_limit"
@@ -115,7 +115,7 @@ class OptimizerProbe:
         key = self._key(parameter)
         if key not in self._times:
             self._state(parameter)
-            shape = (_TIMED,) if parameter.dim() < 2 else (_TIMED // 1024, 1024, *(1 for _ in parameter.shape[2:]))
+            shape = (_TIMED,) if parameter.dim() < 2 else (_TIMED // 512, 512, *(1 for _ in parameter.shape[2:]))
             large = [_small(shape, parameter.dtype, seed) for seed in (1, 2)]
             one, both = self._stand_in(parameter, large[:1]), self._stand_in(parameter, large)
             own_step(one)

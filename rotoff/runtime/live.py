@@ -479,8 +479,8 @@ class LiveForward(EagerFunctionMode):
                 return leaf
             if (copy := self.brought.get(id(leaf))) is not None:
                 return copy
-            var = vars(leaf).get(TAG)
-            return self.instead[var] if var in self.instead else leaf
+            var: Any = vars(leaf).get(TAG)
+            return self.instead.get(var, leaf)
 
         return replaced(args, alias), replaced(kwargs, alias)
 

@@ -331,11 +331,11 @@ class _Chunks:
         for group, every in zip(self._optimizer.param_groups, self._every, strict=True):
             group["params"] = every
         if error is not None and hasattr(error, "add_note"):  # Python 3.11
+            left = self._numbers(p for _, p in self._left.values() if p.grad is not None)
             partly = self._numbers(self._under_way)
-            left = [p for _, p in self._left.values() if p.grad is not None]
             error.add_note(
-                f"rotoff: this step had updated {self._done} parameters, and not yet those numbered {self._numbers(left)} in the optimizer;"
-                f" {f'those numbered {partly} may be updated in part' if partly else 'none is updated in part'}"
+                f"rotoff: of the optimizer's parameters with gradients, this step had updated {self._done}; those numbered {partly or 'none'}"
+                f" may be updated in part, and those numbered {left or 'none'} are not"
             )
 
     def _numbers(self, parameters: Iterable[nn.Parameter]) -> str:
