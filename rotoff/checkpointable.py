@@ -393,7 +393,8 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def get_expected_host_memory(self) -> int:
         """Bytes that the planned step keeps on the host at most."""
-        return self._plan.host_bytes
+        placed = self._plan.placed
+        return self._plan.host_bytes + (0 if placed is None else placed.host_bytes)
 
     @property
     def keep_all_memory(self) -> int:
@@ -431,6 +432,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             for stage in profile.prefix:
                 value = stage.run(value)
         device = profile.device
+        if plan.placed is not None and recording is not None:
+            raise OptionError("record_step records plans with a mem_limit; with a device_limit the updates come after the step")
         placement = self._placed(plan)
         if placement is not None:
             link: Link | None = placement.link

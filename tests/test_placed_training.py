@@ -533,6 +533,27 @@ def test_a_check_and_a_group_of_processes_are_refused() -> None:
         model.compute_sequence(device_limit=10**6, optimizer=optimizers)
 
 
+def test_a_plan_may_be_asked_for_before_anything_is_measured() -> None:
+    plain, optimizers, x = small()
+    before = rotoff.Checkpointable(copy.deepcopy(plain._model), cache_directory=None)
+    others = adamw(list(before.parameters()))
+    limit = place(plain, optimizers, 0.2)
+    before.compute_sequence(device_limit=limit, optimizer=others, refine=False)
+    for _ in range(2):
+        added_up(plain, optimizers, x)
+        added_up(before, others, x)
+    assert before._plan.placed is not None
+    assert all(map(torch.equal, before.parameters(), plain.parameters()))
+
+
+def test_recording_a_step_is_refused() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.2)
+    with pytest.raises(rotoff.OptionError, match="record_step"), model.record_step():
+        model(x)
+    added_up(model, optimizers, x)
+
+
 def test_a_closure_is_refused() -> None:
     model, optimizers, x = small()
     place(model, optimizers, 0.1)
@@ -547,9 +568,15 @@ def test_a_step_that_another_took_the_place_of_says_so() -> None:
     place(model, optimizers, 0.1)
     first = model(x).sum()
     model(x).sum().backward()
-    with pytest.raises(rotoff.ExecutionError, match="run the forward again"):
+    with pytest.raises(rotoff.ExecutionError, match="another forward began"):
         first.backward()
     optimizers[0].step()
+    waiting = model(x).sum()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizers[0].step()
+    with pytest.raises(rotoff.ExecutionError, match="updated the parameters before its backward"):
+        waiting.backward()
     added_up(model, optimizers, x)
 
 

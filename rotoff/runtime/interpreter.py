@@ -49,6 +49,10 @@ AGAIN = (
     " one forward); add the losses up, or run the forward again"
 )
 GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
+SUPERSEDED = (
+    "this step was given up, since another forward began or the optimizer updated the parameters before its backward ran; call backward"
+    " before that, and run the forward again"
+)
 HELD = -1  # in place of what tells the course: the calls were those, and something held what none of them needed
 TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
 
@@ -103,6 +107,7 @@ class Step:
         self._backward = 0  # stage whose B autograd is running
         self._closed = False
         self._failed = False
+        self._why = GIVEN_UP
 
     # -- the forward phase
 
@@ -325,7 +330,7 @@ class Step:
         if self._backward == i and not self._closed:
             return
         if self._closed:
-            raise ExecutionError(GIVEN_UP if self._failed else AGAIN)
+            raise ExecutionError(self._why if self._failed else AGAIN)
         if torch.is_grad_enabled():
             raise ExecutionError(TWICE)
         try:
@@ -381,8 +386,10 @@ class Step:
         self._runs.pop(i).end()
 
     def abandon(self) -> None:
-        """Another step begins, which needs the parameters where this one has them."""
-        self._give_up()
+        """Another step begins, or an update, which needs the parameters where this one has them."""
+        if not self._closed:
+            self._why = SUPERSEDED
+            self._give_up()
 
     def _give_up(self) -> None:
         self._failed = True

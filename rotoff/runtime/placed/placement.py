@@ -44,6 +44,12 @@ class PlacedPlan:
     moved: frozenset[int]
     peak_bytes: int
 
+    @property
+    def host_bytes(self) -> int:
+        """What the host has room for beside activations."""
+        pairs = [pair for group in self.groups for pair in zip(group.parameters, group.state_bytes, strict=True)]
+        return sum(2 * room_of(parameter) + state for parameter, state in pairs)
+
 
 class OneStep(Protocol):
     """A step under way."""
@@ -122,6 +128,11 @@ class Placement:
         self.link.begin()
         self._follow(plan, host_bytes)
         self._bring_to_rest()
+
+    def _abandon(self) -> None:
+        if self._step is not None and (step := self._step()) is not None:
+            step.abandon()
+        self._step = None
 
     def takes(self, step: OneStep) -> None:
         """`step` is the one under way."""
@@ -213,8 +224,9 @@ class Placement:
                 "the optimizer's step was given a closure, which would run the model while its parameters are being updated; call backward"
                 " before, and step() without arguments"
             )
-        if self._plan is None or self._step is not None:
-            return  # nothing placed yet, or in the middle of a step
+        if self._plan is None:
+            return
+        self._abandon()  # of a forward whose backward has not come, which would find other parameters then
         self.show()
         with _Chunks(optimizer) as chunks:
             self._update_all(chunks)
@@ -253,6 +265,7 @@ class Placement:
         if rest:  # so that the caller never finds a copy that is on its way
             for v in self._plan.resident:
                 for tensor in self._tensors(v):
+                    tensor.hand_over()
                     tensor.rest(True, v in self._plan.on_both)
 
     def _update_on_device(self, k: int, chunks: _Chunks) -> None:

@@ -140,6 +140,8 @@ class PlacedTensor(ABC):
         self.settle()
         if not self.look():
             return
+        if self.on_host:
+            self.device = None  # of a step that ended early; the caller's may have been changed since
         if not resident:
             self.release()
             return
