@@ -433,7 +433,9 @@ class Checkpointable(RotorNames, ModuleProxy):
                 value = stage.run(value)
         device = profile.device
         if plan.placed is not None and recording is not None:
-            raise OptionError("record_step records plans with a mem_limit; with a device_limit the updates come after the step")
+            raise OptionError(
+                "record_step records plans with a mem_limit; with a device_limit the updates come after the step"
+            )
         placement = self._placed(plan)
         if placement is not None:
             link: Link | None = placement.link

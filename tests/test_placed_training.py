@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import itertools
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 import rotoff
 from rotoff.core.sequence import w
 from rotoff.planning.placed import plan_groups
+from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.placed import placement
 from rotoff.runtime.placed.placement import Placement
 
@@ -617,6 +619,40 @@ def test_a_forked_process_is_refused() -> None:
 
 
 # -- faults
+
+
+def test_a_copy_that_fails() -> None:
+    """The disk fails once, in each copy of a step: the caller is told, nothing is lost, and the next step trains as the plain model does."""
+    model, optimizers, x = small()
+    place(model, optimizers, 0.2)
+    added_up(model, optimizers, x)
+    own = {name: getattr(HostFile, name) for name in ("read", "write")}
+    for at in itertools.count():
+        count = itertools.count()
+
+        def failing(file: HostFile, data: memoryview, offset: int, name: str) -> None:
+            if next(count) == at:
+                raise OSError(5, "injected")
+            own[name](file, data, offset)
+
+        plain = copy.deepcopy(model._model)
+        twin = adamw(list(plain.parameters()))
+        twin[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        with ExitStack() as stack:
+            for name in own:
+                stack.enter_context(mock.patch.object(HostFile, name, functools.partialmethod(failing, name=name)))
+            try:
+                model(x).sum().backward()
+            except rotoff.ExecutionError as error:
+                assert "injected" in str(error)
+            else:
+                break
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        optimizers[0].zero_grad()
+        added_up(model, optimizers, x)
+        added_up(plain, twin, x)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert at > 10
 
 
 def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: int, error: BaseException) -> bool:

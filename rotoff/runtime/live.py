@@ -169,6 +169,7 @@ class LiveForward(EagerFunctionMode):
         if tensor is not None and (var.hollow or key_of(tensor) != key_of(content)):
             tensor.data = content
         var.hollow = False
+        _has_its_own(var)
 
     def finish(self) -> None:
         """The forward has returned: whoever still holds a hollow tensor keeps it for later."""
@@ -208,6 +209,7 @@ class LiveForward(EagerFunctionMode):
         content = self._stages.restore(var)
         tensor.data = content
         var.hollow, var.stays = False, True
+        _has_its_own(var)
 
     # -- calls
 
@@ -483,6 +485,13 @@ class LiveForward(EagerFunctionMode):
             return self.instead.get(var, leaf)
 
         return replaced(args, alias), replaced(kwargs, alias)
+
+
+def _has_its_own(var: Var) -> None:
+    """A tensor that views are of has been filled: it is no longer for them alone that it has bytes."""
+    tensor = var.tensor()
+    if tensor is not None and tensor._base is None:
+        var.gone = False
 
 
 def _of_size(every: list[Var], nbytes: int) -> Var | None:

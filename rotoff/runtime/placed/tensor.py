@@ -48,7 +48,8 @@ class PlacedTensor(ABC):
         self._room = room
         self._valid = False  # whether the host's bytes are those of `device`
         self._sum: int | None = None  # of the bytes of `device` when that was so
-        self._tickets: list[Ticket] = []
+        self._coming: Ticket = None
+        self._leaving: Ticket = None
         self._out: Ticket = None
 
     @abstractmethod
@@ -89,7 +90,7 @@ class PlacedTensor(ABC):
         assert self.host is not None
         bytes_there = self._link.allocate(room_of(self.host))
         self.device = View.of(self.host).on(bytes_there.untyped_storage())
-        self._tickets.append(self._link.copy_in([bytes_there[: self.host.nbytes]], self._offset, self._out))
+        self._coming = self._link.copy_in([bytes_there[: self.host.nbytes]], self._offset, self._out)
         self._valid, self._sum = True, None
 
     def offload(self) -> None:
@@ -98,14 +99,28 @@ class PlacedTensor(ABC):
             return
         self._have_host(self.device)
         source = bytes_of(self.device.untyped_storage())[: self.device.nbytes]
-        self._out = self._link.copy_out([source], self._offset)
-        self._tickets.append(self._out)
+        self._leaving = self._out = self._link.copy_out([source], self._offset)
         self._valid, self._sum = True, None
 
     def settle(self) -> None:
-        """Hold compute until no copy reads or writes this."""
-        while self._tickets:
-            self._link.wait(self._tickets.pop())
+        """Hold compute until no copy reads or writes this.
+
+        Raises:
+            ExecutionError: where a copy failed; what the caller has is whole all the same.
+        """
+        try:
+            if self._leaving is not None:
+                self._link.wait(self._leaving)
+            if self._coming is not None:
+                self._link.wait(self._coming)
+        except BaseException:
+            self._link.drain()  # an interrupt leaves the copy to go on, and what comes next must come after it
+            if self._coming is not None:
+                self.device = None  # which the caller's tensor does not lie in before the copy has ended
+            self._valid, self._out = False, None
+            raise
+        finally:
+            self._leaving = self._coming = None
 
     def release(self) -> None:
         """Give the device bytes back; the caller's tensor lies on the host then, written there now where its bytes are not."""
