@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
@@ -30,6 +32,7 @@ from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.options import Options
+from .planning.placed import PlacedPlanner
 from .planning.planner import (
     Request,
     check_options,
@@ -47,9 +50,12 @@ from .profile.timing.convergence import Repeats
 from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.execution_plan import ExecutionPlan
 from .runtime.interpreter import Step
+from .runtime.links.base import Link
+from .runtime.links.file import FileLink
 from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.memory_check import MemoryChecker
+from .runtime.placed.placement import Placement
 from .runtime.step_times import Recording
 from .solver.bounds import check_mode
 from .tensors.storage import block_bytes
@@ -62,61 +68,49 @@ ATTACHED = "_rotoff_attachment"
 class Checkpointable(RotorNames, ModuleProxy):
     """Wraps a model so that its training steps stay inside a memory limit.
 
-        Call `measure` and `compute_sequence`, or only `compute_sequence`, and train as before. In `eval` mode and without
-        gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the model's own.
+    Call `measure` and `compute_sequence`, or only `compute_sequence`, and train as before. In `eval` mode and without
+    gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the model's own.
 
-        Args:
-            model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors, or any
-                other model, whose forward is recorded on a sample and cut into stages.
-            host_directory: directory of the file for offloaded values, on the CPU; it must be on a real disk. Default: the
-                first of the usual temporary directories that is on one and is writable.
-            check: compare the bytes held with the bytes charged after every operation; slow, for tests and for finding
-                errors.
-            process_group: a group of ``torch.distributed``, or True for the default one. All of its processes follow one
-                plan. The first process makes it, for the largest costs that any of them measured and the smallest limit.
-                All must call `measure` and `compute_sequence`, and meet a new input signature in the same step, and again
-                in the same steps; the signatures may differ. Needed if stages communicate (FSDP); otherwise it keeps step
-                times equal.
-            stages: about how many stages to cut the model into (default 40; more make finer plans, and planning slower), or
-                the modules of the model, or their dotted names, that are to be one stage each.
-            backward_from: the output that your backward starts from: its key (``"loss"``) or its place (``0``), or a list
-                of those. Gradients of other outputs (a language model's logits) are then not charged, and refused. None:
-                any.
-            offload_dtype: ``torch.float16`` or ``torch.bfloat16``: offloaded float32 values cross the link and stay on the
-                host in that type. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
-                65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
-    <<<<<<< HEAD
-            cache_directory: where plans and measured times are kept for the next process. True: what the environment variable
-                ROTOFF_CACHE says ("off", or a directory), else ``rotoff`` in the user's cache directory. None or False: nowhere.
-            forms: whether plans may keep a part of what a stage saves and redo the rest; found and measured with the stages. Names
-                of operations, such as ``["addmm", "bmm"]``: what these make is always kept. A function of an
-                `rotoff.profile.selective.variants.Operation`: True where what it makes is always kept, False where never, None as it pays.
-            interpolate: whether a training forward on an input of new sizes is planned by what was measured at others, where that tells
-                of it (`rotoff.profile.between_sizes`). Else each new size is measured, which takes several steps.
-            conv_algorithms: "any": plans may have the convolutions of a stage run by other CUDA algorithms, which are slower and take
-                less workspace, than those that ``torch.backends.cudnn`` picks. Gradients are then *not bit for bit* those of the
-                plain model, as with another cuDNN. Nothing to choose, and no effect, on a CPU. "plain", the default: never.
-    =======
-            cache_directory: where plans and measured times are kept for the next process. True: the environment variable
-                ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
-                nowhere.
-            forms: whether plans may keep a part of what a stage saves and recompute the rest. Names of operations, such as
-                ``["addmm", "bmm"]``: their results are always kept. A function of an
-                `rotoff.profile.selective.variants.Operation`: True if its results are always kept, False if never, None if
-                the planner decides.
-            interpolate: whether a training forward at a new batch size or sequence length takes its times from two sizes
-                measured before, if these are near enough. Its bytes are always measured, and `measure` always times.
-            conv_algorithms: "any": plans may run a stage's convolutions by other CUDA algorithms than those of
-                ``torch.backends.cudnn``; they are slower and take less workspace. Gradients are then *not bit for bit*
-                those of the plain model. No effect on a CPU. "plain", the default: never.
-    >>>>>>> words
+    Args:
+        model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors, or any
+            other model, whose forward is recorded on a sample and cut into stages.
+        host_directory: directory of the file for offloaded values, on the CPU; it must be on a real disk. Default: the
+            first of the usual temporary directories that is on one and is writable.
+        check: compare the bytes held with the bytes charged after every operation; slow, for tests and for finding
+            errors.
+        process_group: a group of ``torch.distributed``, or True for the default one. All of its processes follow one
+            plan. The first process makes it, for the largest costs that any of them measured and the smallest limit.
+            All must call `measure` and `compute_sequence`, and meet a new input signature in the same step, and again
+            in the same steps; the signatures may differ. Needed if stages communicate (FSDP); otherwise it keeps step
+            times equal.
+        stages: about how many stages to cut the model into (default 40; more make finer plans, and planning slower), or
+            the modules of the model, or their dotted names, that are to be one stage each.
+        backward_from: the output that your backward starts from: its key (``"loss"``) or its place (``0``), or a list
+            of those. Gradients of other outputs (a language model's logits) are then not charged, and refused. None:
+            any.
+        offload_dtype: ``torch.float16`` or ``torch.bfloat16``: offloaded float32 values cross the link and stay on the
+            host in that type. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
+            65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
+        cache_directory: where plans and measured times are kept for the next process. True: the environment variable
+            ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
+            nowhere.
+        forms: whether plans may keep a part of what a stage saves and recompute the rest. Names of operations, such as
+            ``["addmm", "bmm"]``: their results are always kept. A function of an
+            `rotoff.profile.selective.variants.Operation`: True if its results are always kept, False if never, None if
+            the planner decides.
+        interpolate: whether a training forward on an input of new sizes is planned by what was measured at others, if
+            that tells of it (`rotoff.profile.between_sizes`). Otherwise each new size is measured, which takes several
+            steps.
+        conv_algorithms: "any": plans may run a stage's convolutions by other CUDA algorithms than those of
+            ``torch.backends.cudnn``; they are slower and take less workspace. Gradients are then *not bit for bit*
+            those of the plain model. No effect on a CPU. "plain", the default: never.
 
-        Raises:
-            MeasureError: if `model` is not such a model. OptionError: for another `backward_from`, `offload_dtype`, `forms`
-                or `conv_algorithms`.
+    Raises:
+        MeasureError: if `model` is not such a model. OptionError: for another `backward_from`, `offload_dtype`, `forms`
+            or `conv_algorithms`.
     """
 
-    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording"})
+    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording", "_placement"})
 
     def __init__(
         self,
@@ -158,14 +152,19 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
         self._courses = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
         self._recording: Recording | None = None
+        self._placement: Placement | None = None
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle: the model, the options and what was asked for. The copy is measured and planned anew."""
-        state = {k: v for k, v in vars(self).items() if k not in ("_cache", "_links", "_courses", "_recording")}
+        state = {
+            k: v for k, v in vars(self).items() if k not in ("_cache", "_links", "_courses", "_recording", "_placement")
+        }
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
         request = self._courses.request
+        if request is not None and request.planner is not None:
+            request = None  # of the optimizer of this model, not of the copy's
         return state | {"_asked": None if request is None else replace(request, cache=Cache(None))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,11 +209,14 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def compute_sequence(
         self,
-        mem_limit: int | str,
+        mem_limit: int | str | None = None,
         mode: str = "joint",
         mem_slots: int = 50,
         policy: str | None = None,
         up_to: Any = None,
+        *,
+        device_limit: int | str | None = None,
+        optimizer: Optimizer | Several[Optimizer] | None = None,
         **options: Any,
     ) -> Checkpointable:
         """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
@@ -230,12 +232,26 @@ class Checkpointable(RotorNames, ModuleProxy):
             up_to: the largest input that training will have, as the tuple of the model's arguments or the dict of its named ones. It is
                 measured now, with inputs of half its batch and of half its length. Where this returns, every smaller input fits, too,
                 and none of those in between is measured again.
+            device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer states, buffers,
+                the batch and the step. What does not fit lies on the host between its uses. On the CPU the host is a file.
+            optimizer: beside `device_limit`, what updates the parameters, or a list of those.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
             InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With `up_to` it says
                 which smaller inputs do.
         """
+
+        if (mem_limit is None) is (device_limit is None):
+            raise OptionError(
+                "give either mem_limit, for what a step allocates, or device_limit, for all that the device holds"
+            )
+        if device_limit is not None:
+            if up_to is not None:
+                raise OptionError("up_to goes with a mem_limit; with a device_limit each input size is measured")
+            return self._place(device_limit, mode, mem_slots, policy, optimizer, options)
+        if optimizer is not None:
+            raise OptionError("optimizer goes with device_limit; mem_limit is of a step, in which no optimizer runs")
 
         def limit_here() -> int:
             check_options(mode, mem_slots, policy, options)
@@ -253,7 +269,61 @@ class Checkpointable(RotorNames, ModuleProxy):
             args, kwargs = ((), up_to) if isinstance(up_to, dict) else (up_to if isinstance(up_to, tuple) else (up_to,), {})
             self._courses.measure_up_to(strategy.chain_input(self._model, args, kwargs, self._options.stages), request)
         self._courses.ask(request)
+        self._unplace()
         return self
+
+    def _place(
+        self, device_limit: int | str, mode: str, mem_slots: int, policy: str | None, optimizer: Any, options: dict[str, Any]
+    ) -> Checkpointable:
+        """`compute_sequence` for a `device_limit`."""
+        check_options(mode, mem_slots, policy, options)
+        limit = parse_bytes(device_limit)
+        if policy is not None:
+            raise OptionError(f"policy is {policy!r}; with a device_limit give a mode alone")
+        if options.get("updates", "after") != "after":
+            raise OptionError(
+                "updates is 'during'; with a device_limit the optimizer's own step() makes the updates, 'after' the backward"
+            )
+        if optimizer is None:
+            raise OptionError(
+                "device_limit needs the optimizer, whose states count: compute_sequence(device_limit=..., optimizer=optimizer)"
+            )
+        if self._check:
+            raise OptionError("check=True follows plans with a mem_limit; leave it out with a device_limit")
+        if self._group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise OptionError(
+                "device_limit is for a single process; among several, shard the parameters with FSDP2 and its CPUOffloadPolicy, and give a"
+                " mem_limit"
+            )
+        if (device := device_of(self._model, None)).type != "cpu":
+            raise OptionError(
+                f"device_limit works on the CPU alone so far, and the model is on {device}; give a mem_limit there"
+            )
+        if self._options.offload_dtype is not None:
+            raise OptionError("offload_dtype goes with a mem_limit; parameters are moved as they are")
+        optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        planner = PlacedPlanner(self._model, optimizers)  # a new one, since the optimizers may have changed
+        options = {name: value for name, value in options.items() if name != "updates"}
+        self._courses.ask(Request(limit, mode, mem_slots, options, here=True, planner=planner))
+        plan = None if self._courses.latest is None else self._courses.latest.plan
+        if plan is None or plan.placed is None:
+            self._unplace()
+        else:
+            self._placement_for(optimizers).begin(plan.placed)
+        return self
+
+    def _placement_for(self, optimizers: tuple[Optimizer, ...]) -> Placement:
+        if self._placement is None or self._placement.optimizers != optimizers:
+            self._unplace()
+            link = FileLink(self._options.host_directory)
+            self._placement = Placement(link, optimizers)
+            weakref.finalize(self._placement, link.close)
+        return self._placement
+
+    def _unplace(self) -> None:
+        if self._placement is not None:
+            placement, self._placement = self._placement, None
+            placement.close()
 
     def min_mem_limit(self, mode: str = "joint") -> int:
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
@@ -287,7 +357,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def chain(self) -> Chain:
         """The chain measured last; once there is a plan, as that one sees it (skip connections kept in place are in no value)."""
-        return self._latest.planned.chain
+        plan = self._latest.plan
+        return self._latest.planned.chain if plan is None or plan.chain is None else plan.chain
 
     @property
     def strategy(self) -> str:
@@ -338,15 +409,21 @@ class Checkpointable(RotorNames, ModuleProxy):
     def get_expected_memory(self) -> int:
         """Bytes that the planned step is expected to hold at most, in the terms of `mem_limit`: what the machine charges, less what
         is known to be gone by then, or to be the same bytes of another value."""
+        if self._plan.placed is not None:
+            return self._plan.placed.peak_bytes
         return expected_bytes(self.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:
         """Bytes that the planned step keeps on the host at most."""
-        return self._plan.host_bytes
+        placed = self._plan.placed
+        return self._plan.host_bytes + (0 if placed is None else placed.host_bytes)
 
     @property
     def keep_all_memory(self) -> int:
-        """Bytes of keeping everything, in the terms of `mem_limit`; at or above it a step is the plain one."""
+        """Bytes of keeping everything, in the terms of the limit asked for; at or above it a step is the plain one."""
+        request = self._courses.request
+        if request is not None and isinstance(request.planner, PlacedPlanner):
+            return request.planner.keep_all_bytes(self.profile)
         return reported_bytes(self.profile, plan_everything(self.profile, plain=not self._check))
 
     def plans(self) -> list[PlannedSize]:
@@ -384,7 +461,15 @@ class Checkpointable(RotorNames, ModuleProxy):
             for stage in profile.prefix:
                 value = stage.run(value)
         device = profile.device
-        link = self._links.take(device, plan.host_bytes) if plan.host else None
+        if plan.placed is not None and recording is not None:
+            raise OptionError(
+                "record_step records plans with a mem_limit; with a device_limit the updates come after the step"
+            )
+        placement = self._placed(plan)
+        if placement is not None:
+            link: Link | None = placement.link
+        else:
+            link = self._links.take(device, plan.host_bytes) if plan.host else None
         checker = None
         if self._check:
             assert self._courses.request is not None
@@ -398,12 +483,25 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._courses.request.mem_limit,
             )
         times = None if recording is None else recording.begin(plan.trace, device, link)
-        step = Step(plan, profile.stages, profile.behaviours, device, link, self._links.give_back, checker, times)
+        done = self._links.give_back if placement is None else _keep
+        step = Step(plan, profile.stages, profile.behaviours, device, link, done, checker, times, placement)
+        if placement is not None:
+            placement.takes(step)
         if course.expected is None:
             return course.captured.started(step.forward(value))
         result = step.follow(course.expected, given, lambda: course.captured.own(plain, value))
         self._courses.followed(course, step)
         return course.captured.started(result)
+
+    def _placed(self, plan: ExecutionPlan) -> Placement | None:
+        """Where the parameters lie, at rest as `plan` has them; None where it moves none."""
+        request = self._courses.request
+        assert request is not None
+        if plan.placed is None or not isinstance(request.planner, PlacedPlanner):
+            return None
+        placement = self._placement_for(request.planner.optimizers)
+        placement.begin(plan.placed, plan.host_bytes)
+        return placement
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:
@@ -425,6 +523,10 @@ class Checkpointable(RotorNames, ModuleProxy):
     def close(self) -> None:
         """Release host memory, files and threads; the next step takes new ones."""
         self._links.close()
+
+
+def _keep(_: Link) -> None:
+    """The link of the parameters stays with them."""
 
 
 def _by_itself(wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -258,3 +258,23 @@ def test_gradients_of_a_part_only() -> None:
     torch.manual_seed(4)
     got = torch.autograd.grad(wrapped(x).sum(), list(model[-2].parameters()))
     assert same(list(got), list(expected))
+
+
+def test_what_is_made_again_in_the_forward_outlives_the_views_of_it() -> None:
+    """Each stage's output goes, and is made again before the next stage takes views of it, which go before it does."""
+    torch.manual_seed(0)
+    model, x = (
+        torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 3),
+        torch.randn(2, 4, 16),
+    )
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    L = len(wrapped.chain)
+    for again in range(1, L):
+        forward = [f"F_all {i}" for i in range(1, again + 1)] + [f"drop abar {again}", f"F_ck {again}"]
+        forward += [f"F_all {i}" for i in range(again + 1, L + 1)]
+        back = [f"{op} {i}" for i in range(L, 0, -1) for op in (("F_all", "B") if i == again else ("B",))]
+        wrapped.zero_grad()
+        with_sequence(wrapped, rotoff.Sequence.from_text([*forward, *back]))(x).square().sum().backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    wrapped.close()

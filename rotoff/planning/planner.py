@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -69,6 +69,7 @@ class Request:
     plain: bool = True  # whether the plain model may run where everything fits
     here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
     cache: Cache = field(default_factory=lambda: Cache(None))
+    planner: Callable[[Profile, Request], ExecutionPlan] | None = None  # where the limit is of all that the device holds
 
     def __str__(self) -> str:
         return f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
@@ -189,6 +190,8 @@ def make_plan(profile: Profile, request: Request, group: Any = None, near: Itera
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
     """
+    if request.planner is not None:
+        return request.planner(profile, request)
     began = time.perf_counter()
     room = _room(profile, group) if request.here else None
 

@@ -208,7 +208,7 @@ class Specializations:
         assert self.request is not None
         family, sizes = _family(key)
         measured = self._sizes.get(family)
-        if not self._varies or measured is None:
+        if not self._varies or measured is None or self.request.planner is not None:
             return None
         for wanted in dict.fromkeys((rounded(sizes), sizes)):  # which may fit where a rounded one does not
             course = self._rounded.get((family, wanted)) or self._made_between(measured, wanted, sizes)
@@ -414,7 +414,8 @@ class Specializations:
         self._known.move_to_end(key)
         if course.plan is None:
             measured = self._sizes.get(_family(key)[0], MeasuredSizes())
-            course.plan = make_plan(course.profile, self.request, self._group, self._plans(measured, course.profile))
+            near = () if self.request.planner is not None else self._plans(measured, course.profile)
+            course.plan = make_plan(course.profile, self.request, self._group, near)
         self.latest = course
         return course
 

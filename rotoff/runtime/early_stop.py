@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..core.chain import Chain, Stage
-from ..core.sequence import FORWARDS, Op, OpKind, Value
+from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Value
 from ..core.simulator import Event, Machine, Trace
 
 
@@ -35,7 +35,7 @@ def closing_replays(operations: Iterable[Op], L: int) -> frozenset[int]:
             if op.kind is OpKind.F_ALL and op.stage in met and following == op.stage + 1:
                 found[op.stage] = n
             met.add(op.stage)
-        else:
+        elif not op.of and op.kind not in UPDATES:
             found.pop(op.stage, None)
     return frozenset(found.values())
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..core.chain import Chain
-from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
+from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value
 from ..core.simulator import Trace
 from .early_stop import closing_replays, expected_trace
 from .overhead import Upkeep
+from .placed.placement import PlacedPlan
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class ExecutionPlan:
     again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes: size of the
     slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain model that runs.
     kept: numbers of the profile's skip connections that stay in place; the sequence is one of the chain without their bytes.
-    compact: whether gradients that wait are copied.
+    compact: whether gradients that wait are copied. chain, placed: where it places parameters, the chain with those and what it says of
+    them.
     """
 
     sequence: Sequence
@@ -42,6 +45,17 @@ class ExecutionPlan:
     keeps_all: bool = False
     kept: tuple[int, ...] = ()
     compact: bool = False
+    chain: Chain | None = None
+    placed: PlacedPlan | None = None
+
+    @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """The groups of parameters that each stage reads, by number."""
+        found: dict[int, list[int]] = {}
+        for k, group in enumerate(self.chain.parameters if self.chain is not None else (), start=1):
+            for i in group.stages:
+                found.setdefault(i, []).append(k)
+        return found
 
 
 def compile_sequence(
@@ -91,6 +105,30 @@ def _slab_bytes(host: dict[int, HostRange]) -> int:
     return max((r.offset + r.room for r in host.values()), default=0)
 
 
+def compile_placed(
+    chain: Chain, sequence: Sequence, trace: Trace, placed: PlacedPlan, tail_times: tuple[float, ...]
+) -> ExecutionPlan:
+    """A plan that places parameters; `trace` is of its steady step."""
+    made = compile_sequence(chain.without_parameters(), _activations(sequence), tail_times=tail_times)
+    host = _host_ranges(chain, sequence)
+    return replace(
+        made,
+        sequence=sequence,
+        forward_end=_forward_end(sequence, len(chain)),
+        closing=closing_replays(sequence, len(chain)),
+        host=host,
+        host_bytes=_slab_bytes(host),
+        trace=trace,
+        chain=chain,
+        placed=placed,
+    )
+
+
+def _activations(sequence: Sequence) -> Sequence:
+    """What a sequence does with activations."""
+    return Sequence(tuple(op for op in sequence if not op.of and op.kind not in UPDATES), mode=sequence.mode)
+
+
 def expected_step(
     chain: Chain,
     sequence: Sequence,
@@ -125,7 +163,7 @@ def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:
     for n, op in enumerate(sequence):
         if op.kind in (OpKind.F_ALL, OpKind.F_SEL):
             form[op.stage] = op.form
-        elif op.kind is OpKind.OFFLOAD:
+        elif op.kind is OpKind.OFFLOAD and not op.of:
             born[op.value] = n
         elif op.kind is OpKind.B:
             for v in (Value(True, op.stage), Value(False, op.stage), Value(False, op.stage - 1)):

@@ -28,12 +28,16 @@ from ..tensors.dataclass_trees import look_into
 from ..tensors.eager_mode import without
 from ..tensors.recipe import Recipe
 from ..tensors.stage import Behaviour, StageModule
+from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .call_interception import following
 from .execution_plan import ExecutionPlan, describe
 from .links.base import Link
 from .live import LiveForward
 from .memory_check import MemoryChecker
+from .placed.brought import bring
+from .placed.placement import Placement
+from .placed.tensor import PlacedTensor
 from .replay import ReplayState, Surroundings
 from .stage_run import StageRun
 from .stage_tape import StageTape, Var, autocast_now
@@ -45,6 +49,10 @@ AGAIN = (
     " one forward); add the losses up, or run the forward again"
 )
 GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
+SUPERSEDED = (
+    "this step was given up, since another forward began or the optimizer updated the parameters before its backward ran; call backward"
+    " before that, and run the forward again"
+)
 HELD = -1  # in place of what tells the course: the calls were those, and something held what none of them needed
 TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
 
@@ -55,6 +63,7 @@ class Step:
     Args:
         plan: what to do. stages, behaviours: one for each stage of the chain. link: to the host, None where nothing moves.
         done: called once with the link when the step needs it no more. checker, times: told of every operation, if any.
+        placement: of the parameters, where the plan moves them.
     """
 
     def __init__(
@@ -67,8 +76,11 @@ class Step:
         done: Callable[[Link], None],
         checker: MemoryChecker | None = None,
         times: StepTimes | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self._plan = plan
+        self._placement = placement
+        self._readers = plan.readers
         self._stages = stages
         self._behaviours = behaviours
         self._link = link
@@ -79,6 +91,7 @@ class Step:
         self._algorithms = StageAlgorithms()
         self._held = HeldValues(link)
         self._runs: dict[int, StageRun] = {}
+        self._weights: dict[int, PlacedTensor] = {}  # by id of the parameter, what the open stage finds it in
         self._live: LiveForward | None = None  # while the model's own forward runs
         self._open: Op | None = None  # of the stage that it is in
         self._crossing: dict[
@@ -94,6 +107,7 @@ class Step:
         self._backward = 0  # stage whose B autograd is running
         self._closed = False
         self._failed = False
+        self._why = GIVEN_UP
 
     # -- the forward phase
 
@@ -200,6 +214,7 @@ class Step:
         tape = StageTape(self._stage_name(i))
         tape.inputs = [var for var, _ in crossing]
         live.instead = {}
+        self._bring(i, tape, live)
         for (var, at), now in zip(crossing, given, strict=True):
             live.fill(var, now)
             if at in behaviour.copied and (tensor := var.tensor()) is not None:
@@ -216,6 +231,8 @@ class Step:
         )
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
+        if self._placement is not None:
+            run.brought = {storage_key(copy): self._weights[p] for p, copy in live.brought.items()}
         live.autocast_before = autocast_now() if torch._C._is_any_autocast_enabled() else None
         live.reads.changing = {id(module._buffers[name]) for module, name in behaviour.changed_buffers}
         live.begin_stage(i, tape, replay.mark)
@@ -223,6 +240,22 @@ class Step:
         staying = [n for n, (_, at) in enumerate(crossing) if at in kept]
         self._open = op
         run.open(live, given, staying, op.kind in (OpKind.F_ALL, OpKind.F_SEL), recipe, self)
+
+    def _bring(self, i: int, tape: StageTape, live: LiveForward) -> None:
+        """Have calls of stage i, and their replays, find its parameters in what the plan has brought."""
+        if self._placement is None:
+            return
+        before, live.brought, weights = live.brought, {}, {}
+        for parameter, weight in self._placement.brought(self._readers.get(i, ())):
+            assert weight.device is not None
+            weights[id(parameter)] = weight
+            copy = before.get(id(parameter))
+            if copy is None or storage_key(copy) != storage_key(weight.device):
+                copy = bring(parameter, weight.device)
+            live.brought[id(parameter)] = copy
+        self._weights = weights
+        if weights:
+            tape.brought = partial(_content, weights)
 
     def _leave(self, made: dict[Var, int] | None = None) -> None:
         """The stage that is open has ended; `made` tells the places of what it hands on where those are of a later stage."""
@@ -271,7 +304,9 @@ class Step:
         """Run the next operation, if it is one of the stages that there are: a forward that left its course ends in an earlier one."""
         op = self._plan.sequence.ops[self._next]
         moves = op.kind not in FORWARDS and op.kind is not OpKind.B
-        if op.stage > self._last or (moves and op.stage == self._last < len(self._stages)):
+        if op.of:
+            self._execute(op)
+        elif op.stage > self._last or (moves and op.stage == self._last < len(self._stages)):
             self._next += 1
         else:
             self._execute(op)
@@ -295,7 +330,7 @@ class Step:
         if self._backward == i and not self._closed:
             return
         if self._closed:
-            raise ExecutionError(GIVEN_UP if self._failed else AGAIN)
+            raise ExecutionError(self._why if self._failed else AGAIN)
         if torch.is_grad_enabled():
             raise ExecutionError(TWICE)
         try:
@@ -350,6 +385,12 @@ class Step:
         self._held.consumed(i)
         self._runs.pop(i).end()
 
+    def abandon(self) -> None:
+        """Another step begins, or an update, which needs the parameters where this one has them."""
+        if not self._closed:
+            self._why = SUPERSEDED
+            self._give_up()
+
     def _give_up(self) -> None:
         self._failed = True
         self.close()
@@ -375,6 +416,9 @@ class Step:
             if self._link is not None:
                 self._done(self._link)
                 self._link = None
+            if self._placement is not None and self._backward == 1 and not self._failed:
+                self._placement.backward_done(self._plan.sequence.ops[self._next :])
+            self._placement = None
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -387,11 +431,16 @@ class Step:
             self._times.begin(self._next)
         try:
             with self._checked():
-                self._METHODS[op.kind](self, op)
+                if op.of:
+                    assert self._placement is not None, "a plan that moves parameters has a place for them"
+                    self._placement.operate(op)
+                else:
+                    self._METHODS[op.kind](self, op)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11; the type stays what the user may be catching
                 where = describe(op, self._next, self._plan.sequence)
-                error.add_note(f"rotoff: while running {where}, stage {self._stage_name(op.stage)!r}")
+                what = f"group {op.stage} of the parameters" if op.of else f"stage {self._stage_name(op.stage)!r}"
+                error.add_note(f"rotoff: while running {where}, {what}")
             raise
         self._done_with(op)
 
@@ -436,8 +485,9 @@ class Step:
 
     def _offload(self, op: Op) -> None:
         place = self._plan.host[self._next]
+        base = 0 if self._placement is None else self._placement.base
         self._held.touch(op, [op.value], [])
-        if not self._held[op.value].offload(self._need_link(), place.offset, place.room):
+        if not self._held[op.value].offload(self._need_link(), base + place.offset, place.room):
             self._too_large.add(op.value)
         elif self._times is not None:
             self._times.copy(self._next, self._held[op.value].offloaded)
@@ -516,3 +566,13 @@ class Step:
 def _own(behaviour: Behaviour, at: int) -> bool:
     """Whether an output at place `at` has bytes of its own, as far as that was measured."""
     return not 0 <= at < len(behaviour.own_outputs) or behaviour.own_outputs[at]
+
+
+def _content(weights: dict[int, PlacedTensor]) -> dict[int, torch.Tensor]:
+    """By id, what stands for parameters in a replay."""
+    found = {}
+    for key, weight in weights.items():
+        parameter = weight.get()
+        if weight.device is not None and parameter is not None:
+            found[key] = weight.device.detach().requires_grad_(parameter.requires_grad)
+    return found

@@ -86,6 +86,7 @@ class LiveForward(EagerFunctionMode):
         self.opaque_stages = course.opaque_stages
         self._whole = course.whole
         self.instead: dict[Var, torch.Tensor] = {}  # what calls are given in place of a tensor that crosses
+        self.brought: dict[int, torch.Tensor] = {}  # and, by id, of a parameter that the plan has brought
         self._course = course
         self._token = object()  # which its `Var`s share
         self._stages = stages
@@ -115,6 +116,8 @@ class LiveForward(EagerFunctionMode):
         self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases = {}
+        for copy in self.brought.values():
+            vars(copy).pop(TAG, None)  # another stage's, where a call returned it as it was
         self.as_measured = self._position == self._course.starts.get(stage, self._position)
         if self._skipped:
             dying, self._skipped = self._skipped, []
@@ -166,6 +169,7 @@ class LiveForward(EagerFunctionMode):
         if tensor is not None and (var.hollow or key_of(tensor) != key_of(content)):
             tensor.data = content
         var.hollow = False
+        _has_its_own(var)
 
     def finish(self) -> None:
         """The forward has returned: whoever still holds a hollow tensor keeps it for later."""
@@ -191,7 +195,7 @@ class LiveForward(EagerFunctionMode):
 
     def forget(self) -> None:
         """Tensors that are left know nothing of this forward any more."""
-        self.instead = {}
+        self.instead, self.brought = {}, {}
         self._aliases, self.reads = {}, Reads()  # hooks in the graph hold this forward
         self.tape = self.outside = StageTape("")
         for var in self._vars:
@@ -205,6 +209,7 @@ class LiveForward(EagerFunctionMode):
         content = self._stages.restore(var)
         tensor.data = content
         var.hollow, var.stays = False, True
+        _has_its_own(var)
 
     # -- calls
 
@@ -239,7 +244,7 @@ class LiveForward(EagerFunctionMode):
         reference = self._reference
         named = [a if type(a) in VALUES else reference(given, stage, a) for a in args]
         named_kwargs = kwargs and {n: a if type(a) in VALUES else reference(given, stage, a) for n, a in kwargs.items()}
-        if self.instead:
+        if self.instead or self.brought:
             args, kwargs = self._with_aliases(args, kwargs)
         versions = [t._version for t in given] if known.watched else ()
         written: Sequence[Tensor] = ()
@@ -472,11 +477,21 @@ class LiveForward(EagerFunctionMode):
 
     def _with_aliases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def alias(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and (var := vars(leaf).get(TAG)) in self.instead:
-                return self.instead[var]
-            return leaf
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if (copy := self.brought.get(id(leaf))) is not None:
+                return copy
+            var: Any = vars(leaf).get(TAG)
+            return self.instead.get(var, leaf)
 
         return replaced(args, alias), replaced(kwargs, alias)
+
+
+def _has_its_own(var: Var) -> None:
+    """A tensor that views are of has been filled: it is no longer for them alone that it has bytes."""
+    tensor = var.tensor()
+    if tensor is not None and tensor._base is None:
+        var.gone = False
 
 
 def _of_size(every: list[Var], nbytes: int) -> Var | None:

@@ -19,6 +19,7 @@ from ..tensors.recipe import Recipe
 from ..tensors.stage import Behaviour, SavedKind
 from ..tensors.storage import View, storage_key
 from .live import LiveForward
+from .placed.tensor import PlacedTensor
 from .replay import ReplayState
 from .selective import OtherOperations, Redone, redo
 from .stage_tape import StageTape, Var
@@ -50,7 +51,14 @@ class Dead(NamedTuple):
     number: int  # among those of the stage
 
 
-Packed = Slot | InputRef | Resident | Dead
+class BroughtRef(NamedTuple):
+    """A saved view of a parameter that the plan brings, found in what there is of it then."""
+
+    weight: PlacedTensor
+    view: View
+
+
+Packed = Slot | InputRef | Resident | Dead | BroughtRef
 
 
 class Backward(Protocol):
@@ -72,7 +80,7 @@ class Backward(Protocol):
 class StageRun:
     """What a step remembers of stage i between its first forward and its backward.
 
-    in_backward: whether its ``B`` runs, so that what it saved may be read. recipe: of the form in which ā exists, where it is a
+    in_backward: whether its ``B`` runs, so that what it saved may be read. brought: by storage, the parameters that the plan has brought for its first run. recipe: of the form in which ā exists, where it is a
     smaller one. stored: what that form stores, whatever becomes of the graph that saved it. kept: by number, outputs that lie
     in skip connections kept in place. own: of each output, whether its bytes are the stage's.
 
@@ -102,6 +110,7 @@ class StageRun:
         self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
         self._made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
+        self.brought: dict[int, PlacedTensor] = {}
         self._open_hooks: saved_tensors_hooks | None = None
         self._enough = 0  # tensors saved at which a replay for the stage's own backward may end
         self._dead = 0  # tensors saved by calls that are made for nothing
@@ -137,6 +146,7 @@ class StageRun:
         kept_keys = {storage_key(given[n]) for n in staying}
         slots, shapes, resident = self._slots, self._shapes, live.reads.resident
         live.saved, live.saved_shapes = slots, shapes
+        brought = self.brought
         whole = [View.of(t) for t in given]
         kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None
 
@@ -147,6 +157,10 @@ class StageRun:
                 self._dead += 1
                 return Dead(self._dead - 1)
             n, key = len(slots), tensor.untyped_storage()._cdata
+            if key in brought:
+                slots.append(None)
+                shapes.append(None)
+                return BroughtRef(brought[key], View.of(tensor))
             place = places.get(key)
             kind = kinds[n] if n < len(kinds) and live.as_measured else SavedKind.OWN
             stays = kind is SavedKind.KEPT or key in kept_keys
@@ -209,6 +223,10 @@ class StageRun:
             step.advance_to(self.i)  # no hook fired: the gradient entered within the stage
         if isinstance(packed, Dead):
             return self._made_for_nothing(packed, step)
+        if isinstance(packed, BroughtRef):
+            now = packed.weight.get() if packed.weight.device is None else packed.weight.device
+            assert now is not None
+            return packed.view.into(now)
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
         tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"

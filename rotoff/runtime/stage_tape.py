@@ -113,6 +113,9 @@ class StageTape:
         self.name = name
         self.running_dead = self.needs_dead = False
         self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
+        self.brought: Callable[[], dict[int, torch.Tensor]] = (
+            dict  # by id, what stands for parameters that the plan has brought
+        )
         self._last: list[tuple[Call, list[Var]]] | None = None  # of `_to_make`
         self._counted = 0  # calls of which that was made
 
@@ -127,7 +130,7 @@ class StageTape:
         switched = self._switched()
         returned = self.outputs if wanted is None else wanted
         values: dict[Var, torch.Tensor] = dict(zip(self.inputs, given, strict=True))
-        changed: dict[int, torch.Tensor] = {}
+        changed = self.brought()
         for key, (what, content) in self.before.items():
             # a clone, since the run changes it and another may follow
             clone = copied(content).requires_grad_(content.requires_grad)

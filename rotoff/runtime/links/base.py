@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ...errors import ExecutionError
+
 Ticket = Any  # what a link returns for a copy that it has started; opaque to the interpreter
 
 
@@ -71,6 +73,17 @@ class Link(ABC):
     @abstractmethod
     def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: Ticket) -> Ticket:
         """Start copying host bytes from `offset` into 1-d uint8 device tensors; `after` wrote those host bytes."""
+
+    def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Host bytes as a 1-d uint8 tensor that anybody may read and write, for as long as it lives; a storage of its own.
+
+        Raises:
+            rotoff.ExecutionError: where the link cannot show them.
+        """
+        raise ExecutionError(
+            f"parameters can be placed on the CPU alone so far, not on {self.device}; give compute_sequence a mem_limit in place of a"
+            " device_limit"
+        )
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:

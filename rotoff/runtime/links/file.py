@@ -6,6 +6,7 @@ file in its page cache is not the process's memory and goes when others need it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import threading
@@ -93,6 +94,7 @@ class FileLink(Link):
         self.directory = choose_directory() if directory is None else check_directory(directory)
         self.capacity = 0
         self._worker: _Worker | None = None
+        self._mapping: mmap.mmap | None = None
 
     def reserve(self, nbytes: int) -> None:
         if nbytes <= self.capacity:
@@ -112,6 +114,12 @@ class FileLink(Link):
         finally:
             file.close()
 
+    def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Pages of the file, shared with it; they are no private memory, and stay when the link is closed."""
+        if self._mapping is None or len(self._mapping) < offset + nbytes:
+            self._mapping = self._live_worker().file.mapped()
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+
     def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> FileTicket:
         return self._submit(FileTicket(sources, offset, out=True))
 
@@ -128,7 +136,7 @@ class FileLink(Link):
             self._worker.drain()
 
     def close(self) -> None:
-        worker, self._worker, self.capacity = self._worker, None, 0
+        worker, self._worker, self.capacity, self._mapping = self._worker, None, 0, None
         if worker is not None:
             worker.close()
 

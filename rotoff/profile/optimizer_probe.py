@@ -1,0 +1,165 @@
+"""What an optimizer keeps of each parameter, and what a step of it takes: asked of the optimizer itself, on small parameters."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import OptionError
+from ..runtime.placed.placement import own_step
+from ..runtime.placed.tensor import room_of
+from .memory.allocator import DeviceAllocator
+
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that tell the dimensions of a state's tensor apart
+_TIMED = 1 << 18  # elements
+_REPEATS = 3
+_SCALARS = 64  # bytes of a parameter's scalars, such as its count of steps
+_OTHER = "rotoff places parameters under optimizers that update each by itself; give a mem_limit in place of a device_limit"
+
+
+class OptimizerProbe:
+    """Asks the optimizers that update a model.
+
+    Raises:
+        OptionError: where one of them does not update each parameter by itself, or needs a closure.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._group: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
+        self._states: dict[Any, dict[str, torch.Tensor]] = {}
+        self._times: dict[Any, tuple[float, float, float]] = {}
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise OptionError(
+                    f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a list of them"
+                )
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._group[id(parameter)] = optimizer, group
+
+    def updates(self, parameter: nn.Parameter) -> bool:
+        """Whether one of the optimizers has it, and it needs a gradient."""
+        return parameter.requires_grad and id(parameter) in self._group
+
+    def state_bytes(self, parameter: nn.Parameter) -> int:
+        """What its optimizer keeps of it beside numbers, each tensor as it takes room where it is placed."""
+        if not self.updates(parameter):
+            return 0
+        optimizer, _ = self._group[id(parameter)]
+        known = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, torch.Tensor)]
+        if known:
+            return sum(room_of(t) for t in known if t.numel() > 1)
+        sizes = dict(zip(_PRIMES, parameter.shape, strict=False))
+        total = 0
+        for tensor in self._state(parameter).values():
+            if tensor.numel() > 1:
+                shape = [sizes.get(size, size) for size in tensor.shape]
+                total += room_of(torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        return total
+
+    def update_time(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Seconds in which `parameters` are updated."""
+        return sum(self._timed(p)[0] * p.nbytes for p in parameters if self.updates(p))
+
+    def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        """What updating `parameters` takes beside them, their gradients and their states."""
+        alone = max((self._timed(p)[1] * p.nbytes for p in parameters if self.updates(p)), default=0.0)
+        together = sum(self._timed(p)[2] * p.nbytes for p in parameters if self.updates(p))
+        return int(max(alone, together)) + _SCALARS * len(parameters)
+
+    def _key(self, parameter: nn.Parameter) -> Any:
+        _, group = self._group[id(parameter)]
+        return id(group), parameter.dtype, parameter.dim()
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of a small parameter of its kind; checks its optimizer first."""
+        key = self._key(parameter)
+        if key not in self._states:
+            shape = _PRIMES[: parameter.dim()]
+            optimizer, group = self._group[id(parameter)]
+            small = [_small(shape, parameter.dtype, seed) for seed in (1, 2)]
+            apart = [copy.deepcopy(p) for p in small]
+            for p, q in zip(small, apart, strict=True):
+                q.grad = p.grad
+            both = self._stand_in(parameter, small)
+            one_by_one = self._stand_in(parameter, apart)
+            before = _options(both)
+            name = type(optimizer).__name__
+            try:
+                for _ in range(2):
+                    own_step(both)
+                    for p in apart:
+                        one_by_one.param_groups[0]["params"] = [p]
+                        own_step(one_by_one)
+            except Exception as error:
+                raise OptionError(
+                    f"{name} cannot be asked what it keeps, since its step fails by itself ({error}); {_OTHER}"
+                ) from error
+            if _options(both) != before or not all(map(torch.equal, small, apart)):
+                raise OptionError(f"{name} keeps something of all parameters together; {_OTHER}")
+            state = both.state[small[0]]
+            self._states[key] = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
+        return self._states[key]
+
+    def _timed(self, parameter: nn.Parameter) -> tuple[float, float, float]:
+        """Seconds and bytes for each byte of a parameter, and the bytes where the optimizer takes several at once."""
+        key = self._key(parameter)
+        if key not in self._times:
+            self._state(parameter)
+            shape = (_TIMED,) if parameter.dim() < 2 else (_TIMED // 512, 512, *(1 for _ in parameter.shape[2:]))
+            large = [_small(shape, parameter.dtype, seed) for seed in (1, 2)]
+            one, both = self._stand_in(parameter, large[:1]), self._stand_in(parameter, large)
+            own_step(one)
+            seconds = []
+            for _ in range(_REPEATS):
+                began = time.perf_counter()
+                own_step(one)
+                seconds.append(time.perf_counter() - began)
+            own_step(both)
+            allocator = DeviceAllocator(parameter.device)
+            alone, together = (allocator.log(partial(own_step, made))[1].peak() for made in (one, both))
+            nbytes = large[0].nbytes
+            several = together / (2 * nbytes) if together > 1.5 * alone else 0.0
+            self._times[key] = statistics.median(seconds) / nbytes, alone / nbytes, several
+        return self._times[key]
+
+    def _stand_in(self, parameter: nn.Parameter, small: list[nn.Parameter]) -> Optimizer:
+        """The same optimizer, of `small` in place of its parameters."""
+        optimizer, group = self._group[id(parameter)]
+        made: Any = object.__new__(type(optimizer))
+        made.__dict__.update(optimizer.__dict__)
+        made.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": small}]
+        made.state = defaultdict(dict)
+        made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        known = optimizer.state.get(parameter, {})
+        for p in small if known else ():  # of one that makes its state when it is made
+            made.state[p] = {k: _like(v, parameter, p) for k, v in known.items()}
+        return made
+
+
+def _options(optimizer: Optimizer) -> str:
+    return repr([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+
+
+def _small(shape: Sequence[int], dtype: torch.dtype, seed: int) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    made = nn.Parameter(torch.randn(tuple(shape), generator=generator).to(dtype))
+    made.grad = torch.randn(tuple(shape), generator=generator).to(dtype)
+    return made
+
+
+def _like(value: Any, parameter: nn.Parameter, small: nn.Parameter) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if value.shape == parameter.shape:
+        return torch.zeros_like(small, dtype=value.dtype)
+    return value.clone()

@@ -1,0 +1,88 @@
+"""The groups of parameters of a measured model: who reads them, what they take, and what updating them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..capture.unrepeatable import compiled
+from ..core.parameters import ParameterGroup
+from ..runtime.placed.placement import PlacedGroup
+from ..runtime.placed.tensor import placeable, room_of
+from ..tensors.stage import StageModule
+from ..tensors.storage import storage_key
+from .optimizer_probe import OptimizerProbe
+
+
+@dataclass(frozen=True)
+class FoundGroups:
+    """costs: for the chain. placed: their parameters. outside_bytes: of the parameters that stay on the device, with gradients, states and
+    buffers. outside_update_bytes: what updating those takes. first_bytes: of each group, the most that the first update of one of its
+    parameters makes, and takes."""
+
+    costs: tuple[ParameterGroup, ...]
+    placed: tuple[PlacedGroup, ...]
+    outside_bytes: int
+    outside_update_bytes: int
+    first_bytes: tuple[int, ...]
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all parameters, gradients, states and buffers."""
+        return self.outside_bytes + sum(one.bytes + one.grad_bytes + one.state_bytes for one in self.costs)
+
+
+def find_groups(model: nn.Module, stages: Sequence[StageModule], probe: OptimizerProbe, host: bool) -> FoundGroups:
+    """One group for the parameters of each stage, or of the stages that share them; those that are trained and those that are not apart.
+
+    Parameters stay on the device that no stage reads, that are read by compiled modules, and that share their bytes with others. host:
+    whether the host may update a group: on the CPU it is the same processor, which then does so where the tensors lie.
+    """
+    readers: dict[int, list[int]] = {}
+    for i, stage in enumerate(stages, start=1):
+        inside = {id(p) for module in stage.every_module() if compiled(module) for p in module.parameters()}
+        for parameter in {id(p): p for module in stage.modules for p in module.parameters()}.values():
+            if id(parameter) not in inside:
+                readers.setdefault(id(parameter), []).append(i)
+    every = list({id(p): p for p in model.parameters()}.values())
+    shared = _sharing(every)
+    members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
+    outside = []
+    for parameter in every:
+        if id(parameter) not in readers or id(parameter) in shared or not placeable(parameter):
+            outside.append(parameter)
+        else:
+            key = tuple(readers[id(parameter)]), parameter.requires_grad, probe.updates(parameter)
+            members.setdefault(key, []).append(parameter)
+    costs, placed, first = [], [], []
+    for (stages_of, needs, updated), parameters in sorted(members.items(), key=lambda one: one[0]):
+        nbytes, transient = sum(map(room_of, parameters)), probe.update_bytes(parameters) if updated else 0
+        states = tuple(probe.state_bytes(p) for p in parameters)
+        seconds = probe.update_time(parameters)
+        costs.append(
+            ParameterGroup(
+                stages=stages_of,
+                bytes=nbytes,
+                grad_bytes=nbytes if needs else 0,
+                state_bytes=sum(states),
+                update_time=seconds,
+                host_update_time=seconds if host and needs else None,
+                update_transient_bytes=transient,
+                name="..".join(dict.fromkeys(stages[i - 1].name for i in (stages_of[0], stages_of[-1]))),
+            )
+        )
+        placed.append(PlacedGroup(tuple(parameters), states))
+        first.append(max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if updated else 0)
+    buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
+    outside_bytes = sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside) + sum(buffers.values())
+    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, probe.update_bytes(outside), tuple(first))
+
+
+def _sharing(parameters: Sequence[nn.Parameter]) -> set[int]:
+    """Those whose bytes are in the storage of another one, too."""
+    by_storage: dict[int, list[int]] = {}
+    for parameter in parameters:
+        by_storage.setdefault(storage_key(parameter), []).append(id(parameter))
+    return {one for several in by_storage.values() if len(several) > 1 for one in several}
