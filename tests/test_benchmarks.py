@@ -92,3 +92,12 @@ def test_backward_from(tmp_path: Path) -> None:
     assert row["loss"]["least"] < row["any"]["least"] - 0.8 * row["logits"]
     for name in ("any", "loss"):
         assert row[name]["measured"] <= row[name]["expected"] <= row[name]["limit"]
+
+
+def test_placed_steps(tmp_path: Path) -> None:
+    out = tmp_path / "placed.json"
+    options = ["--width", "64", "--blocks", "3", "--rows", "256", "--rounds", "1", "--shares", "0.4", "--refine", "0.1"]
+    (row,) = figures("placed_steps.py", out, *options, "--out", str(out))["rows"]
+    assert row["same_bits"]
+    assert row["peak"] <= 0.4 * row["everything"]
+    assert row["moved"] > 0

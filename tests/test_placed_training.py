@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 import rotoff
 from rotoff.core.sequence import w
-from rotoff.planning.placed import plan_groups
+from rotoff.planning import placed as placed_planner
 from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.placed import placement
 from rotoff.runtime.placed.placement import Placement
@@ -69,6 +69,20 @@ class Adapted(nn.Module):
         return x
 
 
+class Lends(nn.Module):
+    """Keeps what calls return of a parameter while others come and go, and reads it again; the calls return it as it is, or a view."""
+
+    def __init__(self, width: int = 16, layers: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, turned = self.layers[0].weight.to(x.dtype), self.layers[1].weight.t()
+        for layer in self.layers:
+            x = x + torch.tanh(layer(torch.tanh(layer(x))))
+        return x @ weight @ turned + self.layers[0](self.layers[0](x))
+
+
 def tied_language() -> tuple[nn.Module, Callable[[], Any]]:
     return Language(), lambda: torch.randint(0, 50, (4, 12))
 
@@ -81,7 +95,11 @@ def adapted() -> tuple[nn.Module, Callable[[], Any]]:
     return Adapted(), lambda: torch.randn(16, 64)
 
 
-RECORDED = {f.__name__: f for f in (tied_language, untied, adapted)}
+def lends() -> tuple[nn.Module, Callable[[], Any]]:
+    return Lends(), lambda: torch.randn(8, 16)
+
+
+RECORDED = {f.__name__: f for f in (tied_language, untied, adapted, lends)}
 
 
 def made(name: str) -> tuple[nn.Module, Callable[[], Any]]:
@@ -115,8 +133,9 @@ def result(model: nn.Module, optimizers: list[Optimizer]) -> list[torch.Tensor]:
     return found
 
 
-def trained(name: str, make: Make, step: Any, limit: float | None, steps: int = 5) -> tuple[list[torch.Tensor], Any]:
-    """What five steps leave, and the model. limit: None for the plain model, else the share of the way from the least to everything."""
+def trained(name: str, make: Make, step: Any, limit: float | None, anew: bool = False) -> tuple[list[torch.Tensor], Any]:
+    """What five steps leave, and the model. limit: None for the plain model, else the share of the way from the least to everything. anew:
+    whether steps are measured and planned anew meanwhile."""
     model, batch = made(name)
     torch.manual_seed(7)
     wrapped: Any = model
@@ -128,9 +147,9 @@ def trained(name: str, make: Make, step: Any, limit: float | None, steps: int = 
     torch.manual_seed(1)
     optimizers = make([p for p in wrapped.parameters() if p.requires_grad])
     if limit is not None:
-        (place if name in RECORDED else force)(wrapped, optimizers, limit)
+        (place if anew else force)(wrapped, optimizers, limit)
     torch.manual_seed(2)
-    losses = [step(wrapped, optimizers, n, batch) for n in range(steps)]
+    losses = [step(wrapped, optimizers, n, batch) for n in range(5)]
     return [*losses, *result(model, optimizers), torch.get_rng_state()], wrapped
 
 
@@ -154,10 +173,11 @@ def force(model: rotoff.Checkpointable, optimizers: list[Optimizer], share: floa
     planner, profile = request.planner, model.profile
     groups = planner.groups(profile, host)
     chain = replace(profile.chain, parameters=groups.costs)
-    low, high = rotoff.min_mem_limit(chain, "joint", "after"), planner.keep_all_bytes(profile)
-    limit = int(low + share * max(0, high - low))
-    while (plan := plan_groups(profile, request, groups, limit)) is None:
-        limit += 1 + limit // 20
+    low, high = rotoff.min_mem_limit(chain, "joint", "after"), rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes
+    constant = placed_planner._constant(profile, request, groups)
+    limit = int(constant + low + share * (high - low))
+    while (plan := placed_planner.plan_groups(profile, request, groups, limit)) is None:
+        limit += 1 + (limit - constant) // 20
     model._latest.plan = plan
 
 
@@ -191,11 +211,12 @@ def own_again(model: nn.Module, optimizers: list[Optimizer]) -> None:
                     state[key] = t.clone()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("name", [*ALL, *RECORDED])
 def test_bits_of_the_plain_model(name: str, share: float) -> None:
     plain, _ = trained(name, adamw, usual, None)
     placed, model = trained(name, adamw, usual, share)
+    assert share or any(op.of for op in model.sequence)
     assert same(placed, plain)
 
 
@@ -401,14 +422,15 @@ STEPS = (
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_what_surrounds_a_step(step: Any) -> None:
     plain, _ = trained("untied", adamw, step, None)
-    placed, _ = trained("untied", adamw, step, 0.6 if step is scaled else 0.2)  # autocast keeps casts of the weights
+    share = 0.6 if step is scaled else 0.2  # autocast keeps casts of the weights
+    placed, _ = trained("untied", adamw, step, share, anew=step in (scaled, frozen_later, other_shapes))
     assert same(placed, plain)
 
 
 # -- bytes
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
 @pytest.mark.parametrize("name", ["deep", "tied_language"])
 def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
     """The allocator's account of whole steps, the optimizer's included, beside what lies in private memory between them."""
@@ -627,14 +649,17 @@ def test_a_copy_that_fails() -> None:
     place(model, optimizers, 0.2)
     added_up(model, optimizers, x)
     own = {name: getattr(HostFile, name) for name in ("read", "write")}
+    left = 0  # copies before the one that fails
+
+    def failing(file: HostFile, data: memoryview, offset: int, name: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise OSError(5, "injected")
+        own[name](file, data, offset)
+
     for at in itertools.count():
-        count = itertools.count()
-
-        def failing(file: HostFile, data: memoryview, offset: int, name: str, count: Any = count, at: int = at) -> None:
-            if next(count) == at:
-                raise OSError(5, "injected")
-            own[name](file, data, offset)
-
+        left = at
         plain = copy.deepcopy(model._model)
         twin = adamw(list(plain.parameters()))
         twin[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))

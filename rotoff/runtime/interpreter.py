@@ -32,6 +32,7 @@ from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .call_interception import following
 from .execution_plan import ExecutionPlan, describe
+from .hollowing import empty
 from .links.base import Link
 from .live import LiveForward
 from .memory_check import MemoryChecker
@@ -92,6 +93,7 @@ class Step:
         self._held = HeldValues(link)
         self._runs: dict[int, StageRun] = {}
         self._weights: dict[int, PlacedTensor] = {}  # by id of the parameter, what the open stage finds it in
+        self._copies: dict[int, torch.Tensor] = {}  # by id, what stands for each parameter in the forward
         self._live: LiveForward | None = None  # while the model's own forward runs
         self._open: Op | None = None  # of the stage that it is in
         self._crossing: dict[
@@ -160,6 +162,7 @@ class Step:
                 if self._open is not None:
                     self._runs[self._open.stage].cease()
                 live.forget()
+                self._copies.clear()
             while self._next < self._plan.forward_end:
                 self._execute_or_skip()
             if self.unknown:
@@ -245,17 +248,29 @@ class Step:
         """Have calls of stage i, and their replays, find its parameters in what the plan has brought."""
         if self._placement is None:
             return
-        before, live.brought, weights = live.brought, {}, {}
+        live.brought, weights = {}, {}
         for parameter, weight in self._placement.brought(self._readers.get(i, ())):
             assert weight.device is not None
             weights[id(parameter)] = weight
-            copy = before.get(id(parameter))
+            copy = self._copies.get(id(parameter))
             if copy is None or storage_key(copy) != storage_key(weight.device):
-                copy = bring(parameter, weight.device)
-            live.brought[id(parameter)] = copy
+                # the child of an earlier one, so that gradients are added up in the order of the plain model
+                copy = bring(parameter, weight.device, copy)
+            live.brought[id(parameter)] = self._copies[id(parameter)] = copy
         self._weights = weights
         if weights:
             tape.brought = partial(_content, weights)
+
+    def _let_go(self, k: int) -> None:
+        """The parameters of group k leave: what stands for them in the forward holds their bytes no longer."""
+        assert self._plan.placed is not None
+        for parameter in self._plan.placed.groups[k - 1].parameters:
+            if (copy := self._copies.get(id(parameter))) is None:
+                continue
+            if self._live is None or self._live.has_returned(copy):  # the model's own code may have it
+                del self._copies[id(parameter)]
+            else:
+                empty(copy)
 
     def _leave(self, made: dict[Var, int] | None = None) -> None:
         """The stage that is open has ended; `made` tells the places of what it hands on where those are of a later stage."""
@@ -433,6 +448,8 @@ class Step:
             with self._checked():
                 if op.of:
                     assert self._placement is not None, "a plan that moves parameters has a place for them"
+                    if op.of == "w" and op.kind in (OpKind.FREE, OpKind.DROP):
+                        self._let_go(op.stage)
                     self._placement.operate(op)
                 else:
                     self._METHODS[op.kind](self, op)

@@ -41,6 +41,7 @@ class Stages(Protocol):
         """The bytes of a hollow tensor."""
 
 
+RETURNED = "_rotoff_returned"  # the attribute of what stands for a parameter, where a call has returned it as it was
 NOTHING_EXPECTED = Course((), (), (), (), (), (), (), frozenset())
 
 
@@ -117,11 +118,16 @@ class LiveForward(EagerFunctionMode):
         self.entered = set(tape.inputs)
         self._aliases = {}
         for copy in self.brought.values():
-            vars(copy).pop(TAG, None)  # another stage's, where a call returned it as it was
+            if vars(copy).pop(TAG, None) is not None:  # another stage's
+                setattr(copy, RETURNED, True)
         self.as_measured = self._position == self._course.starts.get(stage, self._position)
         if self._skipped:
             dying, self._skipped = self._skipped, []
             self._hollow_all(number for number in dying if self._numbered.get(number) not in self.entered)
+
+    def has_returned(self, copy: torch.Tensor) -> bool:
+        """Whether a call has returned what stands for a parameter as it was."""
+        return TAG in vars(copy) or RETURNED in vars(copy)
 
     def crossing(self, stage: int) -> list[tuple[Var, int]]:
         """The tensors that enter the stage after `stage`, and their places among the outputs of `stage` that were measured."""

@@ -10,7 +10,7 @@ from torch import nn
 
 class _Brought(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, content: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
         return content.detach()
 
     @staticmethod
@@ -18,9 +18,10 @@ class _Brought(torch.autograd.Function):
         return gradients[0], None
 
 
-def bring(parameter: nn.Parameter, content: torch.Tensor) -> torch.Tensor:
-    """What stands for `parameter` in the forward of a step; `content`: its numbers, on the device."""
+def bring(parameter: nn.Parameter, content: torch.Tensor, earlier: torch.Tensor | None = None) -> torch.Tensor:
+    """What stands for `parameter` in the forward of a step; `content`: its numbers, on the device. earlier: what stood for it before, and
+    is given the gradient in its place."""
     if not parameter.requires_grad or not torch.is_grad_enabled():
         return content.detach()
-    brought: torch.Tensor = _Brought.apply(parameter, content)
+    brought: torch.Tensor = _Brought.apply(parameter if earlier is None else earlier, content)
     return brought
