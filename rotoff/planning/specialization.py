@@ -52,6 +52,7 @@ logger = logging.getLogger("rotoff")
 # Measuring watches calls and allocations of the whole process; so one thread does it at a time.
 _MEASURING = threading.RLock()
 _OF_ONE_SIGNATURE = 8  # courses that are kept
+_FAMILIES = 8  # kinds of input, and states of the model, of which sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
 _SEVERAL = 2  # sizes measured before a word is said of it
 _STAGES = 20_000  # of all courses that are kept, a few kilobytes each
@@ -193,6 +194,8 @@ class Specializations:
         if self._varies:
             family, sizes = _family(key)
             self._sizes.setdefault(family, MeasuredSizes()).add(sizes, course)
+            while len(self._sizes) > _FAMILIES:
+                self._sizes.pop(next(iter(self._sizes)))
             self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}  # which are better known now
         self._drop()
         return course
