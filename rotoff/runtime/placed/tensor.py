@@ -28,7 +28,7 @@ def placeable(tensor: torch.Tensor | None) -> bool:
     if tensor is None or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
     lies_alone = tensor.untyped_storage().nbytes() <= room_of(tensor) and tensor.storage_offset() == 0
-    return bool(tensor.numel()) and lies_alone and not tensor.is_conj() and not tensor.is_neg()
+    return lies_alone and bool(tensor.numel()) and not (tensor.dtype.is_complex and tensor.is_conj())
 
 
 class PlacedTensor(ABC):
