@@ -12,7 +12,7 @@ from models import ALL, fresh, plain, same, train
 from random_programs import random_sequence
 
 import rotoff
-from rotoff.runtime import stage_tape
+from rotoff.runtime import interpreter, stage_tape
 from rotoff.runtime.execution_plan import compile_sequence
 from rotoff.runtime.live import LiveForward
 
@@ -278,3 +278,23 @@ def test_what_is_made_again_in_the_forward_outlives_the_views_of_it() -> None:
         with_sequence(wrapped, rotoff.Sequence.from_text([*forward, *back]))(x).square().sum().backward()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
     wrapped.close()
+
+
+def test_a_profiler_shows_the_operations_of_the_plan() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    limit = (wrapped.min_mem_limit() + wrapped.keep_all_memory) // 2
+    wrapped.compute_sequence(limit)
+    value = batch()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        wrapped(value).sum().backward()
+    shown = [event.name.removeprefix("rotoff: ") for event in profiler.events() if event.name.startswith("rotoff: ")]
+    assert sorted(shown) == sorted(map(str, wrapped.sequence.ops))
+    wrapped.close()
+
+
+def test_an_error_names_its_operation_where_errors_take_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("too bad", 3)
+    monkeypatch.setattr("rotoff.runtime.interpreter.hasattr", lambda *_: False, raising=False)
+    interpreter._note(error, "rotoff: while running F_all 2")
+    assert error.args == ("too bad\nrotoff: while running F_all 2", 3)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.profiler import record_function
 from torch.autograd.variable import Variable
 
 from ..capture.course import OUTSIDE, Course
@@ -109,6 +110,7 @@ class Step:
         self._backward = 0  # stage whose B autograd is running
         self._closed = False
         self._failed = False
+        self._span: record_function | None = None  # of the operation under way, where a profiler is active
         self._why = GIVEN_UP
 
     # -- the forward phase
@@ -204,8 +206,7 @@ class Step:
             raise ExecutionError(GIVEN_UP)
 
     def _enter(self, op: Op, live: LiveForward) -> None:
-        if self._times is not None:
-            self._times.begin(self._next)
+        self._begins(op, self._next)
         i, recipe = op.stage, None
         if op.kind is OpKind.F_SEL:
             form = self._form(op)
@@ -384,16 +385,14 @@ class Step:
             slot.put(None)
         if self._checker is not None:
             self._checker.begin(op)
-        if self._times is not None:
-            self._times.begin(index)
+        self._begins(op, index)
 
     def _end_backward(self) -> None:
         i = self._backward
         if not i:
             return
         self._algorithms.end_backward()
-        if self._times is not None:
-            self._times.end()
+        self._ended()
         for v in (abar(i), a(i - 1)):
             if v in self._held and v != a(0):
                 self._held.release(self._held.pop(v))
@@ -418,6 +417,9 @@ class Step:
         if self._closed:
             return
         self._closed = True
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
         self._algorithms.end_backward()
         if self._times is not None:
             self._times.close(complete=self._backward == 1 and not self._failed)
@@ -442,8 +444,7 @@ class Step:
     # -- operations
 
     def _execute(self, op: Op) -> None:
-        if self._times is not None:
-            self._times.begin(self._next)
+        self._begins(op, self._next)
         try:
             with self._checked():
                 if op.of:
@@ -454,20 +455,31 @@ class Step:
                 else:
                     self._METHODS[op.kind](self, op)
         except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11; the type stays what the user may be catching
-                where = describe(op, self._next, self._plan.sequence)
-                what = f"group {op.stage} of the parameters" if op.of else f"stage {self._stage_name(op.stage)!r}"
-                error.add_note(f"rotoff: while running {where}, {what}")
+            what = f"group {op.stage} of the parameters" if op.of else f"stage {self._stage_name(op.stage)!r}"
+            _note(error, f"rotoff: while running {describe(op, self._next, self._plan.sequence)}, {what}")
             raise
         self._done_with(op)
 
     def _checked(self) -> AbstractContextManager[None]:
         return nullcontext() if self._checker is None else self._checker.watching()
 
-    def _done_with(self, op: Op) -> None:
-        self._next += 1
+    def _begins(self, op: Op, index: int) -> None:
+        if self._times is not None:
+            self._times.begin(index)
+        if torch.autograd._profiler_enabled():
+            self._span = record_function(f"rotoff: {op}")
+            self._span.__enter__()
+
+    def _ended(self) -> None:
+        if self._span is not None:
+            span, self._span = self._span, None
+            span.__exit__(None, None, None)
         if self._times is not None:
             self._times.end()
+
+    def _done_with(self, op: Op) -> None:
+        self._next += 1
+        self._ended()
         if self._checker is not None:
             if self._live is not None and self._live.astray is not None:
                 self._checker.leave_course()
@@ -578,6 +590,14 @@ class Step:
 
     def _stage_name(self, i: int) -> str:
         return self._stages[i - 1].name if i else "input"
+
+
+def _note(error: Exception, text: str) -> None:
+    """Say more of an error whose type the user may be catching."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = f"{error.args[0]}\n{text}", *error.args[1:]
 
 
 def _own(behaviour: Behaviour, at: int) -> bool:
