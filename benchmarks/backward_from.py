@@ -1,10 +1,11 @@
-"""What a language model's plan gains where its backward is known to start from the loss alone (`backward_from`), as a table.
+"""What a language model's plan gains where its backward is known to start from the loss alone (`backward_from`), as a
+table.
 
     python benchmarks/backward_from.py [--words 8000] [--json FILE]
 
-A LLaMA of 6 layers of width 256 on 4 x 256 tokens, on the CPU. Beside the plain model's peak: what keeping everything is predicted to
-take, the smallest limit of mode joint, and expected and measured peaks at 80 % of the plain one. Needs the extra ``gallery``; a
-minute or two.
+A LLaMA of 6 layers of width 256 on 4 x 256 tokens, on the CPU. Beside the plain model's peak: what keeping everything
+is predicted to take, the smallest limit of mode joint, and expected and measured peaks at 80 % of the plain one. Needs
+the extra ``gallery``; a minute or two.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def compare(words: int) -> dict[str, Any]:
         output.loss.backward()
 
     step(model)  # gradients to add to
-    found: dict[str, Any] = {"words": words, "logits": BATCH * TOKENS * words * 4, "plain": peak_bytes(lambda: step(model))}
+    found: dict[str, Any] = {
+        "words": words,
+        "logits": BATCH * TOKENS * words * 4,
+        "plain": peak_bytes(lambda: step(model)),
+    }
     for name, starts in (("any", None), ("loss", "loss")):
         planned = rotoff.Checkpointable(model, backward_from=starts).measure(**batch)
         limit = int(SHARE * found["plain"])

@@ -1,9 +1,11 @@
-"""Bytes that `rotoff.estimate` gives with no device beside those measured on the CPU, for models of the gallery; one line each.
+"""Bytes that `rotoff.estimate` gives with no device beside those measured on the CPU, for models of the gallery; one
+line each.
 
     python benchmarks/estimate_bytes.py [--only name,name] [--json FILE]
 
-For each model: the largest difference of a stage's values (output, saved, gradient), as a share of the larger of the stage's
-own bytes and a hundredth of the peak; forms that only one side has; differences of the peak of keeping everything and of the smallest limits.
+For each model: the largest difference of a stage's values (output, saved, gradient), as a share of the larger of the
+stage's own bytes and a hundredth of the peak; forms that only one side has; differences of the peak of keeping
+everything and of the smallest limits.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def in_bfloat16(build: Callable[[], Case]) -> Callable[[], Case]:
         return (
             model.bfloat16(),
             tuple(cast),
-            {k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()},
+            {
+                k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+                for k, v in kwargs.items()
+            },
         )
 
     return call

@@ -2,9 +2,9 @@
 
     python benchmarks/first_step.py [--rounds 3] [--layers 4] [--json FILE]
 
-Each round starts two processes, one after the other, with one new cache directory: the first finds nothing there, the second
-the times and the plan. Both wrap the same model, plan for 60 % of its keep-all bytes and run one step; importing torch and
-making the model are not counted. Takes less than two minutes.
+Each round starts two processes, one after the other, with one new cache directory: the first finds nothing there, the
+second the times and the plan. Both wrap the same model, plan for 60 % of its keep-all bytes and run one step; importing
+torch and making the model are not counted. Takes less than two minutes.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""What smaller forms bring: planned and measured steps of a GPT and a ViT, without them and with them, beside the peers.
+"""What smaller forms bring: planned and measured steps of a GPT and a ViT, without them and with them, beside the
+peers.
 
-Rows of each model: plain PyTorch; `torch.utils.checkpoint` around every block; PyTorch's selective checkpointing with the
-usual policy (matrix products and attention saved); rotoff, remat and joint, each without forms and with them, at 60, 45 and
-30 % of plain PyTorch's peak and at the two peers' own peaks (at equal bytes).
+Rows of each model: plain PyTorch; `torch.utils.checkpoint` around every block; PyTorch's selective checkpointing with
+the usual policy (matrix products and attention saved); rotoff, remat and joint, each without forms and with them, at
+60, 45 and 30 % of plain PyTorch's peak and at the two peers' own peaks (at equal bytes).
 
-Every method's steps alternate with plain PyTorch's, and what counts is the median of the paired ratios. Peaks are those of
-the allocator. `planned` is the plan's makespan over keeping everything, `bound` what no plan within the limit can beat; at
-the end the overheads with forms over those without. As in `prediction.py`, freed memory stays with the process.
+Every method's steps alternate with plain PyTorch's, and what counts is the median of the paired ratios. Peaks are those
+of the allocator. `planned` is the plan's makespan over keeping everything, `bound` what no plan within the limit can
+beat; at the end the overheads with forms over those without. As in `prediction.py`, freed memory stays with the
+process.
 
     python benchmarks/forms.py --json benchmarks/results/forms.json
 """
@@ -26,7 +28,9 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))  # of the packages below; last, so that an installed rotoff goes first
+sys.path.append(
+    str(Path(__file__).parent.parent)
+)  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
 from benchmarks.grid import memory, methods, models, workloads
 from benchmarks.grid.cell import Runner
@@ -42,8 +46,9 @@ LEAST = 3  # pairs
 
 @dataclass
 class Row:
-    """One method at one limit. limit, peak: bytes beyond parameters, gradients and batch; planned, bound, ratio, low, high:
-    step times over plain's, low and high the quartiles; equal_gradients: bit for bit; used: stages in a smaller form."""
+    """One method at one limit. limit, peak: bytes beyond parameters, gradients and batch; planned, bound, ratio, low,
+    high: step times over plain's, low and high the quartiles; equal_gradients: bit for bit; used: stages in a smaller
+    form."""
 
     model: str
     method: str

@@ -1,19 +1,21 @@
-"""What no choice of forms can beat: the least redo time that the operations of a model allow within a limit, beside the plans.
+"""What no choice of forms can beat: the least redo time that the operations of a model allow within a limit, beside the
+plans.
 
-The model runs once on fake tensors and every operation is logged with its time on the device (as `rotoff.estimate` takes it)
-and with the storages that it reads and makes. The floor is the optimum of a linear program over them. At the start of
-each B_c (c = L, ..., 2) it may hold any storages at all that any operation has made, saved by autograd or not, in any parts of
-them; between two such points it may run any operations again, in any parts, from what is held or made then. So every
-choice of forms, and every recompute of whole stages, is one of its points. It has to satisfy only
+The model runs once on fake tensors and every operation is logged with its time on the device (as `rotoff.estimate`
+takes it) and with the storages that it reads and makes. The floor is the optimum of a linear program over them. At the
+start of each B_c (c = L, ..., 2) it may hold any storages at all that any operation has made, saved by autograd or not,
+in any parts of them; between two such points it may run any operations again, in any parts, from what is held or made
+then. So every choice of forms, and every recompute of whole stages, is one of its points. It has to satisfy only
 
-* at the start of B_c: what is held, with a_0, a_L, the two gradients and the transients of B_c, fits the limit; stage c's
+* at the start of B_c: what is held, with a_0, a_L, the two gradients and the transients of B_c, fits the limit; stage
+  c's
   saved tensors and input are there, whole (the machine's B is one operation);
 * whatever B_c, ..., B_2 still need is held at B_c or made after it by operations that run at least once more, whose own
-  arguments are held or made in turn. (The sum over all later intervals stands in this one, or the relaxation would make a
-  whole storage twice out of one half.)
+  arguments are held or made in turn. (The sum over all later intervals stands in this one, or the relaxation would make
+  a whole storage twice out of one half.)
 
-What it leaves out makes it smaller only: memory during the forward and inside operations, the allocator's rounding, random
-numbers drawn in order, launches and dispatch of a redo. After Checkmate's formulation (Jain et al., MLSys 2020).
+What it leaves out makes it smaller only: memory during the forward and inside operations, the allocator's rounding,
+random numbers drawn in order, launches and dispatch of a redo. After Checkmate's formulation (Jain et al., MLSys 2020).
 
     python benchmarks/forms_floor.py --json benchmarks/results/forms_floor.json
 
@@ -36,7 +38,9 @@ import scipy.sparse
 import torch
 from torch import nn
 
-sys.path.append(str(Path(__file__).parent.parent))  # of the packages below; last, so that an installed rotoff goes first
+sys.path.append(
+    str(Path(__file__).parent.parent)
+)  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
 from benchmarks.grid import models
 from benchmarks.grid.run import commit
@@ -53,8 +57,8 @@ Made = tuple[nn.Sequential, torch.Tensor]
 
 @dataclass
 class Row:
-    """One model and limit. Overheads are step times over keeping everything, less 1: of the plans without and with forms, of
-    the certified bound for the forms offered, and of the floor for any forms."""
+    """One model and limit. Overheads are step times over keeping everything, less 1: of the plans without and with
+    forms, of the certified bound for the forms offered, and of the floor for any forms."""
 
     model: str
     share: float
@@ -79,7 +83,10 @@ def vit(layers: int = 24, width: int = 1024, batch: int = 64, size: int = 224) -
         return model, torch.zeros(batch, 3, size, size, dtype=torch.bfloat16)
 
 
-CASES: dict[str, Callable[[], Made]] = {"GPT, 24 blocks of width 2048, 4 x 2048 tokens": gpt, "ViT-L/16, 64 images": vit}
+CASES: dict[str, Callable[[], Made]] = {
+    "GPT, 24 blocks of width 2048, 4 x 2048 tokens": gpt,
+    "ViT-L/16, 64 images": vit,
+}
 QUICK: dict[str, Callable[[], Made]] = {
     "GPT, 4 blocks": lambda: gpt(4, 256, 512, 4, 512),
     "ViT, 4 blocks": lambda: vit(4, 256, 8, 224),
@@ -89,8 +96,8 @@ QUICK: dict[str, Callable[[], Made]] = {
 class Operations:
     """The operations of all stages of an `nn.Sequential`, as its forward runs them one after another.
 
-    stage_of: of each operation, its stage (from 1). output: storage of each stage's output. saved: storages made in the model
-    that autograd saves, by stage.
+    stage_of: of each operation, its stage (from 1). output: storage of each stage's output. saved: storages made in the
+    model that autograd saves, by stage.
     """
 
     def __init__(self, model: nn.Sequential, x: torch.Tensor, device: str) -> None:

@@ -1,17 +1,20 @@
-"""A model whose plain step needs four times the memory limit, trained inside it: step time over plain's, and a hard limit.
+"""A model whose plain step needs four times the memory limit, trained inside it: step time over plain's, and a hard
+limit.
 
-A GPT of 12 blocks of width 512 on 8 x 512 tokens, loss included, on the CPU with cores - 1 compute threads; what is moved lies
-in a file. It has about the arithmetic for each saved byte that small language models have; a narrower one has less and shows
-the disk. Four processes, one after the other:
+A GPT of 12 blocks of width 512 on 8 x 512 tokens, loss included, on the CPU with cores - 1 compute threads; what is
+moved lies in a file. It has about the arithmetic for each saved byte that small language models have; a narrower one
+has less and shows the disk. Four processes, one after the other:
 
 * free: plain PyTorch with all the memory it wants. What a step allocates, over four, is the limit
-* plain, rotoff: the kernel enforces the limit (RLIMIT_DATA, beyond parameters, gradients and batch) while a few steps are
+* plain, rotoff: the kernel enforces the limit (RLIMIT_DATA, beyond parameters, gradients and batch) while a few steps
+  are
   trained. Plain PyTorch has to fail. rotoff's plan gets --others less: what measuring and planning
   leave in a process (about 125 MiB), threads
-* paired: no hard limit; rotoff planned for the whole limit, its steps in turn with plain PyTorch's, medians of the ratios
+* paired: no hard limit; rotoff planned for the whole limit, its steps in turn with plain PyTorch's, medians of the
+  ratios
 
-Under the hard limit glibc gives freed memory back at once (MALLOC_MMAP_THRESHOLD_), so resident memory shows what is held;
-for the paired times it keeps it, as in the grid. Linux only.
+Under the hard limit glibc gives freed memory back at once (MALLOC_MMAP_THRESHOLD_), so resident memory shows what is
+held; for the paired times it keeps it, as in the grid. Linux only.
 
     python benchmarks/four_times.py --out benchmarks/results/four_times.json      # about 6 minutes
 """
@@ -31,7 +34,9 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))  # of the packages below; last, so that an installed rotoff goes first
+sys.path.append(
+    str(Path(__file__).parent.parent)
+)  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
 from benchmarks.grid import memory, workloads
 from benchmarks.grid.cell import Runner
@@ -179,7 +184,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in (("blocks", 12), ("width", 512), ("heads", 8), ("length", 512), ("batch", 8), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=120, help="of paired steps (%(default)s)")
-    parser.add_argument("--others", type=rotoff.parse_bytes, default="144 MiB", help="of the hard limit, not for the plan")
+    parser.add_argument(
+        "--others", type=rotoff.parse_bytes, default="144 MiB", help="of the hard limit, not for the plan"
+    )
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--host-directory", help="where the file lies; a real disk")
     parser.add_argument("--way", choices=("free", "plain", "rotoff", "paired"), help=argparse.SUPPRESS)
@@ -190,7 +197,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.way:
-        ways = {"free": free, "paired": paired, "plain": lambda o: limited(o, False), "rotoff": lambda o: limited(o, True)}
+        ways = {
+            "free": free,
+            "paired": paired,
+            "plain": lambda o: limited(o, False),
+            "rotoff": lambda o: limited(o, True),
+        }
         print(json.dumps(ways[options.way](options)))
         return 0
     passed = sys.argv[1:] if arguments is None else arguments

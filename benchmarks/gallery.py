@@ -1,10 +1,12 @@
-"""Trains models of torchvision, timm and transformers two steps at half of what keeping everything needs, in mode joint, and
-compares outputs, gradients, buffers and random states with the plain model's, bit for bit; prints one line each.
+"""Trains models of torchvision, timm and transformers two steps at half of what keeping everything needs, in mode
+joint, and compares outputs, gradients, buffers and random states with the plain model's, bit for bit; prints one line
+each.
 
-    python benchmarks/gallery.py [--held-out] [--quick] [--loss-alone] [--library timm] [--only name,name] [--json FILE] [--jobs 2]
+    python benchmarks/gallery.py [--held-out] [--quick] [--loss-alone] [--library timm] [--only name,name] [--json FILE]
+    [--jobs 2]
 
-Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A model
-passes where all bits are equal and the measured peak is at most the predicted one. Needs the extra ``gallery``.
+Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A
+model passes where all bits are equal and the measured peak is at most the predicted one. Needs the extra ``gallery``.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = False, **options: Any) -> dict[str, Any]:
-    """What came of one model. loss_alone: whether a model that is given labels plans for a backward from its loss alone. options: for
-    the solver."""
+    """What came of one model. loss_alone: whether a model that is given labels plans for a backward from its loss
+    alone. options: for the solver."""
     torch.manual_seed(0)
     start = time.perf_counter()
     model, args, kwargs = build()
@@ -148,9 +150,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=sorted({*LIBRARIES, *gallery_held_out.LIBRARIES}), help="one library only")
     parser.add_argument("--held-out", action="store_true", help="the architectures that were not looked at meanwhile")
-    parser.add_argument("--quick", action="store_true", help="do not refine plans: the same checks, sooner, on slower plans")
     parser.add_argument(
-        "--loss-alone", action="store_true", help="say where a model is given labels that its backward starts from its loss"
+        "--quick", action="store_true", help="do not refine plans: the same checks, sooner, on slower plans"
+    )
+    parser.add_argument(
+        "--loss-alone",
+        action="store_true",
+        help="say where a model is given labels that its backward starts from its loss",
     )
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, each on one thread")

@@ -1,6 +1,8 @@
-"""Models of further libraries: diffusers (denoisers, decoders), peft (adapters on frozen language models) and torch_geometric (graphs).
+"""Models of further libraries: diffusers (denoisers, decoders), peft (adapters on frozen language models) and
+torch_geometric (graphs).
 
-``LIBRARIES[library][name]()`` gives (model, arguments, keyword arguments), as in `gallery_models`; a part of the held-out gallery.
+``LIBRARIES[library][name]()`` gives (model, arguments, keyword arguments), as in `gallery_models`; a part of the
+held-out gallery.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ def _steps() -> torch.Tensor:
 # -- diffusers
 
 SIZES: dict[str, Any] = {"block_out_channels": (32, 64), "layers_per_block": 2, "norm_num_groups": 8}
-CROSSED: dict[str, Any] = {**SIZES, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 32}
+CROSSED: dict[str, Any] = {
+    **SIZES,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "cross_attention_dim": 32,
+}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4}
 
 

@@ -1,6 +1,7 @@
 """Architectures that no one looked at while the capture was written: other families of the same libraries.
 
-``LIBRARIES[library][name]()`` gives (model, arguments, keyword arguments), as in `gallery_models`. timm's names are a random draw.
+``LIBRARIES[library][name]()`` gives (model, arguments, keyword arguments), as in `gallery_models`. timm's names are a
+random draw.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def detection(name: str, size: int = 64, **options: Any) -> Callable[[], Case]:
 
     def build() -> Case:
         sizes = {} if name.startswith("ssd") else {"min_size": size, "max_size": 2 * size}
-        model = torchvision().models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **sizes, **options)
+        model = torchvision().models.get_model(
+            name, weights=None, weights_backbone=None, num_classes=5, **sizes, **options
+        )
         box = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
         return model, (list(images(2, size)), [dict(box), dict(box)]), {}
 
@@ -253,7 +256,11 @@ def _decision(t: Any) -> Case:
 def _patchtst(t: Any) -> Case:
     config = t.PatchTSTConfig(num_input_channels=2, context_length=64, patch_length=8, patch_stride=8, prediction_length=8,
                               d_model=32, num_attention_heads=4, num_hidden_layers=3, ffn_dim=64)  # fmt: skip
-    return t.PatchTSTForPrediction(config), (), {"past_values": torch.randn(2, 64, 2), "future_values": torch.randn(2, 8, 2)}
+    return (
+        t.PatchTSTForPrediction(config),
+        (),
+        {"past_values": torch.randn(2, 64, 2), "future_values": torch.randn(2, 8, 2)},
+    )
 
 
 def _time_series(t: Any, config: str, head: str, **options: Any) -> Case:
@@ -286,7 +293,12 @@ def _layoutlmv3(t: Any) -> Case:
     config = t.LayoutLMv3Config(**ENCODER, input_size=64, patch_size=16, coordinate_size=10, shape_size=12, has_spatial_attention_bias=True,
                                 has_relative_attention_bias=True, max_2d_position_embeddings=64, num_labels=3)  # fmt: skip
     boxes = torch.randint(0, 30, (2, 16, 2)).repeat(1, 1, 2) + torch.tensor([0, 0, 10, 10])
-    given = {"input_ids": _tokens(), "bbox": boxes, "pixel_values": images(2, 64), "labels": torch.randint(0, 3, (2, 16))}
+    given = {
+        "input_ids": _tokens(),
+        "bbox": boxes,
+        "pixel_values": images(2, 64),
+        "labels": torch.randint(0, 3, (2, 16)),
+    }
     return t.LayoutLMv3ForTokenClassification(config), (), given
 
 

@@ -242,7 +242,13 @@ def seen(
     return build
 
 
-SMALL = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
 DECODER = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0}
 ENCODER = {**SMALL, "max_position_embeddings": 64, "pad_token_id": 0}
 SIGHT = {k: v for k, v in SMALL.items() if k != "vocab_size"}

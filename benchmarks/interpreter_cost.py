@@ -1,5 +1,5 @@
-"""What the interpreter itself costs: microseconds for each call of torch, each saved tensor, each stage and each step, on stages that
-compute next to nothing, as JSON.
+"""What the interpreter itself costs: microseconds for each call of torch, each saved tensor, each stage and each step,
+on stages that compute next to nothing, as JSON.
 
     python benchmarks/interpreter_cost.py [--json FILE]
 """
@@ -89,7 +89,9 @@ def measure(stages: int, count: int, saves: bool, repeats: int, device: str = "c
     model = Chain(stages, count, saves)
     plain, forward = least_step(model, x, repeats), least_forward(model, x, repeats)
     wrapped = (
-        rotoff.Checkpointable(model, stages=list(model.stages), cache_directory=None).measure(x).compute_sequence(1 << 40)
+        rotoff.Checkpointable(model, stages=list(model.stages), cache_directory=None)
+        .measure(x)
+        .compute_sequence(1 << 40)
     )
     found = {"forward": forward}
     for name, text in sequences(stages).items():

@@ -2,9 +2,9 @@
 
     python benchmarks/naive_annealing.py --out benchmarks/results/naive_annealing.json
 
-Each stage but the last is kept, moved, kept as a checkpoint, moved as a checkpoint, or dropped; dropped stages are made again,
-all of a segment at once, from the nearest checkpoint. Moves leave at once and come back one stage ahead. The machine judges
-every proposal; bytes over the limit are punished.
+Each stage but the last is kept, moved, kept as a checkpoint, moved as a checkpoint, or dropped; dropped stages are made
+again, all of a segment at once, from the nearest checkpoint. Moves leave at once and come back one stage ahead. The
+machine judges every proposal; bytes over the limit are punished.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def main() -> None:
             print(rows[-1], flush=True)
     machine = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
     if arguments.out:
-        arguments.out.write_text(json.dumps({"machine": machine, "steps": arguments.steps, "rows": rows}, indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({"machine": machine, "steps": arguments.steps, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The networks of the papers as chains of one block a stage: bytes and times of any of them on a device that nobody has here.
+"""The networks of the papers as chains of one block a stage: bytes and times of any of them on a device that nobody has
+here.
 
     python -m benchmarks.paper_models resnet50 --image 224 --batch 32 --device V100 --output resnet50.json
 
@@ -92,7 +93,9 @@ def model(name: str, tokens: int = 1024) -> nn.Sequential:
         if name in GPTS:
             blocks, width, heads = GPTS[name]
             head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 50257, bias=False))
-            return nn.Sequential(Embed(50257, tokens, width), *[Block(width, heads) for _ in range(blocks)], _Whole(head))
+            return nn.Sequential(
+                Embed(50257, tokens, width), *[Block(width, heads) for _ in range(blocks)], _Whole(head)
+            )
         found = re.fullmatch(r"(vgg|alexnet|densenet|inception)\w*", name)
         if found is None or name not in NAMES:
             raise SystemExit(f"unknown network {name!r}; known ones are {', '.join(NAMES)}")
@@ -168,7 +171,9 @@ def chain(
     make: Callable[..., torch.Tensor] = torch.empty
     net = model(name, tokens=image).to(kind)
     with torch.device("meta"):
-        sample = torch.zeros(batch, image, dtype=torch.long) if name in GPTS else make(batch, 3, image, image, dtype=kind)
+        sample = (
+            torch.zeros(batch, image, dtype=torch.long) if name in GPTS else make(batch, 3, image, image, dtype=kind)
+        )
     return rotoff.estimate(net, sample, device=device)
 
 

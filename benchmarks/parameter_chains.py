@@ -1,7 +1,8 @@
 """Transformers with their parameters as chains, dense or mixtures of experts, from the numbers of data sheets alone.
 
-One group of parameters for each stage: the embedding, each block, the head. Bytes of half precision; the optimizer is Adam, which
-reads parameters, gradients and two states and writes parameters and states. Its time is that traffic over a memory's rate.
+One group of parameters for each stage: the embedding, each block, the head. Bytes of half precision; the optimizer is
+Adam, which reads parameters, gradients and two states and writes parameters and states. Its time is that traffic over a
+memory's rate.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ SAVED = 17  # tensors of a block's width that autograd saves in it, where attent
 
 @dataclass(frozen=True)
 class Machine:
-    """What a data sheet says. flops: sustained, a second. link, memory, host: bytes a second of the link (each way), of the device's
-    memory, and of the host's while the link is busy."""
+    """What a data sheet says. flops: sustained, a second. link, memory, host: bytes a second of the link (each way), of
+    the device's memory, and of the host's while the link is busy."""
 
     flops: float
     link: float
@@ -46,10 +47,12 @@ def transformer(
     tied: bool = False,
     name: str = "",
 ) -> Chain:
-    """A transformer whose blocks hold 4 * width² parameters of attention and ``experts`` times ``2 * width * inner`` others.
+    """A transformer whose blocks hold 4 * width² parameters of attention and ``experts`` times ``2 * width * inner``
+    others.
 
     Args:
-        inner: width of the feed-forward part, of two matrices; 4 * width where left out. A gated one of three has 3/2 of it.
+        inner: width of the feed-forward part, of two matrices; 4 * width where left out. A gated one of three has 3/2
+            of it.
         experts, active: how many there are, and how many a token passes.
         gradient, state: bytes of a parameter's gradient and of its optimizer states.
         frozen: the share of the blocks, from the first on, whose parameters are not trained.
@@ -58,7 +61,9 @@ def transformer(
     tokens, inner = sequence * batch, 4 * width if inner is None else inner
     hidden = tokens * width * ELEMENT
     attention, expert = 4 * width**2, 2 * width * inner
-    flops = 2 * tokens * (attention + active * expert) + 2 * tokens * sequence * width  # a causal attention computes half
+    flops = (
+        2 * tokens * (attention + active * expert) + 2 * tokens * sequence * width
+    )  # a causal attention computes half
     moved = {"forward_transient_bytes": 2 * hidden, "backward_transient_bytes": 4 * hidden}
     time = flops / machine.flops
     saved = round((SAVED - 9 + 9 * active * inner / (4 * width)) * hidden)

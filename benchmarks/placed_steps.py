@@ -1,10 +1,11 @@
 """Steps with parameters, gradients and optimizer states placed, beside the plain step with all memory, on the CPU.
 
-    python -m benchmarks.placed_steps [--width 512] [--blocks 8] [--rows 1024] [--shares 0.5 0.25 0.15] [--rounds 9] [--out FILE]
+    python -m benchmarks.placed_steps [--width 512] [--blocks 8] [--rows 1024] [--shares 0.5 0.25 0.15] [--rounds 9]
+    [--out FILE]
 
-A share is of what everything takes: parameters, gradients, AdamW's states, the batch and the plain step. Plain and placed steps run in turn,
-each with its forward, backward and update; what counts are medians. ``expected`` is the planned step's time, ``peak`` its predicted bytes;
-``moved`` are the bytes that go to the host and back in a step.
+A share is of what everything takes: parameters, gradients, AdamW's states, the batch and the plain step. Plain and
+placed steps run in turn, each with its forward, backward and update; what counts are medians. ``expected`` is the
+planned step's time, ``peak`` its predicted bytes; ``moved`` are the bytes that go to the host and back in a step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """Measured step time against the predicted one, at each limit and mode, as a table and JSON.
 
-The model and its text are those of `examples/compare_modes.py`, whose options are taken too. A row trains plain PyTorch and
-rotoff in turn, the one that goes first changing, and compares medians of the pairs:
+The model and its text are those of `examples/compare_modes.py`, whose options are taken too. A row trains plain PyTorch
+and rotoff in turn, the one that goes first changing, and compares medians of the pairs:
 
-* ratio: our step over plain PyTorch's beside it, against the step expected of the plan over keeping everything. What the machine does
+* ratio: our step over plain PyTorch's beside it, against the step expected of the plan over keeping everything. What
+  the machine does
   to both (a slower clock, a neighbour) cancels; this is the figure that is to be within 5 %.
 * seconds: our step against the expected one, as it is.
-* link: the expected step with the bandwidth measured anew right before the row: disks are not what they were a minute ago.
+* link: the expected step with the bandwidth measured anew right before the row: disks are not what they were a minute
+  ago.
 
-On Linux glibc returns freed memory to the system and fetches it back page by page in the next step. Plain PyTorch, which
-holds most, pays most for that (5 to 10 % of a step, a page fault for each 4 KiB), and the measured ratio falls below the
-predicted one. No operation of a plan costs it, so here freed memory stays with the process unless --malloc default.
+On Linux glibc returns freed memory to the system and fetches it back page by page in the next step. Plain PyTorch,
+which holds most, pays most for that (5 to 10 % of a step, a page fault for each 4 KiB), and the measured ratio falls
+below the predicted one. No operation of a plan costs it, so here freed memory stays with the process unless --malloc
+default.
 
     python benchmarks/prediction.py --out benchmarks/results/prediction.json
 """
@@ -38,7 +41,10 @@ from rotoff.runtime.execution_plan import expected_step
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import compare_modes  # after the path that it lies on
 
-MALLOPT = {"M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_MMAP_THRESHOLD": (-3, 2**30)}  # of malloc.h, and values that keep all
+MALLOPT = {
+    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
+    "M_MMAP_THRESHOLD": (-3, 2**30),
+}  # of malloc.h, and values that keep all
 
 
 @dataclass
@@ -134,9 +140,7 @@ def measure(comparison: compare_modes.Comparison, limit: float, mode: str, secon
     )
 
 
-HEADER = (
-    "limit  mode     predicted  measured   error  link now   error   seconds: predicted  measured   error  faults   plain"
-)
+HEADER = "limit  mode     predicted  measured   error  link now   error   seconds: predicted  measured   error  faults   plain"
 
 
 def line(row: Row) -> str:
@@ -160,7 +164,8 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 def figures(
     comparison: compare_modes.Comparison, kept: bool, load: tuple[float, float, float], seconds: float, rows: list[Row]
 ) -> dict[str, Any]:
-    """What is written, after each row. kept: whether malloc keeps what is freed. load: before. seconds: since the start."""
+    """What is written, after each row. kept: whether malloc keeps what is freed. load: before. seconds: since the
+    start."""
     options, chain = comparison.options, comparison.model.chain
     return {
         "machine": {**compare_modes.machine(options), "load_before": load, "load_after": os.getloadavg()},
@@ -181,7 +186,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--out", type=Path, help="write the figures here")
     parser.add_argument("--seconds", type=float, default=20, help="time of each row's pairs, about (%(default)s)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of steps in each row, at least (%(default)s)")
-    parser.add_argument("--malloc", choices=("keep", "default"), default="keep", help="what glibc does with freed memory")
+    parser.add_argument(
+        "--malloc", choices=("keep", "default"), default="keep", help="what glibc does with freed memory"
+    )
     own, rest = parser.parse_known_args(arguments)
     options = compare_modes.parse_options(rest)
     kept = own.malloc == "keep" and keep_freed_memory()
@@ -189,14 +196,18 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     load, start = os.getloadavg(), time.perf_counter()
     progress = compare_modes.Progress(1)
     comparison = compare_modes.Comparison(options)
-    # what a process does first is slower: plain steps bring the clock, the caches and the heap to where training has them
+    # what a process does first is slower: plain steps bring the clock, the caches and the heap to where training has
+    # them
     batch = next(compare_modes.batches(comparison.text, options))
     for _ in range(3):
         compare_modes.timed_step(comparison.plain, batch)
     comparison.measure(progress)
     print(HEADER, flush=True)
     rows: list[Row] = []
-    for limit, mode in [(1.0, "joint"), *[(part / 100, mode) for part in options.limits for mode in compare_modes.MODES]]:
+    for limit, mode in [
+        (1.0, "joint"),
+        *[(part / 100, mode) for part in options.limits for mode in compare_modes.MODES],
+    ]:
         row = measure(comparison, limit, mode, own.seconds, own.pairs)
         print(f"{limit:5.0%}  {mode:<7} does not fit" if row is None else line(row), flush=True)
         if row is not None:

@@ -1,10 +1,12 @@
-"""How far 12 GB go: the deepest ResNet at 16 images and the largest batches of SuperNeurons' tables 4 and 5 (Wang et al., 2018).
+"""How far 12 GB go: the deepest ResNet at 16 images and the largest batches of SuperNeurons' tables 4 and 5 (Wang et
+al., 2018).
 
-Each network is torchvision's or timm's own, on the meta device; `rotoff.estimate` gives its bytes as PyTorch allocates them
-(docs/profiles.md says what is left out: cuDNN's workspaces). A size is reached where parameters, buffers, gradients, one
-momentum, the batch, the loss's two copies of the logits and the smallest limit in which a joint plan exists are together
-within the K40's memory. Then a plan within what is left is made and its peak is the machine's. `binds` names the operation that
-needs most by itself, which is what the smallest limit in mode joint comes to, and of what.
+Each network is torchvision's or timm's own, on the meta device; `rotoff.estimate` gives its bytes as PyTorch allocates
+them (docs/profiles.md says what is left out: cuDNN's workspaces). A size is reached where parameters, buffers,
+gradients, one momentum, the batch, the loss's two copies of the logits and the smallest limit in which a joint plan
+exists are together within the K40's memory. Then a plan within what is left is made and its peak is the machine's.
+`binds` names the operation that needs most by itself, which is what the smallest limit in mode joint comes to, and of
+what.
 
     python benchmarks/reach.py --out benchmarks/results/reach.json          # a few minutes, no device
     python benchmarks/reach.py --run --out benchmarks/results/reach.json    # also a step of each on CUDA, held to 12 GB
@@ -29,7 +31,9 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.append(str(Path(__file__).parent.parent))  # of the packages below; last, so that an installed rotoff goes first
+sys.path.append(
+    str(Path(__file__).parent.parent)
+)  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
 from benchmarks.grid.run import commit, machine
 from rotoff.core.chain import Form
@@ -76,8 +80,8 @@ class Size:
 
 @dataclass
 class Row:
-    """reached: the largest size within `K40.memory_bytes`. keep_all: likewise, keeping everything. least_bytes: that the paper's
-    size needs. overhead: of the plan at the size reached, by estimate. ran: what happened on CUDA."""
+    """reached: the largest size within `K40.memory_bytes`. keep_all: likewise, keeping everything. least_bytes: that
+    the paper's size needs. overhead: of the plan at the size reached, by estimate. ran: what happened on CUDA."""
 
     name: str
     unit: str
@@ -221,7 +225,10 @@ def binding(chain: rotoff.Chain) -> str:
         return said
     form = min((stage.form(k) for k in range(1 + len(stage.forms))), key=_while_backward)
     parts = {"its input": chain.output_bytes(i - 1) if i > 1 else 0, "what it saves": form.saved_bytes}
-    parts |= {"gradients": chain.grad_bytes(i) + chain.grad_bytes(i - 1), "temporaries": form.backward_transient_bytes or 0}
+    parts |= {
+        "gradients": chain.grad_bytes(i) + chain.grad_bytes(i - 1),
+        "temporaries": form.backward_transient_bytes or 0,
+    }
     return f"{said}: {', '.join(f'{name} {part / 1e9:.2f}' for name, part in parts.items() if part >= 5e6)}"
 
 
@@ -313,7 +320,9 @@ def known_rows(path: Path, only: list[str]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], choices=[*PAPER, "deepest"], metavar="NAME", help="these networks")
+    parser.add_argument(
+        "--only", nargs="*", default=[], choices=[*PAPER, "deepest"], metavar="NAME", help="these networks"
+    )
     parser.add_argument("--run", action="store_true", help="also execute a step of each on CUDA, held to 12 GB")
     parser.add_argument(
         "--known", type=Path, metavar="JSON", help="take the sizes from there in place of searching for them"

@@ -1,4 +1,5 @@
-"""Chains for the solver's benchmarks: ResNet, GPT, DenseNet-like and random ones, from shapes alone, in bytes and seconds."""
+"""Chains for the solver's benchmarks: ResNet, GPT, DenseNet-like and random ones, from shapes alone, in bytes and
+seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def resnet(blocks: tuple[int, int, int, int], batch: int = 32, image: int = 224,
     )
 
 
-def densenet(layers: tuple[int, ...] = (6, 12, 24, 16), batch: int = 32, growth: int = 32, bandwidth: float = 12e9) -> Chain:
+def densenet(
+    layers: tuple[int, ...] = (6, 12, 24, 16), batch: int = 32, growth: int = 32, bandwidth: float = 12e9
+) -> Chain:
     """DenseNet-like: each stage's output is all features so far, so outputs grow within a group."""
     side, channels, stages = 56, 64, []
     for group, count in enumerate(layers):
@@ -55,14 +58,18 @@ def densenet(layers: tuple[int, ...] = (6, 12, 24, 16), batch: int = 32, growth:
             channels += growth
             out = batch * channels * side**2 * 4
             saved = 2 * out + 5 * batch * growth * side**2 * 4
-            time = (2 * batch * side**2 * (channels * 4 * growth + 9 * 4 * growth**2)) / FLOPS * 4 + 3 * saved / MEMORY_RATE
+            time = (
+                2 * batch * side**2 * (channels * 4 * growth + 9 * 4 * growth**2)
+            ) / FLOPS * 4 + 3 * saved / MEMORY_RATE
             stages.append(Stage(f"group{group}.{b}", time, 2 * time, out, saved, None, out // 4, None, out))
         if group + 1 < len(layers):
             channels, side = channels // 2, side // 2
             out = batch * channels * side**2 * 4
             stages.append(Stage(f"join{group}", 8 * out / MEMORY_RATE, 16 * out / MEMORY_RATE, out, 9 * out))
     stages.append(Stage("classify", 1e-4, 2e-4, 4, batch * 4000))
-    return Chain(tuple(stages), bandwidth, bandwidth, input_bytes=batch * 3 * 224**2 * 4, name=f"densenet-{len(stages)}")
+    return Chain(
+        tuple(stages), bandwidth, bandwidth, input_bytes=batch * 3 * 224**2 * 4, name=f"densenet-{len(stages)}"
+    )
 
 
 def heterogeneous(seed: int, stages: int) -> Chain:
@@ -73,7 +80,17 @@ def heterogeneous(seed: int, stages: int) -> Chain:
         output, time = int(10 ** rng.uniform(6.5, 8.3)), 10 ** rng.uniform(-3.3, -1.7)
         saved, back = int(output * rng.uniform(1, 8)), time * rng.uniform(1.2, 2.8)
         made.append(
-            Stage(f"{i}", time, back, output, saved, None, int(output * rng.random()), None, int(2 * output * rng.random()))
+            Stage(
+                f"{i}",
+                time,
+                back,
+                output,
+                saved,
+                None,
+                int(output * rng.random()),
+                None,
+                int(2 * output * rng.random()),
+            )
         )
     inward = bandwidth * rng.choice([1.0, 1.0, 1.5])
     duplex = rng.random() < 0.7
@@ -91,7 +108,10 @@ def grid() -> list[Chain]:
         resnet((3, 8, 36, 3), bandwidth=25e9),
         densenet(),
         densenet((6, 12, 32, 32), bandwidth=25e9),
-        *(heterogeneous(seed, stages) for seed, stages in ((1, 20), (2, 30), (3, 40), (4, 50), (5, 60), (6, 80), (7, 100))),
+        *(
+            heterogeneous(seed, stages)
+            for seed, stages in ((1, 20), (2, 30), (3, 40), (4, 50), (5, 60), (6, 80), (7, 100))
+        ),
     ]
 
 

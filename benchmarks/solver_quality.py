@@ -3,8 +3,8 @@
     python benchmarks/solver_quality.py --out benchmarks/results/solver_quality.json
     python benchmarks/solver_quality.py --figure --out benchmarks/results/solver_figure.json
 
-Points are percent of the keep-all time. With --figure: step time against limit for two chains, by the papers' dynamic program
-at N = 50, 100 and 150 slots with every size rounded up, by `solve`, and the bound.
+Points are percent of the keep-all time. With --figure: step time against limit for two chains, by the papers' dynamic
+program at N = 50, 100 and 150 slots with every size rounded up, by `solve`, and the bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ FIGURE_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 def quality(chain: Chain, refine: bool | float) -> list[dict[str, object]]:
-    """A row for each limit: step time and bound over the keep-all time, share of the limit used, seconds of the search."""
+    """A row for each limit: step time and bound over the keep-all time, share of the limit used, seconds of the
+    search."""
     peak, rows = simulate(chain, keep_all(chain)).peak_bytes, []
     for share in SHARES:
         limit, start = int(share * peak), time.perf_counter()
@@ -41,7 +42,9 @@ def quality(chain: Chain, refine: bool | float) -> list[dict[str, object]]:
         seconds = time.perf_counter() - start
         step, bound = sequence.meta["makespan"] / chain.compute_time, lower_bound(chain, limit) / chain.compute_time
         used = sequence.meta["peak_bytes"] / limit
-        rows.append({**row, "step": step, "bound": bound, "gap": 100 * (step - bound), "used": used, "seconds": seconds})
+        rows.append(
+            {**row, "step": step, "bound": bound, "gap": 100 * (step - bound), "used": used, "seconds": seconds}
+        )
     return rows
 
 

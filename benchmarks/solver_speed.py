@@ -1,5 +1,6 @@
-"""How long the tables take, and what memory: remat at 500 slots, joint at 50, each in a process of its own; whole plans; and
-plans over four forms a stage beside the same without ("forms": both in one process, in turn, the least of three each).
+"""How long the tables take, and what memory: remat at 500 slots, joint at 50, each in a process of its own; whole
+plans; and plans over four forms a stage beside the same without ("forms": both in one process, in turn, the least of
+three each).
 
 python benchmarks/solver_speed.py --out benchmarks/results/solver_speed.json
 """
@@ -26,7 +27,8 @@ SHARE = 0.45  # limit over the keep-all peak
 
 
 def measured(what: str, stages: int) -> dict[str, object]:
-    """Seconds (by the clock, and of CPU in all threads) and peak bytes of one table, or of a whole `solve`, in this process."""
+    """Seconds (by the clock, and of CPU in all threads) and peak bytes of one table, or of a whole `solve`, in this
+    process."""
     from solver_chains import heterogeneous, with_forms
 
     from rotoff import simulate, solve
@@ -67,7 +69,9 @@ def plan_costs(chains: tuple[Chain, ...], limit: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="leave out the joint tables of 350 stages, which take minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out the joint tables of 350 stages, which take minutes"
+    )
     parser.add_argument("--one", nargs=2, metavar=("WHAT", "STAGES"))
     args = parser.parse_args()
     if args.one:

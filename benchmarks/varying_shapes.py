@@ -1,11 +1,12 @@
-"""Training on batches of varying sizes: what new sizes cost, beside the same steps with every plan known and beside plain PyTorch.
+"""Training on batches of varying sizes: what new sizes cost, beside the same steps with every plan known and beside
+plain PyTorch.
 
     python benchmarks/varying_shapes.py [--batches 500] [--workloads gpt2 bert vit unet] [--output FILE.json]
 
-Each workload trains three times on the same batches: by plain PyTorch; by a fresh `Checkpointable`, measuring and planning on the
-way; and by the same one again, which knows all plans then. A fourth pass looks at the allocator in the first step of every size.
-Reported: the time of the second pass over that of the third, the longest stall after the tenth batch in steps of that size, the largest
-peak over the limit, and whether all losses are plain's bit for bit.
+Each workload trains three times on the same batches: by plain PyTorch; by a fresh `Checkpointable`, measuring and
+planning on the way; and by the same one again, which knows all plans then. A fourth pass looks at the allocator in the
+first step of every size. Reported: the time of the second pass over that of the third, the longest stall after the
+tenth batch in steps of that size, the largest peak over the limit, and whether all losses are plain's bit for bit.
 """
 
 from __future__ import annotations
@@ -249,7 +250,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--share", type=float, default=0.3, help="of the way from the smallest limit to keeping everything")
+    parser.add_argument(
+        "--share", type=float, default=0.3, help="of the way from the smallest limit to keeping everything"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -1,12 +1,14 @@
-"""Training beyond RAM on a CPU: under a hard limit of the kernel plain PyTorch fails, and rotoff trains to the same losses.
+"""Training beyond RAM on a CPU: under a hard limit of the kernel plain PyTorch fails, and rotoff trains to the same
+losses.
 
     python examples/beyond_ram.py
     python examples/beyond_ram.py --blocks 24 --rows 4096 --room "1 GiB"
 
-Three processes train the same steps from the same seed: plain PyTorch with all the memory that it wants; plain PyTorch with
-`--room` bytes for a step, beyond parameters, their gradients and the optimizer's state; rotoff with the same room. The kernel
-enforces the room (RLIMIT_DATA): whoever asks for more gets none. Values that rotoff moves go to a file on a disk, and 96 MiB of
-the room are left to what rotoff itself takes once in a process: the profiler that measures, threads, tables. Linux only.
+Three processes train the same steps from the same seed: plain PyTorch with all the memory that it wants; plain PyTorch
+with `--room` bytes for a step, beyond parameters, their gradients and the optimizer's state; rotoff with the same room.
+The kernel enforces the room (RLIMIT_DATA): whoever asks for more gets none. Values that rotoff moves go to a file on a
+disk, and 96 MiB of the room are left to what rotoff itself takes once in a process: the profiler that measures,
+threads, tables. Linux only.
 """
 
 import argparse
@@ -21,7 +23,9 @@ from torch import nn
 
 import rotoff
 
-OTHERS = 96 * 2**20  # bytes of the room for what is no activation: the profiler that measures, threads, the solver's tables
+OTHERS = (
+    96 * 2**20
+)  # bytes of the room for what is no activation: the profiler that measures, threads, the solver's tables
 
 
 class Block(nn.Module):

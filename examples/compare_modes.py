@@ -1,20 +1,21 @@
 """Train one small GPT under memory limits, in every mode, side by side with plain PyTorch, and print one table.
 
-The model is built here from torch's own parts and reads text that every machine has: the source code of Python's standard
-library. It is measured once. Then, for each limit and mode, the same steps are trained twice from the same seed, by plain
-PyTorch and by rotoff, one step of each in turn, so that both meet the same state of the machine.
+The model is built here from torch's own parts and reads text that every machine has: the source code of Python's
+standard library. It is measured once. Then, for each limit and mode, the same steps are trained twice from the same
+seed, by plain PyTorch and by rotoff, one step of each in turn, so that both meet the same state of the machine.
 
 What the columns say:
 
-* step: seconds of forward and backward, loss included, optimizer left out. Predicted: of the plan, and its ratio to keeping
+* step: seconds of forward and backward, loss included, optimizer left out. Predicted: of the plan, and its ratio to
+  keeping
   everything. Measured: median over the steps, and the median ratio of a step to plain PyTorch's step beside it.
 * peak: bytes that one step allocates beyond what was there before it (parameters, their gradients, optimizer, batch),
   as the allocator reports them, in a step of its own that is not timed.
 * host: bytes reserved behind the device: a file on the CPU, pinned memory on CUDA.
 * max |Δgrad|: largest difference of any gradient, in any step, from plain PyTorch's.
 
-On the CPU all methods, plain PyTorch included, compute with one thread less than there are cores: the copies to and from
-the file need one.
+On the CPU all methods, plain PyTorch included, compute with one thread less than there are cores: the copies to and
+from the file need one.
 
     python examples/compare_modes.py
     python examples/compare_modes.py --layers 12 --width 512 --limits 60,40,20 --json out.json
@@ -104,7 +105,9 @@ class Loss(nn.Module):
 def build_gpt(options: argparse.Namespace) -> nn.Sequential:
     torch.manual_seed(options.seed)
     blocks = [Block(options.width, options.heads, options.dropout) for _ in range(options.layers)]
-    model = nn.Sequential(Embedding(options.width, options.context, options.dropout), *blocks, Head(options.width), Loss())
+    model = nn.Sequential(
+        Embedding(options.width, options.context, options.dropout), *blocks, Head(options.width), Loss()
+    )
     return model.to(options.device)
 
 
@@ -308,7 +311,9 @@ def line(row: Row) -> str:
     head = f"{row.limit:<8} {row.mode:<8}"
     if row.measured_time is None:
         return f"{head}  {row.note}"
-    times = f"{row.predicted_time:>7.3f} {row.predicted_ratio:>7.2f} {row.measured_time:>8.3f} {row.measured_ratio:>7.2f}"
+    times = (
+        f"{row.predicted_time:>7.3f} {row.predicted_ratio:>7.2f} {row.measured_time:>8.3f} {row.measured_ratio:>7.2f}"
+    )
     memory = f"{row.predicted_peak / MIB:>10.1f} {row.measured_peak / MIB:>9.1f} {row.host_bytes / MIB:>6.1f}"
     return f"{head} {times} {memory} {row.loss:>7.4f}  {row.grad_difference:>11.3g}"
 
@@ -328,7 +333,9 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((text.split(":", 1)[1].strip() for text in lines if text.startswith("model name")), platform.processor())
+    return next(
+        (text.split(":", 1)[1].strip() for text in lines if text.startswith("model name")), platform.processor()
+    )
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
@@ -359,8 +366,12 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=12, help="rows in a batch (%(default)s)")
     parser.add_argument("--dropout", type=float, default=0.1, help="dropout (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout (%(default)s)")
-    parser.add_argument("--threads", type=int, default=max(1, cores() - 1), help="compute threads, cores - 1 (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows, the machine and the options there")
+    parser.add_argument(
+        "--threads", type=int, default=max(1, cores() - 1), help="compute threads, cores - 1 (%(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="also write the rows, the machine and the options there"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and two steps: does it run?")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -410,7 +421,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     print(table(rows))
     if options.json:
         settings = {key: str(value) if key in ("device", "json") else value for key, value in vars(options).items()}
-        result = {"machine": about, "options": settings, "keep_all_bytes": keep_all, "rows": [asdict(row) for row in rows]}
+        result = {
+            "machine": about,
+            "options": settings,
+            "keep_all_bytes": keep_all,
+            "rows": [asdict(row) for row in rows],
+        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return rows

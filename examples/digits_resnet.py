@@ -1,10 +1,11 @@
-"""A ResNet on real images, scikit-learn's handwritten digits upscaled, in a fraction of the memory and to the same losses.
+"""A ResNet on real images, scikit-learn's handwritten digits upscaled, in a fraction of the memory and to the same
+losses.
 
     python examples/digits_resnet.py --limit 0.4
     python examples/digits_resnet.py --limit "150 MiB" --size 96 --steps 60
 
-The same steps are trained twice from the same seed, first by plain PyTorch, then inside the limit. Needs scikit-learn for its
-images and nothing else; on a machine with a GPU it runs there.
+The same steps are trained twice from the same seed, first by plain PyTorch, then inside the limit. Needs scikit-learn
+for its images and nothing else; on a machine with a GPU it runs there.
 """
 
 import argparse
@@ -37,7 +38,8 @@ class Block(nn.Module):
 
 
 def build(depth: int) -> nn.Sequential:
-    """A stem, three groups of `depth` blocks, a head: every element of the Sequential is a stage that can be planned."""
+    """A stem, three groups of `depth` blocks, a head: every element of the Sequential is a stage that can be
+    planned."""
     torch.manual_seed(0)
     stages: list[nn.Module] = [nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())]
     before = 16

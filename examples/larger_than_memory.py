@@ -1,12 +1,14 @@
-"""Training a model whose parameters, gradients and optimizer states do not fit: plain PyTorch fails, and rotoff trains to the same losses.
+"""Training a model whose parameters, gradients and optimizer states do not fit: plain PyTorch fails, and rotoff trains
+to the same losses.
 
     python examples/larger_than_memory.py
     python examples/larger_than_memory.py --blocks 24 --width 1024 --memory "1 GiB"
 
-Three processes train the same steps from the same seed: plain PyTorch with all the memory that it wants; plain PyTorch with `--memory`
-bytes for everything; rotoff with the same memory. The kernel enforces it (RLIMIT_DATA), from before the model is made: whoever asks for
-more gets none. What rotoff keeps on the host lies in a file on a disk. 96 MiB of the memory are left to what a process takes for itself:
-the profiler that measures, threads, the buffers of the matrix library. Linux only.
+Three processes train the same steps from the same seed: plain PyTorch with all the memory that it wants; plain PyTorch
+with `--memory` bytes for everything; rotoff with the same memory. The kernel enforces it (RLIMIT_DATA), from before the
+model is made: whoever asks for more gets none. What rotoff keeps on the host lies in a file on a disk. 96 MiB of the
+memory are left to what a process takes for itself: the profiler that measures, threads, the buffers of the matrix
+library. Linux only.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python examples/plan_without_device.py --blocks 40 --width 5120 --tokens 8192 --limit "40 GiB" --out plans/
 
 Bytes follow from the shapes of a transformer block in half precision whose attention saves no matrix; seconds from its
-floating-point operations and what the device is given as sustaining. Where a device is at hand, `rotoff profile` measures
-instead. With --out, the chain, the plan and (with matplotlib) two pictures are written there.
+floating-point operations and what the device is given as sustaining. Where a device is at hand, `rotoff profile`
+measures instead. With --out, the chain, the plan and (with matplotlib) two pictures are written there.
 """
 
 import argparse

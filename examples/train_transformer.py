@@ -3,8 +3,9 @@
     python examples/train_transformer.py --limit 0.5
     python examples/train_transformer.py --layers 12 --width 768 --context 512 --limit "2 GiB"
 
-The model is built from its configuration, with no weights to fetch, and learns the characters of Python's own source. The same
-steps are trained by the plain Trainer and with rotoff's callback, and the losses are compared. Needs rotoff[transformers].
+The model is built from its configuration, with no weights to fetch, and learns the characters of Python's own source.
+The same steps are trained by the plain Trainer and with rotoff's callback, and the losses are compared. Needs
+rotoff[transformers].
 """
 
 import argparse
@@ -37,7 +38,12 @@ class Text(torch.utils.data.Dataset):
 
 def build(options: argparse.Namespace) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    sizes = {"n_layer": options.layers, "n_embd": options.width, "n_head": options.heads, "n_positions": options.context}
+    sizes = {
+        "n_layer": options.layers,
+        "n_embd": options.width,
+        "n_head": options.heads,
+        "n_positions": options.context,
+    }
     return GPT2LMHeadModel(GPT2Config(vocab_size=128, bos_token_id=0, eos_token_id=0, **sizes))
 
 

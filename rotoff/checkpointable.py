@@ -156,7 +156,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy or a pickle: the model, the options and what was asked for. The copy is measured and planned anew."""
+        """For a copy or a pickle: the model, the options and what was asked for. The copy is measured and planned
+        anew."""
         state = {
             k: v for k, v in vars(self).items() if k not in ("_cache", "_links", "_courses", "_recording", "_placement")
         }
@@ -224,22 +225,23 @@ class Checkpointable(RotorNames, ModuleProxy):
         Where nothing has been measured yet, the first training forward is measured and the plan made then.
 
         Args:
-            mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was there
-                before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the device has
-                free now, less a margin.
+            mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was
+                there before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the
+                device has free now, less a margin.
             mode: "joint", "remat" (recompute only) or "offload" (move only). mem_slots, options: as of `rotoff.solve`.
             policy: instead of a mode, a system of the papers, such as "vdnn"; it is run even where everything fits.
-            up_to: the largest input that training will have, as the tuple of the model's arguments or the dict of its named ones. It is
-                measured now, with inputs of half its batch and of half its length. Where this returns, every smaller input fits, too,
-                and none of those in between is measured again.
-            device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer states, buffers,
-                the batch and the step. What does not fit lies on the host between its uses. On the CPU the host is a file.
+            up_to: the largest input that training will have, as the tuple of the model's arguments or the dict of its
+                named ones. It is measured now, with inputs of half its batch and of half its length. Where this
+                returns, every smaller input fits, too, and none of those in between is measured again.
+            device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
+                states, buffers, the batch and the step. What does not fit lies on the host between its uses. On the CPU
+                the host is a file.
             optimizer: beside `device_limit`, what updates the parameters, or a list of those.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
-            InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With `up_to` it says
-                which smaller inputs do.
+            InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
+                `up_to` it says which smaller inputs do.
         """
 
         if (mem_limit is None) is (device_limit is None):
@@ -266,14 +268,22 @@ class Checkpointable(RotorNames, ModuleProxy):
                 raise OptionError(
                     "up_to is for one process; in a group measure the largest input in each, by model.measure(*largest)"
                 )
-            args, kwargs = ((), up_to) if isinstance(up_to, dict) else (up_to if isinstance(up_to, tuple) else (up_to,), {})
+            args, kwargs = (
+                ((), up_to) if isinstance(up_to, dict) else (up_to if isinstance(up_to, tuple) else (up_to,), {})
+            )
             self._courses.measure_up_to(strategy.chain_input(self._model, args, kwargs, self._options.stages), request)
         self._courses.ask(request)
         self._unplace()
         return self
 
     def _place(
-        self, device_limit: int | str, mode: str, mem_slots: int, policy: str | None, optimizer: Any, options: dict[str, Any]
+        self,
+        device_limit: int | str,
+        mode: str,
+        mem_slots: int,
+        policy: str | None,
+        optimizer: Any,
+        options: dict[str, Any],
     ) -> Checkpointable:
         """`compute_sequence` for a `device_limit`."""
         check_options(mode, mem_slots, policy, options)
@@ -356,7 +366,8 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def chain(self) -> Chain:
-        """The chain measured last; once there is a plan, as that one sees it (skip connections kept in place are in no value)."""
+        """The chain measured last; once there is a plan, as that one sees it (skip connections kept in place are in no
+        value)."""
         plan = self._latest.plan
         return self._latest.planned.chain if plan is None or plan.chain is None else plan.chain
 
@@ -407,8 +418,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         return self._plan.trace.makespan
 
     def get_expected_memory(self) -> int:
-        """Bytes that the planned step is expected to hold at most, in the terms of `mem_limit`: what the machine charges, less what
-        is known to be gone by then, or to be the same bytes of another value."""
+        """Bytes that the planned step is expected to hold at most, in the terms of `mem_limit`: what the machine
+        charges, less what is known to be gone by then, or to be the same bytes of another value."""
         if self._plan.placed is not None:
             return self._plan.placed.peak_bytes
         return expected_bytes(self.profile, self._plan)
@@ -429,7 +440,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     def plans(self) -> list[PlannedSize]:
         """What is planned so far: one row for each kind and size of input that a training step had.
 
-        Use it where inputs vary, to see which sizes were measured, what each is expected to take, and what a larger one would.
+        Use it where inputs vary, to see which sizes were measured, what each is expected to take, and what a larger one
+        would.
         """
         return self._courses.plans()
 
@@ -529,12 +541,16 @@ def _keep(_: Link) -> None:
     """The link of the parameters stays with them."""
 
 
-def _by_itself(wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_itself(
+    wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     return wrapped._planned(plain, args, kwargs)
 
 
-# What ``torch.compile`` around a `Checkpointable` meets: planned steps run outside of it, since hooks and replays are not for its
-# graphs. `torch.compiler.disable` is the public way, but loads the compiler at once, which takes a second that few need.
+# What ``torch.compile`` around a `Checkpointable` meets: planned steps run outside of it, since hooks and replays are
+# not for its
+# graphs. `torch.compiler.disable` is the public way, but loads the compiler at once, which takes a second that few
+# need.
 _left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(_by_itself)
 
 

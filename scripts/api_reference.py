@@ -37,7 +37,8 @@ def public_names() -> list[str]:
 
 
 def modules() -> list[str]:
-    """The modules that import here: without an extra, or where its own imports fail, a page is left out, and it is said."""
+    """The modules that import here: without an extra, or where its own imports fail, a page is left out, and it is
+    said."""
     found = []
     for name, needs in MODULES.items():
         try:

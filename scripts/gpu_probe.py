@@ -2,9 +2,10 @@
 
     python3 scripts/gpu_probe.py OUT.json [--small]
 
-(`--small`: in a hundredth of the bytes, to see whether it runs) memory of device and host before and after; what pinning 1, 8 and
-32 GiB takes; the link's bandwidth out, in, and both at once; the blocks that the allocator gives for requests; one planned step that is
-checked after every operation. The file is written after each; what fails says why there, and the exit code is 1.
+(`--small`: in a hundredth of the bytes, to see whether it runs) memory of device and host before and after; what
+pinning 1, 8 and 32 GiB takes; the link's bandwidth out, in, and both at once; the blocks that the allocator gives for
+requests; one planned step that is checked after every operation. The file is written after each; what fails says why
+there, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,20 @@ from rotoff.tools.doctor.machine import memory_bytes
 MIB, GIB = 1 << 20, 1 << 30
 SMALL = "--small" in sys.argv
 DEVICE = torch.device("cuda", 0)
-REQUESTS = (1, 512, 513, 100_000, MIB - 1, MIB, MIB + 1, 3 * MIB, 10 * MIB - 512, 10 * MIB, 19 * MIB + 4096, 100 * MIB + 512)
+REQUESTS = (
+    1,
+    512,
+    513,
+    100_000,
+    MIB - 1,
+    MIB,
+    MIB + 1,
+    3 * MIB,
+    10 * MIB - 512,
+    10 * MIB,
+    19 * MIB + 4096,
+    100 * MIB + 512,
+)
 
 
 def pinning(size: int) -> dict[str, Any]:
@@ -72,7 +86,12 @@ def checked_step() -> dict[str, Any]:
         torch.cuda.synchronize(DEVICE)
         seconds.append(time.perf_counter() - start)
         peak = torch.cuda.max_memory_allocated(DEVICE) - before
-    found = {"peak": peak, "expected_peak": wrapped.get_expected_memory(), "limit": wrapped.mem_limit, "seconds": seconds}
+    found = {
+        "peak": peak,
+        "expected_peak": wrapped.get_expected_memory(),
+        "limit": wrapped.mem_limit,
+        "seconds": seconds,
+    }
     found |= {"expected_seconds": wrapped.get_expected_makespan(), "operations": " ".join(map(str, wrapped.sequence))}
     wrapped.close()
     return found

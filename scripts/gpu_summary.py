@@ -1,11 +1,12 @@
-"""OUTDIR/summary.json of scripts/gpu_check.sh, written after each step, so that what ended is told whatever comes after:
+"""OUTDIR/summary.json of scripts/gpu_check.sh, written after each step, so that what ended is told whatever comes
+after:
 
     python3 scripts/gpu_summary.py OUTDIR machine                                  # once for each call
     python3 scripts/gpu_summary.py OUTDIR step NAME CODE BEGIN END COMMAND         # after each; prints its line
     python3 scripts/gpu_summary.py OUTDIR end NAME...                              # exit code 1 where one of these failed
 
-Steps of earlier calls stay, as long as the machine is the same. A step whose tests all skip has failed: with CUDA at hand they have
-shown nothing.
+Steps of earlier calls stay, as long as the machine is the same. A step whose tests all skip has failed: with CUDA at
+hand they have shown nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def machine() -> dict[str, Any]:
 
     device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
-        "device": device and {"name": device.name, "total_bytes": device.total_memory, "count": torch.cuda.device_count()},
+        "device": device
+        and {"name": device.name, "total_bytes": device.total_memory, "count": torch.cuda.device_count()},
         "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
         "host": {"system": platform.platform(), "machine": platform.machine(), "cores": os.cpu_count()},
@@ -61,12 +63,15 @@ def machine() -> dict[str, Any]:
 
 
 def tests(path: Path) -> dict[str, Any]:
-    """Counts of a step's tests, the message of each that failed and where, those that had no time, the figures that they measured."""
+    """Counts of a step's tests, the message of each that failed and where, those that had no time, the figures that
+    they measured."""
     try:
         suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
     except (OSError, ElementTree.ParseError) as error:
         return {"tests": 0, "failed": {}, "no_time": [], "figures": {}, "unread": str(error)}
-    counts = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")}
+    counts = {
+        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    }
     failed, no_time, figures = dict[str, str](), list[str](), dict[str, str | None]()
     for case in (case for suite in suites for case in suite.iter("testcase")):
         name = f"{case.get('classname')}.{case.get('name')}"

@@ -1,4 +1,5 @@
-"""The first use of each library on a GPU, so that no test pays for it: a matrix product, a convolution, attention, an LSTM, the profiler.
+"""The first use of each library on a GPU, so that no test pays for it: a matrix product, a convolution, attention, an
+LSTM, the profiler.
 
 Each is a line with its seconds, the first time and the second; what fails says so, and the exit code is 1.
 """

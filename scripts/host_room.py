@@ -2,10 +2,10 @@
 
     python3 scripts/host_room.py MOST
 
-prints ROTOFF_HOST_MEMORY's value (such as "17.5 GiB") again and again, each larger, up to MOST GiB; the last line counts. It takes
-a quarter of a GiB at a time, goes on while the system says that 1 GiB is still available or makes it available within a second, for
-20 seconds at most, and says 85 % of what it took, or of what the system says is available where that is more. Where memory runs
-out all the same, the kernel ends this process and no other.
+prints ROTOFF_HOST_MEMORY's value (such as "17.5 GiB") again and again, each larger, up to MOST GiB; the last line
+counts. It takes a quarter of a GiB at a time, goes on while the system says that 1 GiB is still available or makes it
+available within a second, for 20 seconds at most, and says 85 % of what it took, or of what the system says is
+available where that is more. Where memory runs out all the same, the kernel ends this process and no other.
 """
 
 from __future__ import annotations

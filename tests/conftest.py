@@ -11,9 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 os.environ["ROTOFF_CACHE"] = "off"  # what one test finds, another must not know
-# Of the processes that tests start, too: where each has a thread for every core, they wait for each other most of the time.
+# Of the processes that tests start, too: where each has a thread for every core, they wait for each other most of the
+# time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Tests that compare bits on CUDA ask for deterministic algorithms, and cuBLAS has them only so. Read when torch first uses it.
+# Tests that compare bits on CUDA ask for deterministic algorithms, and cuBLAS has them only so. Read when torch first
+# uses it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 try:
@@ -51,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What would begin after the time that ROTOFF_TESTS_END says (seconds since 1970) fails at once, so that results are written."""
+    """What would begin after the time that ROTOFF_TESTS_END says (seconds since 1970) fails at once, so that results
+    are written."""
     end = os.environ.get("ROTOFF_TESTS_END")
     if end is not None and time.time() > float(end):
         pytest.fail("the time that this run was given is over", pytrace=False)
@@ -59,7 +62,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _old_objects_apart() -> Iterator[None]:
-    """Collections, which tests of leaks ask for again and again, need not look through all that was imported before: seconds each."""
+    """Collections, which tests of leaks ask for again and again, need not look through all that was imported before:
+    seconds each."""
     gc.collect()
     gc.freeze()
     yield

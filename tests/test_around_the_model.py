@@ -1,4 +1,5 @@
-"""What people put around a planned model: copies and pickles, compilers, hooks of all modules, another planned model."""
+"""What people put around a planned model: copies and pickles, compilers, hooks of all modules, another planned
+model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where the user says from which output the backward starts, the gradients of the others take no bytes, and are refused."""
+"""Where the user says from which output the backward starts, the gradients of the others take no bytes, and are
+refused."""
 
 from __future__ import annotations
 
@@ -151,7 +152,9 @@ def test_the_last_module_of_a_sequential_may_return_several(ids: torch.Tensor) -
     model = nn.Sequential(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), Head(64, WORDS))
     peaks = [wrapped(model, backward_from=starts).measure(ids).keep_all_memory for starts in (None, 0)]
     assert peaks[1] <= peaks[0] - 0.9 * LOGITS
-    with pytest.raises(rotoff.MeasureError, match="names 'loss', and the model returns a tuple of 2; name one of those"):
+    with pytest.raises(
+        rotoff.MeasureError, match="names 'loss', and the model returns a tuple of 2; name one of those"
+    ):
         wrapped(model, backward_from="loss").measure(ids)
 
 
@@ -188,7 +191,9 @@ def test_what_names_no_output_is_refused(wrong: Any) -> None:
 
 
 def test_what_the_model_does_not_return_is_refused(ids: torch.Tensor) -> None:
-    with pytest.raises(rotoff.MeasureError, match="names 'los', and the model returns 'loss', 'logits'; name one of those"):
+    with pytest.raises(
+        rotoff.MeasureError, match="names 'los', and the model returns 'loss', 'logits'; name one of those"
+    ):
         wrapped(made(), backward_from="los").measure(ids, labels=ids)
     with pytest.raises(rotoff.MeasureError, match="names 7, and the model returns a tuple of 2"):
         wrapped(made("tuple"), backward_from=7).measure(ids, labels=ids)

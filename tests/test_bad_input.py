@@ -111,7 +111,9 @@ def test_a_link_that_hardly_moves_has_a_bound_without_a_warning() -> None:
     slow = replace(CHAIN, d2h_bandwidth=5e-324)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert CHAIN.compute_time <= rotoff.lower_bound(slow, 200) <= rotoff.solve(slow, 200).meta["makespan"] * (1 + 1e-9)
+        assert (
+            CHAIN.compute_time <= rotoff.lower_bound(slow, 200) <= rotoff.solve(slow, 200).meta["makespan"] * (1 + 1e-9)
+        )
 
 
 # -- limits as people write them
@@ -170,7 +172,13 @@ def test_a_chain_of_no_bytes_and_no_time(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_stages_of_no_bytes_or_no_time_among_others(mode: str) -> None:
-    stages = (Stage("view"), *CHAIN.stages, Stage("free", 0.0, 0.0, 10, 10), Stage("nothing", 1.0, 1.0), CHAIN.stages[0])
+    stages = (
+        Stage("view"),
+        *CHAIN.stages,
+        Stage("free", 0.0, 0.0, 10, 10),
+        Stage("nothing", 1.0, 1.0),
+        CHAIN.stages[0],
+    )
     chain = replace(CHAIN, stages=stages)
     limit = rotoff.min_mem_limit(chain, mode)
     assert rotoff.simulate(chain, rotoff.solve(chain, limit, mode=mode), limit).peak_bytes <= limit
@@ -218,7 +226,9 @@ def test_what_is_no_chain_says_how_to_get_one(chain: Any) -> None:
 # -- extreme and wrong-typed values, each a sentence or a result
 
 
-@pytest.mark.parametrize(("bandwidth", "seconds"), [(1e20, 1.0), (1e30, 1.0), (1e308, 1e-3), (1e10, 1e300), (1e30, 1e300)])
+@pytest.mark.parametrize(
+    ("bandwidth", "seconds"), [(1e20, 1.0), (1e30, 1.0), (1e308, 1e-3), (1e10, 1e300), (1e30, 1e300)]
+)
 def test_links_and_times_of_any_speed_are_planned_without_warnings(bandwidth: float, seconds: float) -> None:
     forms = (rotoff.Form(2 * 10**6, 3 * seconds),)
     stages = tuple(Stage("", seconds, 2 * seconds, 10**6, 3 * 10**6, forms=forms) for _ in range(6))

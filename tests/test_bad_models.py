@@ -114,7 +114,9 @@ def test_a_limit_too_small_before_any_measurement_fails_in_the_first_step() -> N
 # -- out of order
 
 
-@pytest.mark.parametrize("name", ["sequence", "get_expected_makespan", "get_expected_memory", "get_expected_host_memory"])
+@pytest.mark.parametrize(
+    "name", ["sequence", "get_expected_makespan", "get_expected_memory", "get_expected_host_memory"]
+)
 def test_what_a_plan_would_tell_needs_a_plan(name: str) -> None:
     model = Checkpointable(small_model()).measure(torch.randn(2, 32))
     with pytest.raises(MeasureError, match="call compute_sequence"):
@@ -210,7 +212,9 @@ def test_an_input_of_integers(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_without_parameters(mode: str) -> None:
-    check_step(nn.Sequential(nn.GELU(), nn.Softmax(-1), nn.Tanh(), nn.SiLU()), torch.randn(64, 32, requires_grad=True), mode)
+    check_step(
+        nn.Sequential(nn.GELU(), nn.Softmax(-1), nn.Tanh(), nn.SiLU()), torch.randn(64, 32, requires_grad=True), mode
+    )
 
 
 def test_a_model_without_anything_to_train_runs_as_it_is() -> None:

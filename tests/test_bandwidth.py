@@ -1,4 +1,5 @@
-"""What the link's bandwidth is measured over: as many bytes as a step moves, where copies run through the processor's caches."""
+"""What the link's bandwidth is measured over: as many bytes as a step moves, where copies run through the processor's
+caches."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Clock:
 
 
 class CachedLink(Link):
-    """Copies at HOT B/s what it copied within the last CACHE_BYTES, at COLD B/s all else; the first of each takes a second more."""
+    """Copies at HOT B/s what it copied within the last CACHE_BYTES, at COLD B/s all else; the first of each takes a
+    second more."""
 
     duplex, cached = False, True
 
@@ -159,7 +161,9 @@ def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkey
     assert (len(made), made[1].closed, made[1].capacity) == (2, False, 100 << 20)
 
 
-def test_a_host_with_little_room_is_enough_for_who_only_recomputes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_little_room_is_enough_for_who_only_recomputes(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Tight(CachedLink):
         cached, queues, duplex = False, True, True
 
@@ -172,7 +176,8 @@ def test_a_host_with_little_room_is_enough_for_who_only_recomputes(clock: Clock,
 
 
 class TwoWays(CachedLink):
-    """Copies queue, on a lane for each direction, at COLD B/s. hidden: of the shorter of two copies beside each other."""
+    """Copies queue, on a lane for each direction, at COLD B/s. hidden: of the shorter of two copies beside each
+    other."""
 
     duplex, cached, queues = True, False, True
 
@@ -217,7 +222,9 @@ def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
         measure_bandwidth(link, 6 << 20, 1 << 40)
 
 
-@pytest.mark.parametrize(("step_bytes", "beside", "values"), [(10 << 20, 12 << 20, 4), (10 << 20, 11 << 20, 1), (0, 0, 1)])
+@pytest.mark.parametrize(
+    ("step_bytes", "beside", "values"), [(10 << 20, 12 << 20, 4), (10 << 20, 11 << 20, 1), (0, 0, 1)]
+)
 def test_the_bytes_on_the_device_are_others_too_where_there_is_room(
     clock: Clock, step_bytes: int, beside: int, values: int
 ) -> None:
@@ -256,7 +263,9 @@ def test_the_file_link_is_measured_over_a_step(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(LinkPool, "bandwidth", spy)
     for layers in (5, 10):
-        model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(layers)])
+        model = torch.nn.Sequential(
+            *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(layers)]
+        )
         wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(32, 64), repeats=1)
         saved = [stage.saved_bytes for stage in wrapped.chain.stages]
         assert asked[-1] == (sorted(saved)[len(saved) // 2], sum(saved))

@@ -63,7 +63,9 @@ def test_refusals() -> None:
     with pytest.raises(LimitError):
         lower_bound(chain, -1)
     least = min_mem_limit(chain, "joint")
-    with pytest.raises(InfeasibleError, match=f"needs at least 115 B \\({least} bytes\\) in mode joint; the limit is 114 B"):
+    with pytest.raises(
+        InfeasibleError, match=f"needs at least 115 B \\({least} bytes\\) in mode joint; the limit is 114 B"
+    ):
         lower_bound(chain, least - 1)
 
 

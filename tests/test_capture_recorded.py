@@ -286,7 +286,9 @@ def test_a_branch_that_turns_is_right_and_measured_when_it_comes_again(caplog: p
     nn.init.ones_(model.linear.weight)
     twin = copy.deepcopy(model)
     wrapped = (
-        rotoff.Checkpointable(model, check=True, cache_directory=None).measure(torch.ones(2, 3)).compute_sequence("1 MiB")
+        rotoff.Checkpointable(model, check=True, cache_directory=None)
+        .measure(torch.ones(2, 3))
+        .compute_sequence("1 MiB")
     )
     first = wrapped.profile
     for n, factor in enumerate((1, -9, 1, -9, -9)):
@@ -340,7 +342,9 @@ def counted(module: Any, x: torch.Tensor) -> float:
 def test_what_the_models_own_code_decides_holds_in_replays(what: Any, mode: str) -> None:
     torch.manual_seed(0)
     plain, batches = Does(what), [(torch.randn(32, 8),) for _ in range(3)]
-    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True, cache_directory=None).measure(*batches[0], repeats=1)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True, cache_directory=None).measure(
+        *batches[0], repeats=1
+    )
     wrapped.compute_sequence(smallest(wrapped, mode), mode=mode, refine=False)
     assert not wrapped._plan.keeps_all
     seen = []
@@ -422,7 +426,8 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 class Odds(nn.Module):
-    """All kinds of calls: custom and scripted functions, in place, slices, iteration, views, tables, no_grad, autocast."""
+    """All kinds of calls: custom and scripted functions, in place, slices, iteration, views, tables, no_grad,
+    autocast."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Modules whose work depends on data, taken whole by themselves and run by their own code; constants and conjugates; to the plain model's bits."""
+"""Modules whose work depends on data, taken whole by themselves and run by their own code; constants and conjugates; to
+the plain model's bits."""
 
 from __future__ import annotations
 
@@ -208,7 +209,11 @@ class Sized(nn.Module):
 @pytest.mark.parametrize("sizes", [[3], [3, 4]])
 def test_a_number_drawn_may_be_asked_for(sizes: list[int]) -> None:
     x, plain = torch.ones(2, 5), Sized(sizes)
-    model = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None).measure(x, repeats=1).compute_sequence("1 MiB")
+    model = (
+        rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None)
+        .measure(x, repeats=1)
+        .compute_sequence("1 MiB")
+    )
     torch.manual_seed(0)
     model(x).sum().backward()
     after = torch.rand(1)

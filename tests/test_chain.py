@@ -37,7 +37,11 @@ def test_what_is_left_out_has_the_defaults_of_the_format() -> None:
     stage = chain.stage(1)
     assert (chain.name, chain.duplex, chain.input_grad_bytes) == ("", True, 0)
     assert (stage.name, stage.grad_bytes, stage.forms) == ("", 10, ())
-    assert (stage.forward_transient_bytes, stage.checkpoint_transient_bytes, stage.backward_transient_bytes) == (0, 0, 0)
+    assert (stage.forward_transient_bytes, stage.checkpoint_transient_bytes, stage.backward_transient_bytes) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_defaults_follow_other_fields() -> None:
@@ -98,7 +102,9 @@ def test_chains_are_frozen_values() -> None:
 def test_a_file_reads_back(tmp_path: Path) -> None:
     forms = (Form(20, 2.5, 1, 2), Form(12, 3.0))
     full = Stage("conv ā", 0.5, 1.25, 10, 30, 11, 3, 4, 5, forms)
-    chain = Chain((full, Stage("fc", 1 / 3, 0.1, 2**40, 2**41)), 12.5e9, 11e9, 8, 6, False, "net", meta={"torch": "2.13"})
+    chain = Chain(
+        (full, Stage("fc", 1 / 3, 0.1, 2**40, 2**41)), 12.5e9, 11e9, 8, 6, False, "net", meta={"torch": "2.13"}
+    )
     chain.save(tmp_path / "chain.json")
     back = Chain.load(str(tmp_path / "chain.json"))
     assert back == chain

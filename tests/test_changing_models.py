@@ -1,4 +1,5 @@
-"""Models that change between steps train to the bits of the plain model, or are refused in a sentence: a table, row by row."""
+"""Models that change between steps train to the bits of the plain model, or are refused in a sentence: a table, row by
+row."""
 
 from __future__ import annotations
 

@@ -206,7 +206,9 @@ def part_frozen(net: Program, n: int) -> None:
 
 
 CHANGES = (flag, factor, threshold, function, order, fewer, more, rate, part_in_eval, part_frozen)
-INFEASIBLE = "refused: the training step needs at least"  # a change may ask for more than the limit that was given before
+INFEASIBLE = (
+    "refused: the training step needs at least"  # a change may ask for more than the limit that was given before
+)
 
 
 def call(n: int) -> Call:

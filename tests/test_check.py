@@ -1,4 +1,5 @@
-"""`check=True`: what the device holds is what the machine says, after every operation; and it notices where it is not."""
+"""`check=True`: what the device holds is what the machine says, after every operation; and it notices where it is
+not."""
 
 from __future__ import annotations
 

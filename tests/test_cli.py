@@ -85,7 +85,9 @@ def test_solve_writes_what_the_machine_accepts(files: Path, capsys: pytest.Captu
     assert not any(op.startswith("offload") for op in data["ops"])
 
 
-def test_a_chain_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chain_may_come_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(CHAIN.to_dict())))
     data = json.loads(out(capsys, "solve", "-", "--mem-limit", "20MiB", "--json", *QUICK))
     assert data["format"] == "rotoff.sequence"
@@ -197,12 +199,16 @@ def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.Ca
     found = json.loads(out(capsys, "stages", "my_models_of_the_test:build", "--repeats", "1", "--json"))
     assert [row["saved_bytes"] for row in found["stages"]] == [stage.saved_bytes for stage in made.stages]
     assert "8 stages" in out(capsys, "stages", "my_models_of_the_test:build", "--repeats", "1").splitlines()[0]
-    fewer = json.loads(out(capsys, "stages", "my_models_of_the_test:build", "--repeats", "1", "--stages", "2", "--json"))
+    fewer = json.loads(
+        out(capsys, "stages", "my_models_of_the_test:build", "--repeats", "1", "--stages", "2", "--json")
+    )
     assert len(fewer["stages"]) < 8
     elsewhere = json.loads(out(capsys, "estimate", "my_models_of_the_test:build", "--device", "H200", "--json"))
     assert [row["output_bytes"] for row in elsewhere["stages"]] == [stage.output_bytes for stage in made.stages]
     assert elsewhere["meta"]
-    cut = json.loads(out(capsys, "estimate", "my_models_of_the_test:build", "--device", "H200", "--stages", "2", "--json"))
+    cut = json.loads(
+        out(capsys, "estimate", "my_models_of_the_test:build", "--device", "H200", "--stages", "2", "--json")
+    )
     assert [row["saved_bytes"] for row in cut["stages"]] == [row["saved_bytes"] for row in fewer["stages"]]
     same = json.loads(out(capsys, "estimate", "my_models_of_the_test:build", "--backward-from", "0", "--json"))
     assert same["stages"] == elsewhere["stages"]
@@ -280,18 +286,26 @@ def test_a_progress_bar_is_for_terminals_only_and_leaves_no_trace(
 
 def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(
-        out(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "rotor", "--option", "slots=40", "--json")
+        out(
+            capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "rotor", "--option", "slots=40", "--json"
+        )
     )
     assert data["mode"] == "rotor"
     assert data["ops"] == [str(op) for op in rotoff.solve(CHAIN, "20 MiB", policy="rotor", slots=40)]
-    rows = json.loads(out(capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "all", "--json", *QUICK))[
-        "rows"
-    ]
+    rows = json.loads(
+        out(capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "all", "--json", *QUICK)
+    )["rows"]
     assert {row["mode"] for row in rows} == {"joint", "remat", "offload", *rotoff.solver.policies.POLICIES}
     assert sum(row["fits"] for row in rows) >= 6
-    text = out(capsys, "sweep", "chain.json", "--mem-limit", "20MiB", "--modes", "joint", "--policies", "vdnn,chen", *QUICK)
+    text = out(
+        capsys, "sweep", "chain.json", "--mem-limit", "20MiB", "--modes", "joint", "--policies", "vdnn,chen", *QUICK
+    )
     assert [line.split()[2] for line in text.splitlines()[1:]] == ["joint", "vdnn", "chen"]
-    assert "'fast' is not a policy" in error(capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "fast")
-    assert "--option goes with --policy" in error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1")
+    assert "'fast' is not a policy" in error(
+        capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "fast"
+    )
+    assert "--option goes with --policy" in error(
+        capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1"
+    )
     said = error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "chen", "--option", "a=1")
     assert "has no option 'a'" in said

@@ -38,7 +38,8 @@ def profile_of(name: str, rows: int) -> Profile:
 
 
 def shaken(value: Any, rng: random.Random) -> Any:
-    """`value` with each number in it another, by itself; what holds words, numbers of stages or modules is left as it is."""
+    """`value` with each number in it another, by itself; what holds words, numbers of stages or modules is left as it
+    is."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
@@ -52,7 +53,9 @@ def shaken(value: Any, rng: random.Random) -> Any:
     if isinstance(value, UpkeepTimes):
         return UpkeepTimes(*(shaken(one, rng) for one in value))
     if is_dataclass(value):
-        named = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ("extra", "meta", "name", "duplex")}
+        named = {
+            f.name: getattr(value, f.name) for f in fields(value) if f.name not in ("extra", "meta", "name", "duplex")
+        }
         made = {name: shaken(one, rng) for name, one in named.items()}
         if isinstance(value, Stage):  # whose saved bytes count its output
             made["saved_bytes"] = max(made["saved_bytes"], made["output_bytes"])
@@ -89,7 +92,8 @@ def decided(profile: Profile) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_processes_have_the_same_and_decide_alike(name: str) -> None:
-    """Where every number is another in each of three processes, and between those that one of them alone would keep within."""
+    """Where every number is another in each of three processes, and between those that one of them alone would keep
+    within."""
     few, many = profile_of(name, 1), profile_of(name, 3)
     for profiles in ([few, many], [many, few], [unequal(few, n) for n in range(3)]):
         ours = agreed(profiles)

@@ -1,4 +1,5 @@
-"""What people put around, on and into the stages of a model: the bits of the plain model under limits that force moves."""
+"""What people put around, on and into the stages of a model: the bits of the plain model under limits that force
+moves."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ def test_normalisations_with_parametrised_weights() -> None:
         spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
         orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
         norms = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh()), nn.GroupNorm(4, 16), nn.BatchNorm1d(16, momentum=None)
-        return sequential(nn.Linear(16, 16), weight, norms[0], spectral, norms[1], orthogonal, norms[2], nn.Linear(16, 4))
+        return sequential(
+            nn.Linear(16, 16), weight, norms[0], spectral, norms[1], orthogonal, norms[2], nn.Linear(16, 4)
+        )
 
     compare(make, train)
 
@@ -116,7 +119,9 @@ def test_weight_and_spectral_norm_in_their_older_form_by_hooks() -> None:
             warnings.simplefilter("ignore", FutureWarning)
             weight = nn.utils.weight_norm(nn.Linear(32, 16))
         shaped = nn.Sequential(nn.Unflatten(1, (1, 16)), convolution, nn.Flatten())
-        return sequential(nn.Linear(16, 16), spectral, nn.GELU(), shaped, weight, nn.Dropout(), spectral, nn.Linear(16, 4))
+        return sequential(
+            nn.Linear(16, 16), spectral, nn.GELU(), shaped, weight, nn.Dropout(), spectral, nn.Linear(16, 4)
+        )
 
     compare(make, train)
 
@@ -149,7 +154,20 @@ def test_a_loss_that_stages_leave_beside_their_output() -> None:
     compare(make, run, seeds=0)
     model, batch = make()
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    text = ["F_ck 1", "F_ck 2", "drop a 2", "F_ck 2", "F_all 3", "F_all 4", "F_all 5", "F_all 6", "B 6", "B 5", "B 4", "B 3"]
+    text = [
+        "F_ck 1",
+        "F_ck 2",
+        "drop a 2",
+        "F_ck 2",
+        "F_all 3",
+        "F_all 4",
+        "F_all 5",
+        "F_all 6",
+        "B 6",
+        "B 5",
+        "B 4",
+        "B 3",
+    ]
     with_sequence(wrapped, rotoff.Sequence.from_text([*text, "F_all 2", "B 2", "F_all 1", "B 1"]))
     model, _ = make()
     wrapped.load_state_dict(model.state_dict())
@@ -311,7 +329,9 @@ def test_low_rank_adapters_added_in_place_over_frozen_weights() -> None:
     def make() -> tuple[nn.Sequential, Batch]:
         head = [nn.Embedding(20, 16).requires_grad_(False), nn.Linear(16, 16).requires_grad_(False)]
         body = [m for _ in range(3) for m in (Adapted(16), nn.GELU())]
-        return nn.Sequential(*head, *body, nn.Linear(16, 20).requires_grad_(False)), lambda: torch.randint(0, 20, (4, 8))
+        return nn.Sequential(*head, *body, nn.Linear(16, 20).requires_grad_(False)), lambda: torch.randint(
+            0, 20, (4, 8)
+        )
 
     compare(make, train)
 
@@ -335,9 +355,13 @@ def test_hooks_on_parameters_and_backward_hooks_on_stages() -> None:
     def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
         seen: list[torch.Tensor] = []
         hooks = [p.register_hook(lambda g: g * 0.5) for p in model[1].parameters()]
-        hooks.append(model[2].register_full_backward_hook(lambda m, gi, go: seen.extend([gi[0].clone(), go[0].clone()])))
+        hooks.append(
+            model[2].register_full_backward_hook(lambda m, gi, go: seen.extend([gi[0].clone(), go[0].clone()]))
+        )
         hooks.append(model[3].register_full_backward_pre_hook(lambda m, go: (go[0] * 2,)))
-        hooks += [p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())) for p in model[3].parameters()]
+        hooks += [
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())) for p in model[3].parameters()
+        ]
         result = train(model, batch, steps=2)
         for hook in hooks:
             hook.remove()
@@ -407,7 +431,8 @@ class CastingInside(nn.Module):
 
 @pytest.mark.parametrize(("regions", "cache", "casts"), [(1, True, 1), (2, True, 2), (6, True, 6), (2, False, 0)])
 def test_weights_that_an_autocast_region_of_the_model_casts_once(regions: int, cache: bool, casts: int) -> None:
-    """The parts of their gradients are added in bfloat16 then; those of several regions, or without the cache, in float32."""
+    """The parts of their gradients are added in bfloat16 then; those of several regions, or without the cache, in
+    float32."""
     plain = CastingInside(regions, cache)
     x = torch.randn(64, 32)
     wrapped = rotoff.Checkpointable(copy.deepcopy(plain), stages=12).measure(x, repeats=1)

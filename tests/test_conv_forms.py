@@ -1,4 +1,5 @@
-"""Convolutions by other algorithms: which flags are in force when, and that they are put back. On a CPU they change no bits."""
+"""Convolutions by other algorithms: which flags are in force when, and that they are put back. On a CPU they change no
+bits."""
 
 from __future__ import annotations
 
@@ -81,12 +82,15 @@ class Convolutions(TorchDispatchMode):
 
 
 def with_forms(wrapped: rotoff.Checkpointable, by: Algorithms) -> rotoff.Checkpointable:
-    """Give stages, but the last, the whole of ā by other algorithms as form 1, and their smaller forms by them after that."""
+    """Give stages, but the last, the whole of ā by other algorithms as form 1, and their smaller forms by them after
+    that."""
     profile, stages, behaviours = wrapped.profile, [], []
     for stage, behaviour in zip(profile.chain.stages[:-1], profile.behaviours[:-1], strict=True):
         own = frozenset(n for n, kind in enumerate(behaviour.saved) if kind is SavedKind.OWN)
         recipes = [Recipe(own, {}, 0, (), {}, algorithms=by), *(replace(r, algorithms=by) for r in behaviour.forms)]
-        whole = Form(stage.saved_bytes, stage.backward_time, stage.forward_transient_bytes, stage.backward_transient_bytes)
+        whole = Form(
+            stage.saved_bytes, stage.backward_time, stage.forward_transient_bytes, stage.backward_transient_bytes
+        )
         stages.append(replace(stage, forms=(whole, *stage.forms)))
         behaviours.append(replace(behaviour, forms=tuple(recipes)))
     stages.append(profile.chain.stages[-1])

@@ -1,4 +1,5 @@
-"""Modules compiled with CUDA graphs are refused on CUDA, however they were compiled; nothing is compiled to find out."""
+"""Modules compiled with CUDA graphs are refused on CUDA, however they were compiled; nothing is compiled to find
+out."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def test_stages_with_cuda_graphs_are_refused(options: dict[str, Any]) -> None:
     inside = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     inside[1].compile(**options)
     for module in (inside, torch.compile(nn.Linear(3, 3), **options)):
-        with pytest.raises(rotoff.MeasureError, match=r"^stage 'block' is compiled with CUDA graphs.* mode=\"default\" or"):
+        with pytest.raises(
+            rotoff.MeasureError, match=r"^stage 'block' is compiled with CUDA graphs.* mode=\"default\" or"
+        ):
             refuse_cuda_graphs(StageModule("block", (module,)))
 
 

@@ -93,7 +93,10 @@ def test_what_runs_into_the_next_step_is_shown_at_its_start() -> None:
 def test_bytes_of_parameters_are_a_part_of_those_held() -> None:
     trace = simulate(CHAIN, PLAN)
     shown = {str(event.op): event for event in trace.events}
-    assert shown["F_all 1"].parameter_memory == sum({"w": 40, "o": 80}[parse_value(text).of] for text in PLAN.resident) + 30
+    assert (
+        shown["F_all 1"].parameter_memory
+        == sum({"w": 40, "o": 80}[parse_value(text).of] for text in PLAN.resident) + 30
+    )
     assert shown["F_all 1"].memory - shown["F_all 1"].parameter_memory == 100
     assert shown["U 1"].parameter_memory == shown["B 1"].parameter_memory + 40, "w 2 arrives"
     assert all(event.parameter_memory <= event.memory for event in trace.events)

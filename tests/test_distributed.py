@@ -1,4 +1,5 @@
-"""Two processes on the CPU: gradients under DDP and FSDP2 are those of the plain model there, and all follow one plan."""
+"""Two processes on the CPU: gradients under DDP and FSDP2 are those of the plain model there, and all follow one
+plan."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def torchrun(script: Path, *arguments: str) -> str:
     paths = [str(Path(rotoff.__file__).parent.parent), str(TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -44,7 +47,9 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
     """Nobody waits for a process that does not come, and the next step works."""
     lines = torchrun(TESTS / "support" / "distributed_failures.py").splitlines()
     said = dict(
-        line.split(": ", 1) for line in lines if line[:4] in ("samp", "meas", "forw", "late", "limi", "smal", "plan", "othe")
+        line.split(": ", 1)
+        for line in lines
+        if line[:4] in ("samp", "meas", "forw", "late", "limi", "smal", "plan", "othe")
     )
     for failing in (0, 1):
         other = 1 - failing
@@ -53,7 +58,9 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
         assert said[f"sample {failing} {other}"].startswith(sentence)
         for what in ("measure", "forward"):
             assert said[f"{what} {failing} {failing}"].startswith("OutOfMemoryError: injected")
-            sentence = f"MeasureError: process {failing} of the group could not measure the model, and so none of them can"
+            sentence = (
+                f"MeasureError: process {failing} of the group could not measure the model, and so none of them can"
+            )
             assert said[f"{what} {failing} {other}"].startswith(sentence)
             assert said[f"{what} {failing} {other}"].endswith("there: OutOfMemoryError: injected")
         assert said[f"later {failing} 0"] == said[f"later {failing} 1"] == "nothing"

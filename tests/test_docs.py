@@ -1,4 +1,5 @@
-"""What README and docs/ show is run: Python blocks in order, `rotoff` commands too; every link inside leads somewhere."""
+"""What README and docs/ show is run: Python blocks in order, `rotoff` commands too; every link inside leads
+somewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from rotoff.cli import main
 from rotoff.solver import anneal
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED_FILE = re.compile(r"(?<![\w./~-])((?:[\w.-]+/)+[\w.-]+\.(?:py|pyx|sh|md|json|csv|png|svg|toml))\b")
 NAMED_FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
@@ -31,7 +35,9 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 def runnable(page: Path) -> list[tuple[str, str]]:
     """Blocks that are run: ``python`` and ``sh``; one marked ``skip`` says by the next word what it would need."""
     return [
-        (language, code) for language, marks, code in blocks(page) if language in ("python", "sh") and "skip" not in marks
+        (language, code)
+        for language, marks, code in blocks(page)
+        if language in ("python", "sh") and "skip" not in marks
     ]
 
 
@@ -79,9 +85,12 @@ def prose(page: Path) -> str:
 
 
 def missing_paths(page: Path) -> list[str]:
-    """What the text calls a file or folder of this repository, and is none; folders may be named from inside the package."""
+    """What the text calls a file or folder of this repository, and is none; folders may be named from inside the
+    package."""
     files = {
-        path for path in NAMED_FILE.findall(prose(page)) if not any((top / path).exists() for top in (ROOT, page.parent))
+        path
+        for path in NAMED_FILE.findall(prose(page))
+        if not any((top / path).exists() for top in (ROOT, page.parent))
     }
     folders = {
         path
@@ -98,7 +107,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 def test_a_path_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("See `rotoff/core/chain.py`, rotoff/chain.py, `core/`, `cores/` and https://example.org/rotoff/gone.py.")
+    page.write_text(
+        "See `rotoff/core/chain.py`, rotoff/chain.py, `core/`, `cores/` and https://example.org/rotoff/gone.py."
+    )
     assert missing_paths(page) == ["cores/", "rotoff/chain.py"]
 
 

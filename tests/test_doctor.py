@@ -198,7 +198,9 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path, capsys: py
 def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch, build: str | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", build)
-    with pytest.raises(rotoff.OptionError, match="is built without CUDA" if build is None else "finds no GPU; see whether"):
+    with pytest.raises(
+        rotoff.OptionError, match="is built without CUDA" if build is None else "finds no GPU; see whether"
+    ):
         find_device("cuda")
     assert find_device(None) == CPU
 
@@ -223,13 +225,17 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     monkeypatch.delitem(sys.modules, "torch")
     assert main(["doctor"]) == 2
-    assert "torch cannot be imported (OSError libcudnn.so.9: cannot open shared object file); " in capsys.readouterr().err
+    assert (
+        "torch cannot be imported (OSError libcudnn.so.9: cannot open shared object file); " in capsys.readouterr().err
+    )
 
 
 def test_without_torch_it_is_one_sentence(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from rotoff.cli import main; sys.exit(main(['doctor']))"
     told = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=told, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=told, check=False
+    )
     assert ran.returncode == 2
     assert ran.stderr == 'rotoff doctor: the checks train a model, which needs torch; pip install "rotoff[torch]"\n'
     assert list(tmp_path.iterdir()) == []
@@ -417,7 +423,8 @@ def test_copies_that_are_less_hidden_than_predicted(small: SmallModel, monkeypat
     finding = training.overlap(small)
     assert finding.verdict == ATTENTION
     assert (
-        "100% of the copies' time is hidden behind compute (100% in the best of 3 steps), 100% predicted" in finding.sentence
+        "100% of the copies' time is hidden behind compute (100% in the best of 3 steps), 100% predicted"
+        in finding.sentence
     )
 
 

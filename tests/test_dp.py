@@ -49,7 +49,10 @@ def test_joint_cost_is_the_recurrences(chain: Chain, N: int, share: float, round
 @given(chains(most=4), st.integers(5, 12), st.sampled_from([0.4, 0.7, 1.0]), st.sampled_from(ROUNDINGS))
 def test_every_state_of_the_joint_tables(chain: Chain, N: int, share: float, rounding: str) -> None:
     limit = limit_at(chain, share)
-    kernel, twin = joint.fill(joint.costs(chain, limit, N, rounding, len(chain))), Recurrences(chain, limit, N, rounding)
+    kernel, twin = (
+        joint.fill(joint.costs(chain, limit, N, rounding, len(chain))),
+        Recurrences(chain, limit, N, rounding),
+    )
     L = len(chain)
     for A in range(N + 1):
         for D in range(N + 1 - A):

@@ -319,7 +319,10 @@ def test_convolutions_take_their_blocked_copies_too() -> None:
     measured, estimated = pair(model, torch.randn(4, 24, 32, 32, requires_grad=True))
     for one, other in zip(measured.stages, estimated.stages, strict=True):
         for name in BYTES:
-            assert getattr(other, name) == pytest.approx(getattr(one, name), abs=0.02 * one.saved_bytes), (one.name, name)
+            assert getattr(other, name) == pytest.approx(getattr(one, name), abs=0.02 * one.saved_bytes), (
+                one.name,
+                name,
+            )
     assert measured.stages[0].forward_transient_bytes > measured.stages[0].saved_bytes
 
 
@@ -346,7 +349,11 @@ def test_forms_of_a_transformer_block_on_a_gpu() -> None:
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.norm, self.up, self.down = (
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.Linear(4 * width, width),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -363,7 +370,8 @@ def test_forms_of_a_transformer_block_on_a_gpu() -> None:
     first, last = block.forms[0], block.forms[-1]
     assert first.saved_bytes <= 6 * unit + statistics
     assert 0 < first.backward_time - block.backward_time < product
-    # of output and up alone: norm and activation run again, each reading and writing once; views of what is kept take no time
+    # of output and up alone: norm and activation run again, each reading and writing once; views of what is kept take
+    # no time
     elementwise = next(form for form in block.forms if form.saved_bytes == 5 * unit)
     device = find("H200")
     redone = (2 + 8) * unit / (device.memory_bandwidth * device.memory_efficiency) + 2 * device.launch_time

@@ -1,5 +1,5 @@
-"""What each operation of a step is expected to hold, against what is allocated while it runs: skip connections carried or kept in
-place, gradients that wait copied or not."""
+"""What each operation of a step is expected to hold, against what is allocated while it runs: skip connections carried
+or kept in place, gradients that wait copied or not."""
 
 from __future__ import annotations
 

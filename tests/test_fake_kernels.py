@@ -28,7 +28,10 @@ def saved(run: Callable[[], torch.Tensor]) -> list[tuple[torch.dtype, tuple[int,
 
 
 def norms(x: torch.dtype, w: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
-    images, rows = torch.randn(2, 8, 4, 4, dtype=x, requires_grad=True), torch.randn(2, 4, 8, dtype=x, requires_grad=True)
+    images, rows = (
+        torch.randn(2, 8, 4, 4, dtype=x, requires_grad=True),
+        torch.randn(2, 4, 8, dtype=x, requires_grad=True),
+    )
     weight, bias = torch.ones(8, dtype=w, requires_grad=True), torch.zeros(8, dtype=w)
     mean, variance = torch.zeros(8, dtype=w), torch.ones(8, dtype=w)
     return {

@@ -68,7 +68,10 @@ def test_what_leaves_or_is_made_twice_stays_a_form(text: str) -> None:
 
 def between(profile: Profile, mode: str) -> range:
     """Limits from the smallest for `mode` to nearly all that the model takes."""
-    least, most = least_limit(profile, Request(1 << 40, mode, 50, {})), simulated_bytes(profile, plan_everything(profile))
+    least, most = (
+        least_limit(profile, Request(1 << 40, mode, 50, {})),
+        simulated_bytes(profile, plan_everything(profile)),
+    )
     return range(least, most, (most - least) // 5)
 
 

@@ -1,4 +1,5 @@
-"""Forms: a stage that keeps a part of what autograd saves gives the plain model's bits, within the bytes that are charged."""
+"""Forms: a stage that keeps a part of what autograd saves gives the plain model's bits, within the bytes that are
+charged."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ import rotoff
 from rotoff.core.sequence import Op, OpKind
 from rotoff.profile.profile import Profile
 
-WITH_FORMS = ["mlp", "residual", "convolutional", "language", "tuples", "stateful", "side_inputs", "handed_on", "double"]
+WITH_FORMS = [
+    "mlp",
+    "residual",
+    "convolutional",
+    "language",
+    "tuples",
+    "stateful",
+    "side_inputs",
+    "handed_on",
+    "double",
+]
 
 
 def measured(name: str, **options: Any) -> tuple[rotoff.Checkpointable, Callable[[], Any]]:
@@ -338,7 +349,9 @@ class Norm(nn.Module):
 def test_what_makes_redoing_hard(middle: type[nn.Module]) -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(16, 32), middle(), nn.Tanh(), nn.Sequential(middle(), nn.Sigmoid()), nn.Linear(32, 4))
+        return nn.Sequential(
+            nn.Linear(16, 32), middle(), nn.Tanh(), nn.Sequential(middle(), nn.Sigmoid()), nn.Linear(32, 4)
+        )
 
     def batch() -> torch.Tensor:
         return torch.randn(8, 16)

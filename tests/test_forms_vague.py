@@ -22,7 +22,8 @@ in_redo: list[bool] = []  # filled while one runs
 
 
 class SavesBeside(torch.autograd.Function):
-    """Passes its input through a cosine and saves something else beside it, as fused attention does its random state."""
+    """Passes its input through a cosine and saves something else beside it, as fused attention does its random
+    state."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, vague: Vague) -> torch.Tensor:

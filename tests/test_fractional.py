@@ -40,7 +40,8 @@ def limit_of(chain: Chain, share: float) -> int:
 
 
 def test_three_stages_by_hand() -> None:
-    """F_3 and B_3 hold 14 bytes, 4 more than the limit: 1 of them leaves during F_2, 3 before F_3, and all return after B_3."""
+    """F_3 and B_3 hold 14 bytes, 4 more than the limit: 1 of them leaves during F_2, 3 before F_3, and all return after
+    B_3."""
     stages = (Stage("", 1.0, 1.0, 6, 6, 0), Stage("", 1.0, 1.0, 4, 4, 0), Stage("", 2.0, 1.0, 0, 4, 0))
     chain = Chain(stages, 1.0, 1.0, duplex=False)
     made = fractional.optimum(chain, 10)

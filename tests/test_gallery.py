@@ -1,5 +1,5 @@
-"""A sample of the gallery (`make gallery`): models of three libraries as they are, trained at half of what keeping everything
-needs, bit for bit as the plain model."""
+"""A sample of the gallery (`make gallery`): models of three libraries as they are, trained at half of what keeping
+everything needs, bit for bit as the plain model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize(("library", "name"), [*SAMPLE, *(pytest.param(*one, marks=pytest.mark.slow) for one in FURTHER)])
+@pytest.mark.parametrize(
+    ("library", "name"), [*SAMPLE, *(pytest.param(*one, marks=pytest.mark.slow) for one in FURTHER)]
+)
 def test_a_model_as_it_is(library: str, name: str) -> None:
     torchvision_operators.declare()
     for needed in ("torchvision", library) if library != "own" else ():

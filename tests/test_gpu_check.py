@@ -1,5 +1,5 @@
-"""scripts/gpu_check.sh without a GPU, from end to end: stand-ins for python3 and `timeout` note what they are asked for, write what the
-real ones would, and run out of time where a test wants it."""
+"""scripts/gpu_check.sh without a GPU, from end to end: stand-ins for python3 and `timeout` note what they are asked
+for, write what the real ones would, and run out of time where a test wants it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 @dataclass
 class Ended:
-    """What the script did. commands: given to python3, but for questions; limits: in seconds; then: summary.json at each command."""
+    """What the script did. commands: given to python3, but for questions; limits: in seconds; then: summary.json at
+    each command."""
 
     code: int
     said: str
@@ -200,7 +201,9 @@ def test_steps_in_a_row_keep_within_a_call_where_each_takes_all_its_time() -> No
         limits = [int(found.group(1)) for found in asked if found]
         assert len(limits) == len(steps)
         before_last = sum(limits[:-1])
-        assert before_last + 30 <= BUDGETS[mode]  # with the first look at torch and the host; the last takes what is left
+        assert (
+            before_last + 30 <= BUDGETS[mode]
+        )  # with the first look at torch and the host; the last takes what is left
 
 
 def test_tests_that_had_no_time_have_failed(tmp_path: Path) -> None:

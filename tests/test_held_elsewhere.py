@@ -7,7 +7,19 @@ from itertools import product
 
 import pytest
 import torch
-from held_elsewhere import IN_A_SEQUENTIAL, LENGTH, MAKES, MODES, WIDTH, Trunk, bytes_and_plans, draw, fresh, in_all, planned
+from held_elsewhere import (
+    IN_A_SEQUENTIAL,
+    LENGTH,
+    MAKES,
+    MODES,
+    WIDTH,
+    Trunk,
+    bytes_and_plans,
+    draw,
+    fresh,
+    in_all,
+    planned,
+)
 from test_runtime import smallest
 from torch import nn
 
@@ -62,7 +74,9 @@ def test_a_graph_that_waits_is_none_the_worse_for_a_measurement() -> None:
         first, second = run(draw()).square().mean(), run(draw()[: LENGTH // 2]).square().mean()
         second.backward()
         first.backward()
-        seen.append([*(p.grad.clone() for p in net.parameters() if p.grad is not None), *(b.clone() for b in net.buffers())])
+        seen.append(
+            [*(p.grad.clone() for p in net.parameters() if p.grad is not None), *(b.clone() for b in net.buffers())]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
@@ -82,7 +96,9 @@ def late(what: str, on: list[bool], kept: list[torch.Tensor]) -> Callable[[nn.Mo
 
 @pytest.mark.parametrize("what", ["list", "hook"])
 @pytest.mark.parametrize("mode", MODES)
-def test_what_begins_to_hold_tensors_is_said_by_the_check_and_measured_when_it_comes_again(what: str, mode: str) -> None:
+def test_what_begins_to_hold_tensors_is_said_by_the_check_and_measured_when_it_comes_again(
+    what: str, mode: str
+) -> None:
     on, kept = [False], list[torch.Tensor]()
     for check in (True, False):
         on[0] = False

@@ -1,4 +1,5 @@
-"""Pinned host memory on a machine without CUDA: a runtime that notes what it is asked to lock, and refuses what a test wants."""
+"""Pinned host memory on a machine without CUDA: a runtime that notes what it is asked to lock, and refuses what a test
+wants."""
 
 from __future__ import annotations
 
@@ -100,7 +101,9 @@ def test_what_is_pinned_is_no_longer_free(runtime: FakeRuntime) -> None:
 def test_all_or_nothing(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime.refuses = lambda nbytes, n: n == 3
     monkeypatch.setattr(torch, "empty", out_of_memory)
-    with pytest.raises(rotoff.ExecutionError, match=r"cannot be pinned: registering them gives CUDA error 2.*'no more'"):
+    with pytest.raises(
+        rotoff.ExecutionError, match=r"cannot be pinned: registering them gives CUDA error 2.*'no more'"
+    ):
         pin(5 * MIB, DEVICE)
     assert len(runtime.asked) == 3
     assert host_memory.available_bytes() == 100 * MIB
@@ -148,7 +151,9 @@ def test_pages_are_there_before_they_are_locked(runtime: FakeRuntime, monkeypatc
     PinnedSegment(MIB, DEVICE).close()
     assert advised[-1] == host_memory._POPULATE_WRITE
     failure = errno.ENOMEM
-    with pytest.raises(rotoff.ExecutionError, match=rf"the host cannot give {MIB} bytes of memory .*as the test wants it"):
+    with pytest.raises(
+        rotoff.ExecutionError, match=rf"the host cannot give {MIB} bytes of memory .*as the test wants it"
+    ):
         PinnedSegment(MIB, DEVICE)
     assert runtime.asked == [MIB]
 
@@ -178,7 +183,9 @@ def request(profile: Profile, mode: str, share: float = 0.6, **options: Any) -> 
 
 
 @pytest.mark.parametrize("mode", ["joint", "offload"])
-def test_a_plan_uses_no_more_of_the_host_than_there_is(profile: Profile, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_uses_no_more_of_the_host_than_there_is(
+    profile: Profile, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planning, "room_for_plan", lambda _: None)
     asked = request(profile, mode, 0.8)
     free = make_plan(profile, asked)
@@ -193,7 +200,9 @@ def test_a_plan_uses_no_more_of_the_host_than_there_is(profile: Profile, mode: s
     monkeypatch.setattr(planning, "room_for_plan", lambda _: 0)
     if mode == "joint":
         assert make_plan(profile, asked).host_bytes == 0
-    elsewhere = make_plan(profile, replace(asked, here=False))  # an estimate for another machine knows nothing of its host
+    elsewhere = make_plan(
+        profile, replace(asked, here=False)
+    )  # an estimate for another machine knows nothing of its host
     assert elsewhere.host_bytes == free.host_bytes
 
 
@@ -205,7 +214,8 @@ def test_a_plan_that_does_not_fit_the_host_is_refused_and_not_its_step(
     needed = make_plan(profile, asked).host_bytes
     monkeypatch.setattr(planning, "room_for_plan", lambda _: 1000)
     with pytest.raises(
-        rotoff.InfeasibleError, match=rf"keeps {needed} bytes in pinned host memory, and 1000 are available; give a limit"
+        rotoff.InfeasibleError,
+        match=rf"keeps {needed} bytes in pinned host memory, and 1000 are available; give a limit",
     ) as error:
         make_plan(profile, asked)
     enough = replace(asked, mem_limit=error.value.min_mem_limit)

@@ -1,4 +1,5 @@
-"""Trainers with one line more: losses and parameters of the plain run, checkpoints that interchange with the plain model."""
+"""Trainers with one line more: losses and parameters of the plain run, checkpoints that interchange with the plain
+model."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, 4 * WIDTH),
+                nn.GELU(),
+                nn.Linear(4 * WIDTH, WIDTH),
+                nn.Dropout(0.1),
             )
             for _ in range(4)
         )
@@ -61,7 +66,8 @@ class Rows(torch.utils.data.Dataset):
 
 
 def a_limit(bf16: bool = False) -> int:
-    """Bytes that keeping everything does not fit: half of that; with `bf16` casts of the weights stay, and it is half of what goes."""
+    """Bytes that keeping everything does not fit: half of that; with `bf16` casts of the weights stay, and it is half
+    of what goes."""
     wrapped = rotoff.Checkpointable(build())
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         wrapped.measure(Rows().inputs[:ROWS], Rows().labels[:ROWS], repeats=1)
@@ -184,7 +190,9 @@ def accelerated(model: nn.Module, mixed_precision: str) -> tuple[list[float], An
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(Rows(), batch_size=ROWS))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, torch.utils.data.DataLoader(Rows(), batch_size=ROWS)
+    )
     torch.manual_seed(5)
     found = []
     for batch in loader:

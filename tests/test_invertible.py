@@ -1,4 +1,5 @@
-"""The invertible BatchNorm + LeakyReLU against PyTorch's pair: outputs, gradients, statistics, bytes, and under a plan."""
+"""The invertible BatchNorm + LeakyReLU against PyTorch's pair: outputs, gradients, statistics, bytes, and under a
+plan."""
 
 from __future__ import annotations
 

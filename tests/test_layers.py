@@ -1,4 +1,5 @@
-"""The floors of the house: nothing imports upwards, no files import each other in a circle, and planning needs no torch."""
+"""The floors of the house: nothing imports upwards, no files import each other in a circle, and planning needs no
+torch."""
 
 from __future__ import annotations
 

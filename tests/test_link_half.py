@@ -71,10 +71,14 @@ def over(link: HalfLink, wrapped: rotoff.Checkpointable) -> rotoff.Checkpointabl
     return wrapped
 
 
-# Of the convolutional model, sequences that replay no ReLU or pooling on rounded values: which element is the largest of a
-# window may change then, and with it where a gradient goes (`test_a_replay_on_rounded_values_gives_the_gradients_of_the_plain_model_on_those`).
+# Of the convolutional model, sequences that replay no ReLU or pooling on rounded values: which element is the largest
+# of a
+# window may change then, and with it where a gradient goes
+# (`test_a_replay_on_rounded_values_gives_the_gradients_of_the_plain_model_on_those`).
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
-@pytest.mark.parametrize(("name", "seeds"), [("residual", (0, 1, 2)), ("convolutional", (1, 2, 3)), ("language", (0, 1, 2))])
+@pytest.mark.parametrize(
+    ("name", "seeds"), [("residual", (0, 1, 2)), ("convolutional", (1, 2, 3)), ("language", (0, 1, 2))]
+)
 def test_a_step_has_no_race_and_nearly_the_plain_gradients(name, seeds, eagerness):
     expected = plain(name, steps=1)
     lossy = False

@@ -266,7 +266,9 @@ class TestFileLink:
             file_link.wait(file_link.copy_in([file_link.allocate(1000)], 0, written))
 
     @pytest.mark.parametrize("said_by", ["statvfs", "fallocate"])
-    def test_a_disk_without_room_shows_in_reserve(self, file_link: FileLink, said_by: str, monkeypatch: pytest.MonkeyPatch):
+    def test_a_disk_without_room_shows_in_reserve(
+        self, file_link: FileLink, said_by: str, monkeypatch: pytest.MonkeyPatch
+    ):
         file_link.reserve(1000)
         if said_by == "fallocate":  # others may take the room after it was looked up
 
@@ -393,7 +395,8 @@ class TestFileLink:
 def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link is idle once a step has been issued. The next one may run on a stream that is ordered after nothing of it."""
+    """A link is idle once a step has been issued. The next one may run on a stream that is ordered after nothing of
+    it."""
     monkeypatch.setattr(link_pool, "_new_link", lambda *_: RecordingLink())
     if not ordered:
         monkeypatch.setattr(RecordingLink, "begin", lambda self: None)
@@ -451,7 +454,9 @@ class TestDirectory:
 
     def test_none_at_all_is_a_sentence(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(host_file, "filesystem_of", lambda path: "tmpfs")
-        with pytest.raises(rotoff.ExecutionError, match="no writable directory on a disk for offloading among .*/var/tmp"):
+        with pytest.raises(
+            rotoff.ExecutionError, match="no writable directory on a disk for offloading among .*/var/tmp"
+        ):
             FileLink()
 
     def test_the_type_of_a_mount_is_read_with_its_odd_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,5 @@
-"""The machine with parameters against the contract written down once more (`oracles.parameters`), legal or not, op by op."""
+"""The machine with parameters against the contract written down once more (`oracles.parameters`), legal or not, op by
+op."""
 
 from __future__ import annotations
 
@@ -51,14 +52,15 @@ def agree(chain: Chain, data: dict, limit: int | None = None, updates: str = "du
 def placed(chain: Chain, rng: random.Random, updates: str) -> Sequence:
     acts = random_sequence(chain.without_parameters(), rng.randrange(10**6), wildness=0.3)
     spots = [
-        rng.choice([p for p in PLACES if not p.host or group.host_update_time is not None]) for group in chain.parameters
+        rng.choice([p for p in PLACES if not p.host or group.host_update_time is not None])
+        for group in chain.parameters
     ]
     return place(chain, acts, spots, updates, rng.randint(0, 3))
 
 
 def mutants(data: dict, K: int, rng: random.Random) -> Iterator[dict]:
-    """Sequences beside `data`: an operation moved, lost, twice, exchanged; a value gone for a while, or in flight between steps; other
-    residents. The caller sends back whether to go on from the one it was given."""
+    """Sequences beside `data`: an operation moved, lost, twice, exchanged; a value gone for a while, or in flight
+    between steps; other residents. The caller sends back whether to go on from the one it was given."""
     while True:
         ops, rest = list(data["ops"]), list(data["resident"])
         here, there = sorted(rng.randrange(len(ops)) for _ in range(2))
@@ -91,7 +93,9 @@ def mutants(data: dict, K: int, rng: random.Random) -> Iterator[dict]:
 
 
 @given(
-    chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters), PARAMETERS, st.sampled_from(["during", "after"])
+    chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters),
+    PARAMETERS,
+    st.sampled_from(["during", "after"]),
 )
 @settings(deadline=None, max_examples=60)
 def test_the_machine_is_the_one_of_the_contract(chain: Chain, seed: int, updates: str) -> None:

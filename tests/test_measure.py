@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ def measured(*modules: nn.Module, x: torch.Tensor) -> rotoff.Chain:
 
 def test_bytes_of_known_stages() -> None:
     """1024 x 64 floats are 256 KiB."""
-    chain = measured(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 16), x=torch.randn(1024, 64))
+    chain = measured(
+        nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 16), x=torch.randn(1024, 64)
+    )
     kib = [(s.output_bytes / KIB, s.saved_bytes / KIB, s.grad_bytes / KIB) for s in chain.stages]
     assert [s.name for s in chain.stages] == ["0..1", "2", "3", "4"]  # the first layer's output is saved by nobody
     assert kib == [(256, 256, 256), (256, 512, 256), (256, 256, 256), (64, 64, 64)]
@@ -105,7 +108,8 @@ def test_what_a_graph_keeps_past_all_hooks_is_a_constant() -> None:
 
 
 class ByNorm(nn.Module):
-    """A layer divided by a norm of its weight that is no part of the gradient, as in DoRA; the norm's graph ends in nothing."""
+    """A layer divided by a norm of its weight that is no part of the gradient, as in DoRA; the norm's graph ends in
+    nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +183,10 @@ def test_measuring_holds_one_stage_at_a_time() -> None:
 
         recorded = allocations.record
         try:  # one profiler at a time: the outer one watches, the inner ones say nothing
-            silent = lambda run, device: (run(), AllocationLog((Allocation(0, 0, "backward"), Allocation(0, 0, "begun"))))  # noqa: E731
+
+            def silent(run: Any, device: Any) -> Any:
+                return run(), AllocationLog((Allocation(0, 0, "backward"), Allocation(0, 0, "begun")))
+
             allocations.record = silent
             meter_costs = rotoff.Checkpointable(model)
             return peak_bytes(lambda: meter_costs.measure(x))
@@ -233,7 +240,9 @@ def test_measuring_recorded_models_and_forms_holds_one_stage_at_a_time(kind: typ
     assert len(many[1].stages) >= 10
     assert many[0] <= few[0] + x.nbytes // 8
     stages = many[1].chain.stages
-    whole = max(s.saved_bytes + s.output_bytes + s.grad_bytes + s.backward_transient_bytes for s in stages) + 2 * x.nbytes
+    whole = (
+        max(s.saved_bytes + s.output_bytes + s.grad_bytes + s.backward_transient_bytes for s in stages) + 2 * x.nbytes
+    )
     assert many[0] <= 1.5 * whole  # and what the first run made, to compare with
     assert sum(s.saved_bytes for s in stages) > 4 * many[0]
 

@@ -1,4 +1,5 @@
-"""State of a model that its forward reads and changes: buffers through views, counters, settings; and what is refused, before it is done."""
+"""State of a model that its forward reads and changes: buffers through views, counters, settings; and what is refused,
+before it is done."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def trained(
     between: Callable[[nn.Module, int], object] = lambda model, step: None,
     room: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Losses, gradients and state of a few steps; planned in `mode` with `room` times the least bytes, or the plain model."""
+    """Losses, gradients and state of a few steps; planned in `mode` with `room` times the least bytes, or the plain
+    model."""
     torch.manual_seed(0)
     model, x = make(), torch.randn(32, WIDTH)
     run: nn.Module = model
@@ -161,7 +163,8 @@ def test_a_replay_finds_attributes_as_its_first_run_did(kind: Any, make: type[nn
 
 
 class Warms(Block):
-    """Goes another way from the fourth call on; measuring and all but the last step of these tests see the first way alone."""
+    """Goes another way from the fourth call on; measuring and all but the last step of these tests see the first way
+    alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -221,7 +221,9 @@ class TestStreamLink:
                 link = RecordingLink()
                 bad = TransferProgram(link, seed, without=number).run(60)
                 races = link.check()
-                assert races or not bad, f"program {seed} without its wait {number} reads wrong bytes, and no race is found"
+                assert races or not bad, (
+                    f"program {seed} without its wait {number} reads wrong bytes, and no race is found"
+                )
                 left_out, found, wrong = left_out + 1, found + bool(races), wrong + bool(bad)
         assert left_out > 50
         assert found > 0.7 * left_out  # the others are implied by a wait for a later copy in the same direction
@@ -309,7 +311,8 @@ class MutantLink(RecordingLink):
 
 
 def first_race(mutant: str | None, sites: Counter[str]) -> str:
-    """What the check says of the first program that races; some close their link, others leave that to the collector."""
+    """What the check says of the first program that races; some close their link, others leave that to the
+    collector."""
     for seed in PROGRAMS:
         link = MutantLink(mutant, sites)
         TransferProgram(link, seed, elsewhere=on_another_stream(link)).run(STEPS)

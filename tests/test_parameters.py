@@ -1,7 +1,7 @@
 """Parameters in the machine: golden sequences as text, what is resident between steps, and one refusal for each rule.
 
-The tables follow from the contract by hand. a_i are ten thousands of bytes, ā_i hundred thousands, δ_i millions, parameters below
-a thousand; copies out run at 10 bytes a second, copies in at 20.
+The tables follow from the contract by hand. a_i are ten thousands of bytes, ā_i hundred thousands, δ_i millions,
+parameters below a thousand; copies out run at 10 bytes a second, copies in at 20.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def check(table: str, resident: list[str], makespan: float, chain: Chain = CHAIN
 
 
 def test_all_resident() -> None:
-    """The first B of a group takes the gradient's bytes, U gives them back, and holds its transient bytes while it runs."""
+    """The first B of a group takes the gradient's bytes, U gives them back, and holds its transient bytes while it
+    runs."""
     trace = check(
         """
         F_all 1        compute    0    1    100180    0
@@ -66,8 +67,8 @@ def test_all_resident() -> None:
 
 
 def test_parameters_that_come_and_go() -> None:
-    """Group 1 is streamed and updated here: U ends the validity of the host's copies. Group 2 is updated by the host, which goes on
-    while compute does; its parameters come back before the step ends."""
+    """Group 1 is streamed and updated here: U ends the validity of the host's copies. Group 2 is updated by the host,
+    which goes on while compute does; its parameters come back before the step ends."""
     check(
         """
         prefetch w 1   h2d        0    2        60  180
@@ -99,7 +100,8 @@ def test_parameters_that_come_and_go() -> None:
 
 
 def test_what_is_in_flight_between_steps() -> None:
-    """Both groups are updated by the host at the end of the step and arrive during the next: a steady step takes 20 s, the first 13."""
+    """Both groups are updated by the host at the end of the step and arrive during the next: a steady step takes 20 s,
+    the first 13."""
     trace = check(
         """
         wait w 1       compute    0    7        60  180
@@ -126,7 +128,8 @@ def test_what_is_in_flight_between_steps() -> None:
 
 
 def test_a_tied_group_a_frozen_one_and_a_gradient_that_leaves() -> None:
-    """The gradient of stages 1 and 2 takes its bytes with B 2 and is whole after B 1. Group 2 is frozen, and resident."""
+    """The gradient of stages 1 and 2 takes its bytes with B 2 and is whole after B 1. Group 2 is frozen, and
+    resident."""
     check(
         """
         prefetch w 2   h2d        0    1        60  100
@@ -157,7 +160,9 @@ def test_a_tied_group_a_frozen_one_and_a_gradient_that_leaves() -> None:
 
 def test_one_link_for_both_ways() -> None:
     half = replace(CHAIN, duplex=False)
-    text = "F_all 1; F_all 2; B 2; offload g 2; prefetch o 1; B 1; wait o 1; U 1; drop w 2; H 2; offload o 1; prefetch w 2"
+    text = (
+        "F_all 1; F_all 2; B 2; offload g 2; prefetch o 1; B 1; wait o 1; U 1; drop w 2; H 2; offload o 1; prefetch w 2"
+    )
     text += "; free g 2; free o 1; wait w 2"
     trace = simulate(half, Sequence.from_text(text.split("; "), resident=["w 1", "w 2"]))
     shown = {str(e.op): (e.lane, e.start, e.end) for e in trace.events}
@@ -246,8 +251,16 @@ DONE = "F_all 1; F_all 2; B 2; U 2; B 1"
     [
         ("F_all 1", [], r"op 0 \(F_all 1\): needs w 1, which is on the host; prefetch it and wait for it first"),
         ("prefetch w 1; F_ck 1", [], r"op 1 \(F_ck 1\): needs w 1, which is still arriving; wait for it first"),
-        ("F_all 1; drop w 1; F_all 2; B 2; drop w 2; B 1; U 2; U 1", ALL, "w 1 has no valid copy on the host; offload it"),
-        ("F_all 1; offload w 1; free w 1; F_all 2; B 2; B 1; U 1", ALL, r"op 5 \(B 1\): needs w 1, which is on the host"),
+        (
+            "F_all 1; drop w 1; F_all 2; B 2; drop w 2; B 1; U 2; U 1",
+            ALL,
+            "w 1 has no valid copy on the host; offload it",
+        ),
+        (
+            "F_all 1; offload w 1; free w 1; F_all 2; B 2; B 1; U 1",
+            ALL,
+            r"op 5 \(B 1\): needs w 1, which is on the host",
+        ),
         ("F_all 1; free w 1", ALL, "w 1 is not on the host; offload it first$"),
         ("F_all 1; offload w 1; offload w 1", ALL, "w 1 is on the host already"),
         ("F_all 1; wait w 1", ["w 1"], r"op 1 \(wait w 1\): needs|F_all 1\): needs w 1, which is still arriving"),
@@ -309,7 +322,9 @@ def test_what_the_machine_refuses(text: str, resident: list[str], sentence: str)
 def test_frozen_groups_are_not_updated_and_a_host_that_cannot_does_not() -> None:
     with pytest.raises(InvalidSequenceError, match=r"op 4 \(U 2\): g 2 has 0 bytes"):
         simulate(TIED, Sequence.from_text(["F_all 1", "F_all 2", "B 2", "B 1", "U 2"], resident=["w 1", "w 2"]))
-    with pytest.raises(InvalidSequenceError, match="group 1 has no host_update_time, so the host cannot update it; use U 1"):
+    with pytest.raises(
+        InvalidSequenceError, match="group 1 has no host_update_time, so the host cannot update it; use U 1"
+    ):
         simulate(
             TIED,
             Sequence.from_text(
@@ -381,7 +396,10 @@ def test_a_chain_with_parameters_is_a_file_of_version_2(tmp_path: Path) -> None:
         ({"grad_bytes": float("nan")}, "grad_bytes of a group of parameters is nan"),
         ({"update_time": -1}, "update_time of a group of parameters is -1"),
         ({"host_update_time": float("inf")}, "host_update_time of a group of parameters is inf"),
-        ({"grad_bytes": 0}, "state_bytes of a group of parameters is 80, but grad_bytes is 0; frozen parameters have no"),
+        (
+            {"grad_bytes": 0},
+            "state_bytes of a group of parameters is 80, but grad_bytes is 0; frozen parameters have no",
+        ),
         ({"name": 3}, "name of a group of parameters is 3; give text"),
         ({"name": "head", "bytes": -1}, "bytes of parameters 'head' is -1"),
     ],

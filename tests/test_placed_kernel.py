@@ -1,4 +1,5 @@
-"""The kernel that decodes steps with parameters, against the machine: seconds, bytes and what is legal, for plans of any kind."""
+"""The kernel that decodes steps with parameters, against the machine: seconds, bytes and what is legal, for plans of
+any kind."""
 
 from __future__ import annotations
 

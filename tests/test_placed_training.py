@@ -1,4 +1,5 @@
-"""Training with everything placed: parameters, gradients and optimizer states on the device or on the host, with the plain model's bits."""
+"""Training with everything placed: parameters, gradients and optimizer states on the device or on the host, with the
+plain model's bits."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class Adapted(nn.Module):
 
 
 class Lends(nn.Module):
-    """Keeps what calls return of a parameter while others come and go, and reads it again; the calls return it as it is, or a view."""
+    """Keeps what calls return of a parameter while others come and go, and reads it again; the calls return it as it
+    is, or a view."""
 
     def __init__(self, width: int = 16, layers: int = 5) -> None:
         super().__init__()
@@ -133,9 +135,11 @@ def result(model: nn.Module, optimizers: list[Optimizer]) -> list[torch.Tensor]:
     return found
 
 
-def trained(name: str, make: Make, step: Any, limit: float | None, anew: bool = False) -> tuple[list[torch.Tensor], Any]:
-    """What five steps leave, and the model. limit: None for the plain model, else the share of the way from the least to everything. anew:
-    whether steps are measured and planned anew meanwhile."""
+def trained(
+    name: str, make: Make, step: Any, limit: float | None, anew: bool = False
+) -> tuple[list[torch.Tensor], Any]:
+    """What five steps leave, and the model. limit: None for the plain model, else the share of the way from the least
+    to everything. anew: whether steps are measured and planned anew meanwhile."""
     model, batch = made(name)
     torch.manual_seed(7)
     wrapped: Any = model
@@ -433,10 +437,14 @@ def test_what_surrounds_a_step(step: Any) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
 @pytest.mark.parametrize("name", ["deep", "tied_language"])
 def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
-    """The allocator's account of whole steps, the optimizer's included, beside what lies in private memory between them."""
+    """The allocator's account of whole steps, the optimizer's included, beside what lies in private memory between
+    them."""
     torch.manual_seed(0)
     if name == "deep":
-        model, x = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8))), torch.randn(256, 128)
+        model, x = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8))),
+            torch.randn(256, 128),
+        )
     else:
         model, x = Language(64, 4, 300), torch.randint(0, 300, (8, 32))
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
@@ -501,7 +509,9 @@ def test_with_room_for_everything_nothing_is_done() -> None:
 @pytest.mark.parametrize("mode", ["joint", "offload"])
 def test_the_smallest_limit_is_named_and_works(mode: str) -> None:
     model, optimizers, x = small()
-    with pytest.raises(rotoff.InfeasibleError, match="parameters, gradients and optimizer states needs at least") as refused:
+    with pytest.raises(
+        rotoff.InfeasibleError, match="parameters, gradients and optimizer states needs at least"
+    ) as refused:
         model.compute_sequence(device_limit="1 KiB", optimizer=optimizers, mode=mode)
     model.compute_sequence(device_limit=refused.value.min_mem_limit, optimizer=optimizers, mode=mode, refine=False)
     added_up(model, optimizers, x)
@@ -644,7 +654,8 @@ def test_a_forked_process_is_refused() -> None:
 
 
 def test_a_copy_that_fails() -> None:
-    """The disk fails once, in each copy of a step: the caller is told, nothing is lost, and the next step trains as the plain model does."""
+    """The disk fails once, in each copy of a step: the caller is told, nothing is lost, and the next step trains as the
+    plain model does."""
     model, optimizers, x = small()
     place(model, optimizers, 0.2)
     added_up(model, optimizers, x)
@@ -692,7 +703,12 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
 
         return call
 
-    patches = [(Placement, "operate"), (placement, "own_step"), (Placement, "_update_on_device"), (Placement, "brought")]
+    patches = [
+        (Placement, "operate"),
+        (placement, "own_step"),
+        (Placement, "_update_on_device"),
+        (Placement, "brought"),
+    ]
     with ExitStack() as stack:
         for owner, name in patches:
             stack.enter_context(mock.patch.object(owner, name, failing(getattr(owner, name))))
@@ -706,7 +722,8 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
 def test_an_error_at_any_operation(kind: type[BaseException]) -> None:
-    """Parameters that no update was begun of are as they were, the others whole; the caller is told; and the next step trains."""
+    """Parameters that no update was begun of are as they were, the others whole; the caller is told; and the next step
+    trains."""
     model, optimizers, x = small()
     place(model, optimizers, 0.2)
     added_up(model, optimizers, x)

@@ -1,4 +1,5 @@
-"""Bytes of keeping everything are those of the plain model, whose own code holds some values longer than stages do, and lets go of others."""
+"""Bytes of keeping everything are those of the plain model, whose own code holds some values longer than stages do, and
+lets go of others."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ from rotoff.plot import style
 from rotoff.plot.timeline import boxes, held
 
 STAGE = {"forward_time": 1.0, "backward_time": 2.0, "output_bytes": 100, "saved_bytes": 300}
-CHAIN = rotoff.Chain(tuple(rotoff.Stage(f"s{i}", **STAGE) for i in range(1, 4)), 100.0, 100.0, input_bytes=50, name="three")
+CHAIN = rotoff.Chain(
+    tuple(rotoff.Stage(f"s{i}", **STAGE) for i in range(1, 4)), 100.0, 100.0, input_bytes=50, name="three"
+)
 MOVING = rotoff.Sequence.from_text(
     "F_all 1\noffload abar 1\nF_all 2\nF_all 3\nfree abar 1\nB 3\nprefetch abar 1\nwait abar 1\nB 2\nB 1",
     mode="joint",
@@ -61,7 +63,9 @@ def test_the_compute_lane_is_every_operation_and_the_idle_time_between() -> None
     assert sum(box.end - box.start for box in idle) == pytest.approx(trace.idle_time)
     assert trace.idle_time > 0
     assert [box.label for box in boxes(trace, "d2h")] == ["ā1"]
-    assert [(b.start, b.end) for b in boxes(trace, "h2d")] == [(e.start, e.end) for e in trace.events if e.lane == "h2d"]
+    assert [(b.start, b.end) for b in boxes(trace, "h2d")] == [
+        (e.start, e.end) for e in trace.events if e.lane == "h2d"
+    ]
 
 
 def test_forwards_run_again_are_marked() -> None:
@@ -154,7 +158,9 @@ def test_files_are_what_their_suffix_says_and_always_the_same(tmp_path: Path, su
     assert written.startswith(starts)
     assert written == (tmp_path / ("two" + suffix)).read_bytes()
     if suffix == ".svg":
-        texts = [element.text or "" for element in ElementTree.fromstring(written).iter("{http://www.w3.org/2000/svg}text")]
+        texts = [
+            element.text or "" for element in ElementTree.fromstring(written).iter("{http://www.w3.org/2000/svg}text")
+        ]
         assert "limit, 1.27 KiB" in texts  # text stays text: it can be searched and read aloud
 
 

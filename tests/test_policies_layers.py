@@ -49,8 +49,12 @@ def test_synchronous_vdnn_golden():
 @settings(max_examples=40, deadline=None)
 @given(chains(least=2), st.sampled_from(["all", "convolutions"]))
 def test_asynchronous_is_never_slower_than_synchronous(chain, what):
-    limit = 2 * simulate(chain, keep_all(chain)).peak_bytes + sum(s.saved_bytes + s.output_bytes for s in chain.stages) + 1
-    made = [solve(chain, limit, policy="vdnn++", what=what, synchronous=sync).meta["makespan"] for sync in (False, True)]
+    limit = (
+        2 * simulate(chain, keep_all(chain)).peak_bytes + sum(s.saved_bytes + s.output_bytes for s in chain.stages) + 1
+    )
+    made = [
+        solve(chain, limit, policy="vdnn++", what=what, synchronous=sync).meta["makespan"] for sync in (False, True)
+    ]
     assert made[0] <= made[1] + 1e-9
 
 

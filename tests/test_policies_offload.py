@@ -1,4 +1,5 @@
-"""The lowering of offloaded sets, and GREEDY, DYNPROG, VDNN, TFLMS and AUTOSWAP of Euro-Par 2020 on chains small enough to read."""
+"""The lowering of offloaded sets, and GREEDY, DYNPROG, VDNN, TFLMS and AUTOSWAP of Euro-Par 2020 on chains small enough
+to read."""
 
 from __future__ import annotations
 
@@ -72,12 +73,14 @@ def test_all_fits_at_the_peak_and_every_one_says_so() -> None:
 
 
 def test_vdnn_thresholds() -> None:
-    """Ratios of ā_1, ā_2, ā_3 are 2/30, 3/20, 1/20 seconds a byte: ā_2 first, then ā_1, then ā_3, and every other one of them."""
+    """Ratios of ā_1, ā_2, ā_3 are 2/30, 3/20, 1/20 seconds a byte: ā_2 first, then ā_1, then ā_3, and every other one
+    of them."""
     assert choices(FOUR) == [[], [2], [2], [1, 2], [1], [1, 2, 3], [1, 3]]
 
 
 def test_tflms_never_waits_for_memory() -> None:
-    """ā_1 leaves in [1, 4] s: in time for F_4, which starts at 6 s, but not for F_3 at 60 bytes, which starts at 3 s."""
+    """ā_1 leaves in [1, 4] s: in time for F_4, which starts at 6 s, but not for F_3 at 60 bytes, which starts at 3
+    s."""
     made = solve(FOUR, 70, policy="tflms")
     assert (made.meta["source"], made.meta["makespan"]) == ("tflms, 1 tensors, 1 ahead", 16.0)
     late = solve(FOUR, 70, policy="tflms", tensors=1, ahead=0)

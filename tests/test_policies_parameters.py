@@ -26,7 +26,9 @@ from rotoff.solver.policies import PLACEMENTS
 
 BLOCK = Stage("block", 0.010, 0.020, 10_000_000, 100_000_000, None, 5_000_000, None, 20_000_000)
 GROUP = ParameterGroup((1,), 80_000_000, 80_000_000, 160_000_000, 0.0005, 0.014)
-CHAIN = Chain((BLOCK,) * 8, 24e9, 24e9, input_bytes=1000, parameters=tuple(replace(GROUP, stages=(i,)) for i in range(1, 9)))
+CHAIN = Chain(
+    (BLOCK,) * 8, 24e9, 24e9, input_bytes=1000, parameters=tuple(replace(GROUP, stages=(i,)) for i in range(1, 9))
+)
 QUICK = {"effort": False}
 
 

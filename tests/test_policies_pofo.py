@@ -96,7 +96,8 @@ def published(chain: Chain, limit: int, N: int) -> float:
                 continue
             time = sum(s[r].forward_time for r in range(i, j + 1))
             waits = [
-                need_F(i, q) - beta * sum(s[r].forward_time for r in range(i, q)) - N + A + A_F + I for q in range(i, j + 1)
+                need_F(i, q) - beta * sum(s[r].forward_time for r in range(i, q)) - N + A + A_F + I
+                for q in range(i, j + 1)
             ]
             eps = max(0, *waits) / beta
             D_F, D_B = beta * (time + eps), beta * segment
@@ -130,7 +131,8 @@ def test_ours_is_never_slower(chain, part):
 
 
 def test_golden():
-    """Six equal stages at two thirds of the peak: a fast link moves the first saved sets, a slow one has them made again."""
+    """Six equal stages at two thirds of the peak: a fast link moves the first saved sets, a slow one has them made
+    again."""
     stages = tuple(Stage("", 1.0, 2.0, 10, 30, grad_bytes=10) for _ in range(6))
 
     def made(bandwidth: float) -> str:

@@ -99,7 +99,8 @@ def test_revolve_runs_as_many_forwards_as_it_counts_and_holds_its_slots(L, slots
     chain = homogeneous(L)
     trace = simulate(chain, operations(L, slots))
     assert trace.makespan == swept(L - 1, slots) * 1.0 + L * 3.0
-    # Beside its slots it holds, at a backward, the output of the sweep to it, ā_i, δ_i and δ_{i−1}, and the caller's a_L.
+    # Beside its slots it holds, at a backward, the output of the sweep to it, ā_i, δ_i and δ_{i−1}, and the caller's
+    # a_L.
     assert trace.peak_bytes <= 10 * min(slots, L) + 10 + 20 + 10 + 10 + 10
 
 
@@ -162,7 +163,8 @@ def test_nonpersistent_is_the_machines_optimum_without_moves(chain, part):
 
 
 def test_what_persistence_costs():
-    """a_1 is large and cheap to make again, ā_2 small and dear: a_1 goes while ā_2 stays, which no persistent tree can say."""
+    """a_1 is large and cheap to make again, ā_2 small and dear: a_1 goes while ā_2 stays, which no persistent tree can
+    say."""
     sizes = [(1, 4, 4), (4, 1, 1), (2, 1, 1), (1, 2, 4)]
     chain = Chain(tuple(Stage("", u, 1, size, saved, grad_bytes=0) for u, size, saved in sizes), 1.0, 1.0)
     best = solve(chain, 7, policy="nonpersistent")

@@ -1,4 +1,5 @@
-"""Predicted bytes against measured ones, on all models of the tests, where stages are large beside the generators' states."""
+"""Predicted bytes against measured ones, on all models of the tests, where stages are large beside the generators'
+states."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ def test_predicted_bytes_are_measured_ones_on_average() -> None:
             ratios[name, mode] = predicted / measured
         wrapped.close()
     assert sum(ratios.values()) / len(ratios) <= 1.05, ratios
-    # most: an input of the chain that no backward needs, and the copy that keeping everything need not make of the batch
+    # most: an input of the chain that no backward needs, and the copy that keeping everything need not make of the
+    # batch
     assert max(ratios.values()) <= 1.3, ratios
 
 
@@ -167,7 +169,13 @@ def test_predicted_host_bytes_are_those_that_the_link_takes(monkeypatch: pytest.
 def test_a_replays_graph_keeps_neither_itself_nor_its_input() -> None:
     """Tanh saves its result; what a hook is given for that has a graph, which holds the input that is dropped here."""
     model = nn.Sequential(
-        nn.Linear(16, 64), nn.GELU(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+        nn.Linear(16, 64),
+        nn.GELU(),
+        nn.Tanh(),
+        nn.Dropout(0.3),
+        nn.Linear(64, 64),
+        nn.BatchNorm1d(64),
+        nn.Linear(64, 8),
     )
 
     def draw() -> torch.Tensor:

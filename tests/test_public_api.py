@@ -1,4 +1,5 @@
-"""The public names and their arguments are those of ``public_api.txt``: whoever changes one changes that file, and means it."""
+"""The public names and their arguments are those of ``public_api.txt``: whoever changes one changes that file, and
+means it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def described() -> list[str]:
         found.append(f"{name}({arguments(thing)})" if callable(thing) else name)
         if inspect.isclass(thing) and not issubclass(thing, Exception):
             for method, function in sorted(vars(thing).items()):
-                if not method.startswith("_") and (callable(function) or isinstance(function, (classmethod, staticmethod))):
+                if not method.startswith("_") and (
+                    callable(function) or isinstance(function, (classmethod, staticmethod))
+                ):
                     found.append(f"{name}.{method}({arguments(getattr(thing, method))})")
     return found
 

@@ -40,7 +40,8 @@ class Layer(nn.Module):
 
 
 class LayerDrop(nn.Module):
-    """Skips each layer with probability `chance`, as wav2vec 2.0 does; `scaled`: with a call of its own after each layer that runs."""
+    """Skips each layer with probability `chance`, as wav2vec 2.0 does; `scaled`: with a call of its own after each
+    layer that runs."""
 
     def __init__(self, layers: int, chance: float, width: int = 64, scaled: bool = False) -> None:
         super().__init__()

@@ -38,7 +38,8 @@ class ForkedNoise(nn.Module):
 
 def test_a_stage_that_draws_and_puts_the_generator_back() -> None:
     compare(
-        lambda: sequential(nn.Linear(16, 16), ForkedNoise(), nn.Dropout(), nn.Tanh(), ForkedNoise(), nn.Linear(16, 4)), train
+        lambda: sequential(nn.Linear(16, 16), ForkedNoise(), nn.Dropout(), nn.Tanh(), ForkedNoise(), nn.Linear(16, 4)),
+        train,
     )
 
 
@@ -159,7 +160,8 @@ def test_what_is_switched_between_a_forward_and_its_backward(recorded: bool, swi
 
 
 def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last product of a block saves its argument before it runs, and nobody takes its result: it is not finished again."""
+    """The last product of a block saves its argument before it runs, and nobody takes its result: it is not finished
+    again."""
     model, batch = fresh("residual")
     wrapped = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch(), repeats=1), run_twice(6))
     made = stage_tape._made
@@ -317,7 +319,9 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("around", [nn.Identity, Whole])
-def test_a_custom_function_that_changes_its_arguments(around: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_custom_function_that_changes_its_arguments(
+    around: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(
         nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Doubling(), nn.Linear(8, 8), Doubling(), nn.Linear(8, 8)

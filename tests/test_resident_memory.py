@@ -1,4 +1,5 @@
-"""The file tier really frees RAM: the resident memory of a training process, as the system counts it, stays at the limit."""
+"""The file tier really frees RAM: the resident memory of a training process, as the system counts it, stays at the
+limit."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ print(limit, status("VmHWM") - before, sum(float(p.grad.abs().sum()) for p in mo
 
 def child(fraction: float) -> tuple[int, int, float]:
     """(predicted bytes, growth of the resident set in one step, a sum over the gradients) of a training process."""
-    # glibc keeps freed blocks below its mmap threshold, which grows as blocks are freed; fixed, what is free is returned.
+    # glibc keeps freed blocks below its mmap threshold, which grows as blocks are freed; fixed, what is free is
+    # returned.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(fraction)],

@@ -22,7 +22,14 @@ def record(limit: int | None, ratio: float | None, peak: int, **more: Any) -> di
     ours = {"predicted_ratio": 1.02, "predicted_peak": peak, "bound_ratio": 1.01, "equal_gradients": True}
     known = ours if limit is not None else dict.fromkeys(ours)
     spread = {} if ratio is None else {"low": ratio - 0.01, "high": ratio + 0.01}
-    result = {"status": "ok", "note": "", "ratio": ratio, "step_time": 1.0, "peak_allocated": peak, "peak_reserved": None}
+    result = {
+        "status": "ok",
+        "note": "",
+        "ratio": ratio,
+        "step_time": 1.0,
+        "peak_allocated": peak,
+        "peak_reserved": None,
+    }
     result |= {"host_bytes": 0, "moved": None} | known | spread | more
     return {"cell": {"limit": limit}, "commit": "abc", "result": result}
 
@@ -35,7 +42,11 @@ def data(**changed: Any) -> dict[str, Any]:
         "gpt/joint@60%": record(600, 1.03, 590, moved=moved | changed.pop("moved", {})),
         "gpt/joint@everything": record(2000, 1.005, 1000),
         "gpt/joint@selective": record(700, changed.pop("ratio", 1.02), 690, **changed),
-        "gpt/save_on_cpu": {"cell": {"limit": None}, "commit": "abc", "result": {"status": "not here", "note": "no device"}},
+        "gpt/save_on_cpu": {
+            "cell": {"limit": None},
+            "commit": "abc",
+            "result": {"status": "not here", "note": "no device"},
+        },
     }
     return {"format": "rotoff.grid", "suite": "cpu", "machine": MACHINE, "threads": 1, "cells": cells}
 
@@ -76,7 +87,9 @@ def test_what_is_missed_says_why() -> None:
         "Plain PyTorch against itself reads gpt +0.2% (-0.8% to +1.2%)."
     )
     assert note in report.page([grid], {})
-    level = aims.read(data(ratio=1.11) | {"cells": data(ratio=1.11)["cells"] | {"gpt/offload@60%": record(600, 1.01, 590)}})
+    level = aims.read(
+        data(ratio=1.11) | {"cells": data(ratio=1.11)["cells"] | {"gpt/offload@60%": record(600, 1.01, 590)}}
+    )
     first = next(aim for aim in aims.judge(level, "cpu") if aim.aim.startswith("At every limit"))
     assert first.cause.startswith("1 of the 1 are predicted to be level with their rival")
 
@@ -91,13 +104,27 @@ def test_every_kind_of_file_has_its_part_of_the_page() -> None:
         **{"format": "rotoff.reach", "machine": MACHINE, "commit": "abc", "memory_bytes": 12 * 2**30, "of": ["timm 1"]},
         "counted": "all",
         "rows": [
-            {"name": "vgg16", "unit": "images", "paper": 224, "reached": 215, "keep_all": 147, "least_bytes": 13_310_000_000}
+            {
+                "name": "vgg16",
+                "unit": "images",
+                "paper": 224,
+                "reached": 215,
+                "keep_all": 147,
+                "least_bytes": 13_310_000_000,
+            }
             | {"resident_bytes": 1, "overhead": 0.02, "binds": "`B 2`", "ran": "not executed"}
         ],
     }
     step = {"step_time": 1.0, "peak_allocated": 400, "resident_bytes": 400, "host_bytes": 0}
     quarter = {
-        **{"format": "rotoff.four_times", "about": "GPT", "machine": MACHINE, "threads": 1, "commit": "abc", "limit": 100},
+        **{
+            "format": "rotoff.four_times",
+            "about": "GPT",
+            "machine": MACHINE,
+            "threads": 1,
+            "commit": "abc",
+            "limit": 100,
+        },
         **{"free": step, "limited": step, "limited_plain": {"fails": True, "failure": ""}, "equal_losses": True},
         "paired": step | {"ratio": 1.1, "low": 1.09, "high": 1.11, "predicted_ratio": 1.1, "bound_ratio": 1.0},
     }

@@ -248,7 +248,8 @@ def test_autocast_is_the_same_in_the_replay() -> None:
 
 
 def test_gradients_of_a_part_only() -> None:
-    """torch.autograd.grad for the last stage's parameters: the rest of the backward never happens, and nothing breaks."""
+    """torch.autograd.grad for the last stage's parameters: the rest of the backward never happens, and nothing
+    breaks."""
     model, batch = fresh("residual")
     x = batch()
     torch.manual_seed(4)

@@ -50,7 +50,9 @@ def draw_op(kind: OpKind, stage: int, form: int, value: tuple[bool, str]) -> Op:
     return Op(kind, stage, form if kind is OpKind.F_SEL else 0, saved, of)
 
 
-operations = st.builds(draw_op, st.sampled_from(OpKind), st.integers(0, 10**6), st.integers(1, 9), st.sampled_from(VALUES))
+operations = st.builds(
+    draw_op, st.sampled_from(OpKind), st.integers(0, 10**6), st.integers(1, 9), st.sampled_from(VALUES)
+)
 
 
 @given(operations)

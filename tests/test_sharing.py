@@ -1,4 +1,5 @@
-"""Skip connections that several values carry: the machine charges each, what a step is expected to hold counts their storages once."""
+"""Skip connections that several values carry: the machine charges each, what a step is expected to hold counts their
+storages once."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(16, 64)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(6)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(6)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = first = torch.tanh(self.first(x))

@@ -1,8 +1,8 @@
 """The machine: bytes and times op by op as golden text, and one refusal for each rule.
 
-The golden tables follow from the contract by hand. The chain's numbers sit in decimal places of their own, so that every
-sum can be read: a_i is i0 bytes, ā_i is i00, gradients are thousands, transients of F_all ten thousands, of F_ck and
-F_none hundred thousands, of B millions.
+The golden tables follow from the contract by hand. The chain's numbers sit in decimal places of their own, so that
+every sum can be read: a_i is i0 bytes, ā_i is i00, gradients are thousands, transients of F_all ten thousands, of F_ck
+and F_none hundred thousands, of B millions.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def test_a_smaller_form_has_its_own_costs() -> None:
 
 
 def test_offload_and_prefetch() -> None:
-    """free holds the compute lane until the copy out has ended; prefetch takes its bytes at once; B drops the host copy."""
+    """free holds the compute lane until the copy out has ended; prefetch takes its bytes at once; B drops the host
+    copy."""
     trace = check("""
         F_all 1          compute   0   1     10101    0
         offload abar 1   d2h       1  11       101  100

@@ -175,7 +175,9 @@ def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> No
         own, taken = measured(size), between(low, high, Share.at((size - 64) / 128, 2))
         assert [b.saved for b in own.behaviours] == [b.saved for b in taken.behaviours]
         for mine, theirs in zip(own.chain.stages, taken.chain.stages, strict=True):
-            for name in (f.name for f in fields(rotoff.Stage) if f.name in ("output_bytes", "saved_bytes", "grad_bytes")):
+            for name in (
+                f.name for f in fields(rotoff.Stage) if f.name in ("output_bytes", "saved_bytes", "grad_bytes")
+            ):
                 assert getattr(mine, name) <= getattr(theirs, name) <= 1.6 * getattr(mine, name) + 64
         assert own.unmanaged_bytes <= taken.unmanaged_bytes
 
@@ -186,7 +188,9 @@ def test_smaller_forms_are_redone_at_sizes_that_were_not_measured(kind: str, mon
     make = KINDS[kind][1]
     wholly: list[int] = []
     make_all = "rotoff.runtime.stage_run.StageRun._make_all"
-    monkeypatch.setattr(make_all, lambda self, given: wholly.append(self.i) or self.again(given, True, None, alone=False))
+    monkeypatch.setattr(
+        make_all, lambda self, given: wholly.append(self.i) or self.again(given, True, None, alone=False)
+    )
     for size in (192, 64, 160, 150):
         step(wrapped, make(size))
     course = wrapped._courses.latest
@@ -194,7 +198,9 @@ def test_smaller_forms_are_redone_at_sizes_that_were_not_measured(kind: str, mon
     assert not any(recipe.sized for one in course.profile.behaviours for recipe in one.forms)
     stages = course.profile.chain.stages
     for form in (1, 2):
-        ops = [f"F_sel {i} {min(form, len(s.forms))}" if s.forms else f"F_all {i}" for i, s in enumerate(stages, start=1)]
+        ops = [
+            f"F_sel {i} {min(form, len(s.forms))}" if s.forms else f"F_all {i}" for i, s in enumerate(stages, start=1)
+        ]
         ops += [f"B {i}" for i in range(len(stages), 0, -1)]
         course.plan = compile_sequence(
             course.profile.chain, rotoff.Sequence(tuple(map(rotoff.parse, ops)), "remat", 1 << 40)
@@ -281,7 +287,9 @@ def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
     with pytest.raises(rotoff.InfeasibleError, match=r"on the input of up_to, \[\[8, 96\]\], needs at least") as caught:
         wrapped.compute_sequence(limit, up_to=KINDS["tokens"][1](96))
     assert caught.value.min_mem_limit > limit
-    batch, length = map(int, re.search(r"inputs of \[\[(\d+), 96\]\] and \[\[8, (\d+)\]\] fit", str(caught.value)).groups())
+    batch, length = map(
+        int, re.search(r"inputs of \[\[(\d+), 96\]\] and \[\[8, (\d+)\]\] fit", str(caught.value)).groups()
+    )
     assert 4 <= batch < 8
     assert 48 <= length < 96
     fresh = rotoff.Checkpointable(KINDS["tokens"][0]()).compute_sequence(limit)

@@ -1,4 +1,5 @@
-"""Skip connections kept in place: found from one measurement, planned beside carrying, and run to the plain model's bits."""
+"""Skip connections kept in place: found from one measurement, planned beside carrying, and run to the plain model's
+bits."""
 
 from __future__ import annotations
 
@@ -151,7 +152,9 @@ def test_the_skips_of_a_model_are_found_with_their_bytes() -> None:
     (skip,) = wrapped.profile.skips
     assert (skip.first, skip.last, skip.nbytes, skip.carried) == (2, 3, 32 * 16 * 4, 1)
     assert skip.outputs == ((1,), (1,))
-    assert wrapped.chain.stages[1].output_bytes - wrapped.profile.keeping((0,)).chain.stages[1].output_bytes == skip.nbytes
+    assert (
+        wrapped.chain.stages[1].output_bytes - wrapped.profile.keeping((0,)).chain.stages[1].output_bytes == skip.nbytes
+    )
 
 
 def test_a_unets_skips_and_the_memory_of_an_encoder_are_found() -> None:
@@ -184,7 +187,10 @@ def test_storages_are_followed_from_stage_to_stage() -> None:
 
 
 def test_what_the_batch_handed_on_and_what_is_overwritten_is_no_skip() -> None:
-    table = [(lies((8, None, 0), (64, None, 1)), own(1, lasting=1)), (lies((8, None, 0), (64, 1, 1)), own(1, lasting=1))]
+    table = [
+        (lies((8, None, 0), (64, None, 1)), own(1, lasting=1)),
+        (lies((8, None, 0), (64, 1, 1)), own(1, lasting=1)),
+    ]
     assert find_skips(table) == ()
     runs = [(lies((8, None, 0), (64, None, 1)), own(2)), (lies((8, None, 0), (64, 1, 1)), own(2))]
     assert len(find_skips(runs)) == 1
@@ -209,7 +215,8 @@ def test_the_table_of_stages_lists_them_and_says_what_the_plan_does() -> None:
 
 
 def test_a_kept_skip_is_in_no_value_and_beside_its_replay() -> None:
-    """Where it is handed on it was charged twice while the stage ran, which may have hidden what the stage takes then."""
+    """Where it is handed on it was charged twice while the stage ran, which may have hidden what the stage takes
+    then."""
     stage = Stage("s", 1.0, 2.0, 100, 300, 50, 7, 9, 11, (Form(250, 3.0, 5, 6),))
     chain = Chain((stage,) * 4, 1.0, 1.0)
     kept = keep_in_place(
@@ -250,7 +257,8 @@ def test_an_output_that_the_caller_holds_leaves_no_room_for_the_backward() -> No
     skip_bytes = 2 * 24 * 80 * 4
     skip = next(n for n, s in enumerate(profile.skips) if (s.first, s.last, s.nbytes) == (head, loss, skip_bytes))
     carried, kept = profile.chain.stages[head - 1], profile.keeping([skip]).chain.stages[head - 1]
-    # as output and by way of the loss two gradients reach them, whose sum the head's B makes; δ of its input is charged anyway
+    # as output and by way of the loss two gradients reach them, whose sum the head's B makes; δ of its input is charged
+    # anyway
     assert (carried.backward_transient_bytes, kept.backward_transient_bytes) == (0, skip_bytes - 2 * 24 * 16 * 4)
     wrapped.close()
 
@@ -303,7 +311,8 @@ def test_no_sequence_holds_more_than_predicted(name: str) -> None:
     for kept in ways(wrapped):
         chain = wrapped.profile.keeping(kept).chain
         texts = [
-            str(random_sequence(chain, seed, wildness=wildness, forms=True)) for seed, wildness in enumerate((0.7, 0.7, 0.1))
+            str(random_sequence(chain, seed, wildness=wildness, forms=True))
+            for seed, wildness in enumerate((0.7, 0.7, 0.1))
         ]
         for text in (*texts, str(rotoff.solver.keep_all(chain)) + "\n"):
             having(wrapped, rotoff.Sequence.from_text(text), kept)
@@ -345,7 +354,8 @@ def test_what_a_stage_takes_while_it_runs_is_charged_beside_a_skip_that_it_hands
 
 
 def measured_peak(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that one step allocates beside parameters' gradients, the batch, and what the caller makes of the output."""
+    """Bytes that one step allocates beside parameters' gradients, the batch, and what the caller makes of the
+    output."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     gradient = torch.ones_like(model(x))
@@ -402,11 +412,14 @@ def test_a_forward_that_is_dropped_or_fails_leaves_no_skip_behind() -> None:
 # -- what is planned
 
 
-# Stages that end where blocks do, as in a larger model: between finer ones lie outputs that nobody saves, which is another matter.
+# Stages that end where blocks do, as in a larger model: between finer ones lie outputs that nobody saves, which is
+# another matter.
 @pytest.mark.parametrize(("name", "count", "share"), [("unet", 40, 1.1), ("translator", 10, 1.05)])
 def test_keeping_everything_is_charged_about_what_the_plain_model_takes(name: str, count: int, share: float) -> None:
     torch.manual_seed(0)
-    model, x = (UNet(8), torch.randn(8, 3, 64, 64)) if name == "unet" else (Translator(64), torch.randint(0, 20, (8, 64)))
+    model, x = (
+        (UNet(8), torch.randn(8, 3, 64, 64)) if name == "unet" else (Translator(64), torch.randint(0, 20, (8, 64)))
+    )
     wrapped = rotoff.Checkpointable(model, stages=count, cache_directory=None, forms=False).measure(x, repeats=1)
     real = measured_peak(model, x)
     carried = rotoff.simulate(wrapped.profile.chain, rotoff.solver.keep_all(wrapped.profile.chain)).peak_bytes

@@ -1,4 +1,5 @@
-"""Smaller forms are a choice more: no plan is slower for them, and on blocks of language models plans are much faster."""
+"""Smaller forms are a choice more: no plan is slower for them, and on blocks of language models plans are much
+faster."""
 
 from __future__ import annotations
 
@@ -94,10 +95,11 @@ def test_forms_cost_at_most_as_much_again(stages: int, mode: str) -> None:
 
 
 def language_blocks(L: int = 12) -> Chain:
-    """Blocks of a decoder of width w in bfloat16: bytes in units of one activation, times of an accelerator's data sheet.
+    """Blocks of a decoder of width w in bfloat16: bytes in units of one activation, times of an accelerator's data
+    sheet.
 
-    Saved: two norms, qkv, attention, the sum after it, the wide product and its activation (1 + 3 + 1 + 1 + 1 + 4 + 4), the
-    masks of two dropouts (1), and the output. Forms leave out what takes no matrix product; then the products too.
+    Saved: two norms, qkv, attention, the sum after it, the wide product and its activation (1 + 3 + 1 + 1 + 1 + 4 + 4),
+    the masks of two dropouts (1), and the output. Forms leave out what takes no matrix product; then the products too.
     """
     tokens, width, flops, bandwidth = 8 * 1024, 1024, 150e12, 1.5e12
     unit = 2 * tokens * width

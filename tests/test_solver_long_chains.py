@@ -72,5 +72,6 @@ def test_a_long_chain_is_near_the_bound() -> None:
     chain = uneven(5, 400)
     limit = int(rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes * 0.4)
     assert (
-        rotoff.solve(chain, limit, "remat").meta["makespan"] < rotoff.lower_bound(chain, limit) + 0.03 * chain.compute_time
+        rotoff.solve(chain, limit, "remat").meta["makespan"]
+        < rotoff.lower_bound(chain, limit) + 0.03 * chain.compute_time
     )

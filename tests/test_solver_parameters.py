@@ -1,4 +1,5 @@
-"""`solve` on chains with parameters: legal, within both limits, feasible down to the smallest, no slower than what stands beside it."""
+"""`solve` on chains with parameters: legal, within both limits, feasible down to the smallest, no slower than what
+stands beside it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def test_bad_sweeps_are_refused() -> None:
 def test_joint_is_never_slower_than_the_pure_modes() -> None:
     rng = random.Random(8)  # a chain on which it was, where each mode knew only plans of its own
     stages = tuple(
-        Stage("", rng.random(), 0.2 * rng.random(), out := rng.randint(20, 90), out * rng.randint(1, 6)) for _ in range(8)
+        Stage("", rng.random(), 0.2 * rng.random(), out := rng.randint(20, 90), out * rng.randint(1, 6))
+        for _ in range(8)
     )
     found = sweep(Chain(stages, 0.2, 0.2, input_bytes=10), None, ("joint", "remat"), refine=0.003)
     times = {(row.limit, row.mode): row.makespan for row in found}

@@ -137,7 +137,8 @@ def test_stages_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -
     model = nn.Sequential(*[Alike() for _ in range(12)])
     monkeypatch.setattr(Series, "steady", lambda self, width: True)
     fewest = forwards(model, 1)  # one timed run of each kind
-    # of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); the others are as the second
+    # of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); the others
+    # are as the second
     assert forwards(model, 4) == fewest + 3 * 3
     assert forwards(model, None) == fewest + 3 * 2
     wrapped = rotoff.Checkpointable(model).measure(torch.randn(512, 256))

@@ -1,4 +1,5 @@
-"""The bound of a step with parameters: its dual with every way written out, the linear program, sequences, values by hand."""
+"""The bound of a step with parameters: its dual with every way written out, the linear program, sequences, values by
+hand."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ class Prices:
         self.alpha = 1 - p - (r if duplex else 0) - self.host
 
     def cheapest(self, start: int, end: int, state: str, ends: str, needed: set[int], unpaid: bool) -> float:
-        """From interval `start` to interval `end`. States: D alone on the device, V with a valid copy on the host, H there alone;
-        lower case once a copy across the step's end has cost nothing."""
+        """From interval `start` to interval `end`. States: D alone on the device, V with a valid copy on the host, H
+        there alone; lower case once a copy across the step's end has cost nothing."""
         costs = {state: 0.0}
         for c in range(start, end + 1):
             if c > start:
@@ -84,7 +85,8 @@ class Prices:
 def group_written_out(
     g: ParameterGroup, L: int, costs: Prices, updates: str, unpaid: bool, scale: tuple[float, float]
 ) -> np.ndarray:
-    """The cheapest life of a group that the device updates, and of one that the host does; twice the same for a frozen one."""
+    """The cheapest life of a group that the device updates, and of one that the host does; twice the same for a frozen
+    one."""
     size, seconds = scale
     N, first = 2 * L + 1, min(g.stages)
     whole, begun, use = 2 * L - first, 2 * L - max(g.stages), N + first - 1
@@ -130,7 +132,9 @@ def group_written_out(
 @settings(deadline=None, max_examples=80)
 def test_the_dual_is_that_of_every_way_written_out(chain: Chain, seed: int, updates: str, unpaid: float) -> None:
     # Activations of no bytes stay where they are, so that the groups are all there is besides the operations.
-    chain = replace(chain, stages=tuple(Stage("", s.forward_time + 1, s.backward_time) for s in chain.stages), input_bytes=0)
+    chain = replace(
+        chain, stages=tuple(Stage("", s.forward_time + 1, s.backward_time) for s in chain.stages), input_bytes=0
+    )
     L, limit = len(chain), 100
     dual, seconds, _ = dual_of(chain, limit, updates, unpaid)
     rng = np.random.default_rng(seed)
@@ -169,7 +173,9 @@ def linear_program(dual: Dual, N: int, duplex: bool) -> float:
         lines.append(np.append(-gradient.ravel(), 1.0))
         right.append(value - float((gradient * x).sum()))
         limits = np.array(right + [1.0] * N)
-        found = optimize.linprog([0.0] * (4 * N) + [-1.0], np.vstack([*lines, lanes]), limits, bounds=bounds, method="highs")
+        found = optimize.linprog(
+            [0.0] * (4 * N) + [-1.0], np.vstack([*lines, lanes]), limits, bounds=bounds, method="highs"
+        )
         if not found.success or -found.fun - best < 1e-3 * best:
             break
         highest = found.x[:-1].reshape(4, N)
@@ -227,7 +233,8 @@ def test_no_text_of_all_beats_the_bound(stages: tuple[int, ...], bandwidth: floa
 
 
 def in_flight(stages: int, ahead: int, copy: float) -> tuple[Chain, Sequence]:
-    """A chain of frozen groups, and a sequence in which their parameters come in `ahead` operations before their use, around the step's end."""
+    """A chain of frozen groups, and a sequence in which their parameters come in `ahead` operations before their use,
+    around the step's end."""
     frozen = tuple(ParameterGroup((i,), round(copy * 100)) for i in range(1, stages + 1))
     chain = Chain((Stage("", 1.0, 1.0),) * stages, 1.0, 100.0, parameters=frozen)
     uses = [*range(1, stages + 1), *range(stages, 0, -1)]
@@ -284,7 +291,8 @@ def test_one_of_two_weights_at_a_time() -> None:
 
 
 def test_updates_after_the_step_stream_through_its_end() -> None:
-    # At F 1 and B 1 there is room for w and what they need, not for o: it comes in after B 1 has begun, and goes out before F 1.
+    # At F 1 and B 1 there is room for w and what they need, not for o: it comes in after B 1 has begun, and goes out
+    # before F 1.
     group = ParameterGroup((1,), 10, 10, 20, update_time=0.5)
     chain = Chain((Stage("", 1.0, 1.0, 0, 30, grad_bytes=0),), 10.0, 10.0, parameters=(group,))
     assert min_mem_limit(chain, "joint") == 50  # B 1: abar 1, w 1 and g 1
@@ -321,6 +329,8 @@ def test_smallest_limits_by_hand() -> None:
 def test_without_parameters_nothing_has_changed(chain: Chain) -> None:
     limit = max(1, min_mem_limit(chain, "offload"), min_mem_limit(chain, "remat"))
     bounds = {
-        lower_bound(chain, limit, mode, updates) for mode in ("joint", "remat", "offload") for updates in ("during", "after")
+        lower_bound(chain, limit, mode, updates)
+        for mode in ("joint", "remat", "offload")
+        for updates in ("during", "after")
     }
     assert bounds == {lower_bound(chain, limit)}

@@ -1,5 +1,5 @@
-"""The order of a whole step is proved: recorded runs of the interpreter over the CUDA link's own code have no race, copies
-that run as late as the waits allow give the right numbers, and no wait can be left out."""
+"""The order of a whole step is proved: recorded runs of the interpreter over the CUDA link's own code have no race,
+copies that run as late as the waits allow give the right numbers, and no wait can be left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NAMES = ["residual", "convolutional", "tuples", "tied", "language"]
 
 
 class Trainee:
-    """A model that is measured once and then trained over one link after another, each time from its first parameters."""
+    """A model that is measured once and then trained over one link after another, each time from its first
+    parameters."""
 
     def __init__(self, name: str) -> None:
         model, self.batch = fresh(name)
@@ -92,7 +93,8 @@ class Counting(RecordingLink):
 
 
 def test_a_wait_that_is_left_out_is_noticed() -> None:
-    """By the checker; unless a wait for a later copy of the same lane did its work, and then the latest copies prove it."""
+    """By the checker; unless a wait for a later copy of the same lane did its work, and then the latest copies prove
+    it."""
     trainee, expected, noticed, superfluous = Trainee("residual"), plain("residual", steps=2), 0, 0
     for seed in range(3, 12):
         sequence = trainee.follow(seed)

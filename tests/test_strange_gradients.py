@@ -1,4 +1,5 @@
-"""Gradients that reach a stage permuted or expanded, which its kernels copy first: bytes that a gradient of ones would not show."""
+"""Gradients that reach a stage permuted or expanded, which its kernels copy first: bytes that a gradient of ones would
+not show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Values and gradients that are no plain tensors, and models that are no plain Python, each right or refused in a sentence."""
+"""Values and gradients that are no plain tensors, and models that are no plain Python, each right or refused in a
+sentence."""
 
 from __future__ import annotations
 

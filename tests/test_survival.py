@@ -123,7 +123,8 @@ def afresh(wrapped: rotoff.Checkpointable, name: str) -> None:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Told of every call of torch that a stage makes, in first runs and in replays, and of every call of the file link."""
+    """Told of every call of torch that a stage makes, in first runs and in replays, and of every call of the file
+    link."""
     made, ran, found = stage_tape._made, LiveForward._run, FaultyLink.faults
 
     def in_replay(*args: Any) -> Any:
@@ -162,8 +163,8 @@ def nothing_is_watched() -> bool:
 def fail_at_every_call(
     wrapped: rotoff.Checkpointable, batch: Batch, sequence: rotoff.Sequence, kind: str, first: int = 1, every: int = 1
 ) -> int:
-    """Let call `first` of torch and of links fail in a step, then the one `every` later, to the last; after each one nothing is
-    left and the next step is right. Returns how many calls a step makes."""
+    """Let call `first` of torch and of links fail in a step, then the one `every` later, to the last; after each one
+    nothing is left and the next step is right. Returns how many calls a step makes."""
     faults = FaultyLink.faults
     expected = plain("residual", steps=1)
     faults.arm(0, ERRORS[kind])
@@ -188,13 +189,16 @@ def test_an_error_at_every_call_of_stages_and_links(kind: str, faults: Faults) -
 
 
 def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
-    """Every stage in a form whose redo leaves operations out; of two of them, all that it stores leaves for the host and comes back."""
+    """Every stage in a form whose redo leaves operations out; of two of them, all that it stores leaves for the host
+    and comes back."""
     model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     L = len(wrapped.chain)
     text = []
     for i in range(1, L + 1):
-        form = next((k for k, recipe in enumerate(wrapped.profile.behaviours[i - 1].forms, start=1) if not recipe.whole), 0)
+        form = next(
+            (k for k, recipe in enumerate(wrapped.profile.behaviours[i - 1].forms, start=1) if not recipe.whole), 0
+        )
         text.append(f"F_sel {i} {form}" if form else f"F_all {i}")
         if i in (3, 4):
             text += [f"offload abar {i - 1}", f"free abar {i - 1}"]
@@ -213,7 +217,8 @@ def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Bat
 def test_an_error_at_every_call_with_moved_forms(
     kind: str, first: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls in first runs and redos, the redos' operations, copies, waits and allocations: each fails once, in one way or the other."""
+    """Calls in first runs and redos, the redos' operations, copies, waits and allocations: each fails once, in one way
+    or the other."""
     inner = selective._Redo.__torch_dispatch__
 
     def operation(mode: Any, *args: Any, **kwargs: Any) -> Any:

@@ -118,7 +118,9 @@ def test_tails_in_the_backward_keep_every_sum() -> None:
 
 def test_no_sequence_beats_the_bound_with_tails() -> None:
     limit = 110
-    assert least_time_of(CHAIN, limit) == least_time_of(CHAIN, limit, (0.0, 0.0, 0.0)) == rotoff.lower_bound(CHAIN, limit)
+    assert (
+        least_time_of(CHAIN, limit) == least_time_of(CHAIN, limit, (0.0, 0.0, 0.0)) == rotoff.lower_bound(CHAIN, limit)
+    )
     dear = (5.0, 12.0, 0.0)
     assert CHAIN.compute_time <= least_time_of(CHAIN, limit, dear) < rotoff.lower_bound(CHAIN, limit)
     best = min(
@@ -139,7 +141,9 @@ def test_an_estimate_counts_the_operations_behind() -> None:
     product = 2 * BATCH * WIDTH * WIDTH / (flops * 0.5)
     assert len(profile.chain) == 4
     assert profile.tail_times == pytest.approx((product, 0.0, product, 0.0))  # nobody replays the last for its output
-    assert [s.forward_time for s in profile.chain.stages] == pytest.approx([3 * product, product, 3 * product, 3 * product])
+    assert [s.forward_time for s in profile.chain.stages] == pytest.approx(
+        [3 * product, product, 3 * product, 3 * product]
+    )
     assert profile.chain.meta["tail_times"] == list(profile.tail_times)
 
 
@@ -219,7 +223,9 @@ def test_a_stage_without_forms_is_planned_at_the_price_of_closing_replays() -> N
     """Stage 1 twice and stage 2 once, or once more each: the tails decide."""
     model, x = stack()
     profile = estimate_profile(model, (x,), {}, count_only(1e9))
-    bare = replace(profile, chain=replace(profile.chain, stages=tuple(replace(s, forms=()) for s in profile.chain.stages)))
+    bare = replace(
+        profile, chain=replace(profile.chain, stages=tuple(replace(s, forms=()) for s in profile.chain.stages))
+    )
     blind = replace(bare, tail_times=(0.0,) * 4)
     most = make_plan(bare, Request(10**12, "joint", 50, {})).trace.peak_bytes
     found = []
@@ -239,7 +245,9 @@ def test_a_stage_without_forms_is_planned_at_the_price_of_closing_replays() -> N
 def test_joint_is_never_expected_to_be_slower_than_a_pure_mode() -> None:
     model, x = stack()
     profile = estimate_profile(model, (x,), {}, count_only(1e9))
-    bare = replace(profile, chain=replace(profile.chain, stages=tuple(replace(s, forms=()) for s in profile.chain.stages)))
+    bare = replace(
+        profile, chain=replace(profile.chain, stages=tuple(replace(s, forms=()) for s in profile.chain.stages))
+    )
     most = make_plan(bare, Request(10**12, "joint", 50, {})).trace.peak_bytes
     for bandwidth in (1e6, 1e8):
         quick = {"refine": 0.05}

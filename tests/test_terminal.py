@@ -53,7 +53,11 @@ def test_a_plan_fits_one_screen(stages: int, width: int) -> None:
         plan = MOVING
     else:
         moved = [i for i in range(2, stages - 1) if i % 3 == 0]
-        ops = [line for i in range(1, stages + 1) for line in (f"F_all {i}", *([f"offload abar {i}"] if i in moved else []))]
+        ops = [
+            line
+            for i in range(1, stages + 1)
+            for line in (f"F_all {i}", *([f"offload abar {i}"] if i in moved else []))
+        ]
         ops += [f"free abar {i}" for i in moved]
         for i in range(stages, 0, -1):
             ops += [*([f"prefetch abar {i - 1}", f"wait abar {i - 1}"] if i - 1 in moved else []), f"B {i}"]

@@ -1,4 +1,5 @@
-"""What the runtime itself takes of the compute lane: charged by stage and by tensor, in what is expected of a step and nowhere else."""
+"""What the runtime itself takes of the compute lane: charged by stage and by tensor, in what is expected of a step and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from rotoff.tensors.stage import Behaviour, SavedKind, StageModule
 
 STAGE = rotoff.Stage("s", 10.0, 20.0, output_bytes=100, saved_bytes=300, forms=(rotoff.Form(200, 22.0),))
 CHAIN = rotoff.Chain((STAGE, STAGE, STAGE), 100.0, 100.0, input_bytes=100)
-UPKEEP = Upkeep(UpkeepTimes(0.0, 0.0, pack=0.1, unpack=0.01, move=0.001), saved=(2, 3, 4), own=(1, 2, 3), outputs=(1, 1, 1))
+UPKEEP = Upkeep(
+    UpkeepTimes(0.0, 0.0, pack=0.1, unpack=0.01, move=0.001), saved=(2, 3, 4), own=(1, 2, 3), outputs=(1, 1, 1)
+)
 
 
 def sequence(text: str) -> rotoff.Sequence:
@@ -47,7 +50,9 @@ def test_each_stage_is_charged_but_for_a_step_that_is_the_plain_one() -> None:
 
 
 def test_a_move_takes_the_lane_before_its_copy_starts() -> None:
-    moved = sequence("F_all 1; F_all 2; offload abar 1; F_all 3; free abar 1; B 3; prefetch abar 1; wait abar 1; B 2; B 1")
+    moved = sequence(
+        "F_all 1; F_all 2; offload abar 1; F_all 3; free abar 1; B 3; prefetch abar 1; wait abar 1; B 2; B 1"
+    )
     slow = replace(UPKEEP, times=UpkeepTimes(move=1.0))  # 2 s for each move of abar 1
     machine, trace = rotoff.simulate(CHAIN, moved), expected_step(CHAIN, moved, (), slow)
     assert [e.start for e in machine.events[:4]] == [0, 10, 20, 20]

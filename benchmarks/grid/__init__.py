@@ -1,1 +1,2 @@
-"""Every method on every workload at every limit, each cell in a fresh process: `python -m benchmarks.grid.run --help`."""
+"""Every method on every workload at every limit, each cell in a fresh process: `python -m benchmarks.grid.run
+--help`."""

@@ -16,14 +16,17 @@ OURS = {
 EVERYTHING = "everything"  # where a limit leaves room for all
 ITSELF = "plain-again"  # plain PyTorch, its steps in turn with plain PyTorch's
 MIB = 2**20
-SEGMENTS = 22 * MIB  # what PyTorch's caching allocator may take beyond need: a segment of 20 MiB for blocks up to 10, and 2
+SEGMENTS = (
+    22 * MIB
+)  # what PyTorch's caching allocator may take beyond need: a segment of 20 MiB for blocks up to 10, and 2
 TIME_ERROR = {"cuda": 0.03, "cpu": 0.05}
 OVERHEAD = {("gpt", "60%"): 0.01, ("gpt", "30%"): 0.05, ("resnet", "60%"): 0.03, ("resnet", "30%"): 0.10}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One cell: workload, method, where its limit came from ("60%", a peer's name, "everything" or ""), and what came out."""
+    """One cell: workload, method, where its limit came from ("60%", a peer's name, "everything" or ""), and what came
+    out."""
 
     workload: str
     method: str
@@ -47,7 +50,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Aim:
-    """aim: what was wanted. found: the figures. met: None where it is stated for another kind of device. cause: of a miss."""
+    """aim: what was wanted. found: the figures. met: None where it is stated for another kind of device. cause: of a
+    miss."""
 
     aim: str
     found: str
@@ -91,7 +95,9 @@ def judge(runs: list[Run], device: str) -> list[Aim]:
 def _fastest(runs: list[Run]) -> Aim | None:
     duels, same = [], 0
     for run in timed(runs, lambda run: run.method == "joint" and run.limit.endswith("%")):
-        rivals = timed(runs, lambda r, run=run: r.workload == run.workload and r.method not in ("joint", "plain", ITSELF))  # type: ignore[misc]
+        rivals = timed(
+            runs, lambda r, run=run: r.workload == run.workload and r.method not in ("joint", "plain", ITSELF)
+        )  # type: ignore[misc]
         keeping = [r for r in rivals if r.result["peak_allocated"] <= run.cell["limit"] and not is_compiled(r)]
         others = [r for r in keeping if not _same_plan(run, r)]  # nobody is faster than itself
         same += len(others) < len(keeping)
@@ -289,7 +295,10 @@ def _bandwidth(runs: list[Run], device: str) -> Aim | None:
     if not shares:
         return None
     planned = [
-        r.result["moved"][f"{lane[:3]}_plan_share"] for r in ours for lane in lanes if r.result["moved"][lane] is not None
+        r.result["moved"][f"{lane[:3]}_plan_share"]
+        for r in ours
+        for lane in lanes
+        if r.result["moved"][lane] is not None
     ]
     enough = sum(share >= 0.95 for share, _ in shares)
     worst = min(shares, key=lambda entry: entry[0])

@@ -2,12 +2,13 @@
 
     python -m benchmarks.grid.cell '{"suite": "cpu", "workload": "gpt", "method": "joint", "limit": 200000000, ...}'
 
-The last line printed is the result as JSON. The method's peak comes first, in steps of its own; then its steps alternate
-with plain PyTorch's in this very process, so that both meet the same state of the machine, and what counts is the median of
-the paired ratios. Where plain PyTorch does not fit beside it, times stand alone and the ratio is left out.
+The last line printed is the result as JSON. The method's peak comes first, in steps of its own; then its steps
+alternate with plain PyTorch's in this very process, so that both meet the same state of the machine, and what counts is
+the median of the paired ratios. Where plain PyTorch does not fit beside it, times stand alone and the ratio is left
+out.
 
-glibc is told to hold on to freed memory, for every method: the page faults that plain PyTorch, which frees most, would pay in
-each step (benchmarks/prediction.py) are no merit of the others.
+glibc is told to hold on to freed memory, for every method: the page faults that plain PyTorch, which frees most, would
+pay in each step (benchmarks/prediction.py) are no merit of the others.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Result:
     status: ok, infeasible, out of memory, not here. ratio, low, high: median and quartiles of the paired ratios.
     gradient_difference: the largest of any gradient from plain's in the first step; equal_gradients: bit for bit.
     predicted_peak: where plain PyTorch runs out of memory, what it would take, from a measurement stage by stage.
-    plan: digest of the sequence, the same for the same operations. moved: of copies (`moved.Moved`). freed_memory_kept: whether malloc could be told.
+    plan: digest of the sequence, the same for the same operations. moved: of copies (`moved.Moved`). freed_memory_kept:
+    whether malloc could be told.
     """
 
     status: str = "ok"
@@ -157,7 +159,9 @@ def _measure(cell: Cell, result: Result) -> None:
     if isinstance(run, rotoff.Checkpointable):
         # without the copies of gradients that a plan may add
         kept = (
-            run.profile.chain.compute_time if cell.method != COMPILED else _plain_compute_time(run, model, workload, device)
+            run.profile.chain.compute_time
+            if cell.method != COMPILED
+            else _plain_compute_time(run, model, workload, device)
         )
         _predictions(run, cell, kept, result)
         copies = moved(run, runner.step)
@@ -187,8 +191,8 @@ def _best_segments(method: str, model: nn.Module, x: torch.Tensor) -> str:
 def _plain_compute_time(
     run: rotoff.Checkpointable, compiled: nn.Module, workload: workloads.Workload, device: torch.device
 ) -> float:
-    """What the plain model's stages take where those of `run`, which are `compiled`, take what they were found to; both are measured in
-    turn, and the less of two counts, so that what else the machine does shows in neither."""
+    """What the plain model's stages take where those of `run`, which are `compiled`, take what they were found to; both
+    are measured in turn, and the less of two counts, so that what else the machine does shows in neither."""
     plain, x = workload.make(device)
     seconds: dict[nn.Module, list[float]] = {compiled: [], plain: []}
     for _ in range(2):

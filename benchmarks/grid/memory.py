@@ -28,7 +28,9 @@ def peak_of(step: Callable[[], object], device: torch.device) -> Peak:
         torch.cuda.reset_peak_memory_stats(device)
         step()
         torch.cuda.synchronize(device)
-        return Peak(torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved)
+        return Peak(
+            torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved
+        )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes two lines of its own
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:

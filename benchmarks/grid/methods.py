@@ -2,7 +2,8 @@
 
 Names, as cells give them:
 
-* ``plain``; ``plain-again``: the same, beside another one, to show what the measurement itself is worth; ``compiled`` (`torch.compile`, everything kept)
+* ``plain``; ``plain-again``: the same, beside another one, to show what the measurement itself is worth; ``compiled``
+  (`torch.compile`, everything kept)
 * ``checkpoint``: `torch.utils.checkpoint` around each block
 * ``checkpoint_sequential``: PyTorch's segments, with the count that needs the fewest bytes
 * ``selective``: each block under selective checkpointing, matrix products, convolutions and attention saved
@@ -159,7 +160,9 @@ def _budget(model: nn.Module, x: torch.Tensor, argument: str) -> Run:
     import torch._functorch.config as config
 
     config.activation_memory_budget = float(argument)
-    os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # the budget is no part of the cache's key everywhere
+    os.environ.setdefault(
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1"
+    )  # the budget is no part of the cache's key everywhere
     return torch.compile(model)
 
 

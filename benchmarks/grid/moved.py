@@ -1,8 +1,8 @@
 """What became of a step's copies: how near the link's speed they ran, and how much of them compute hid.
 
-From recorded steps (`Checkpointable.record_step`) beside the machine's prediction of them, each right after the link was measured
-again: what a link does varies from minute to minute by more than what is asked here. A copy is hidden for as long as compute does not
-wait for it; what compute waited is the sum of its lane's events that compute nothing.
+From recorded steps (`Checkpointable.record_step`) beside the machine's prediction of them, each right after the link
+was measured again: what a link does varies from minute to minute by more than what is asked here. A copy is hidden for
+as long as compute does not wait for it; what compute waited is the sum of its lane's events that compute nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from ..prediction import link_now
 
 @dataclass(frozen=True)
 class Moved:
-    """d2h_bytes, h2d_bytes: of one step. d2h_share, h2d_share: speed of the copies over the bandwidth measured beside them, all
-    bytes of a direction over all seconds that its copies took; None where nothing goes that way. d2h_plan_share, h2d_plan_share: the
-    same over the bandwidth that the plan counts on, which may be of another day. hidden, planned_hidden: of
-    the seconds that copies take, the share that compute does not wait for, measured and predicted."""
+    """d2h_bytes, h2d_bytes: of one step. d2h_share, h2d_share: speed of the copies over the bandwidth measured beside
+    them, all bytes of a direction over all seconds that its copies took; None where nothing goes that way.
+    d2h_plan_share, h2d_plan_share: the same over the bandwidth that the plan counts on, which may be of another day.
+    hidden, planned_hidden: of the seconds that copies take, the share that compute does not wait for, measured and
+    predicted."""
 
     d2h_bytes: int
     h2d_bytes: int

@@ -17,7 +17,8 @@ PEER_MARKERS = dict(zip([*methods.PEERS, *methods.BUDGETS], ["P", "X", "D", "v",
 
 
 def draw(runs: list[Run], title: str, path: Path) -> None:
-    """rotoff's modes as lines, peers as points, the certified bound in grey; nothing where plain PyTorch has not run."""
+    """rotoff's modes as lines, peers as points, the certified bound in grey; nothing where plain PyTorch has not
+    run."""
     import matplotlib
 
     matplotlib.use("Agg")

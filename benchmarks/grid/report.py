@@ -1,8 +1,10 @@
 """The page of results from JSON: of the grid, of `benchmarks/reach.py` and of `benchmarks/four_times.py`.
 
-    python -m benchmarks.grid.report benchmarks/results/grid_cpu.json [more.json] --out docs/results.md --pictures docs/results
+    python -m benchmarks.grid.report benchmarks/results/grid_cpu.json [more.json] --out docs/results.md --pictures
+    docs/results
 
-Nothing on the page is written by hand: run this again after a measurement. A file of cells that are not complete will do.
+Nothing on the page is written by hand: run this again after a measurement. A file of cells that are not complete will
+do.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def _hardware(data: dict[str, Any], commits: list[str]) -> str:
     device = ", ".join(about[key] for key in ("gpu", "cpu") if about.get(key))
     threads = f", {data['threads']} compute threads of {about['cores']} cores" if data.get("threads") else ""
     cuda = f" (CUDA {about['cuda']})" if about.get("cuda") else ""
-    versions = f"Python {about['python']}, torch {about['torch']}{cuda}, rotoff {about['rotoff']} ({', '.join(commits)})"
+    versions = (
+        f"Python {about['python']}, torch {about['torch']}{cuda}, rotoff {about['rotoff']} ({', '.join(commits)})"
+    )
     return f"{device}{threads}; {versions}."
 
 
@@ -167,7 +171,9 @@ def _four_times(data: dict[str, Any]) -> Iterator[str]:
         else f"no times ({paired['failure']})"
     )
     yield "Command: `scripts/cpu_results.sh four_times`."
-    losses = f"losses {'equal' if data['equal_losses'] else 'differ from'} plain's" if done else f"fails ({held['failure']})"
+    losses = (
+        f"losses {'equal' if data['equal_losses'] else 'differ from'} plain's" if done else f"fails ({held['failure']})"
+    )
     kernel = "fails" if data["limited_plain"]["fails"] else "trains too"
     found = f"{time}; under the kernel's limit of that many bytes rotoff's {losses}, and plain PyTorch {kernel}."
     met = done and timed and data["equal_losses"] and data["limited_plain"]["fails"] and paired["ratio"] <= 1.15

@@ -1,17 +1,21 @@
-"""Run the grid, cell by cell, each in a fresh process, and write one JSON file; an interrupted run goes on where it stopped.
+"""Run the grid, cell by cell, each in a fresh process, and write one JSON file; an interrupted run goes on where it
+stopped.
 
     python -m benchmarks.grid.run --suite cpu --out benchmarks/results/grid_cpu.json
-    python -m benchmarks.grid.run --suite cuda --minutes 9 --out benchmarks/results/grid_cuda.json   # again until it says "complete"
+    python -m benchmarks.grid.run --suite cuda --minutes 9 --out benchmarks/results/grid_cuda.json   # again until it
+    says "complete"
 
-Cells of one workload: plain; rotoff joint at --limits (percent of the plain peak); joint with room for everything, and plain beside
-itself; each peer, and rotoff joint at its peak, named ``joint@PEER``; rotoff remat and offload; with --compiled, `torch.compile`
-with its memory budgets and rotoff over compiled blocks. A cell that is in the file already, from the same machine and versions, is not run again (--again CELL forces it; each
-keeps the commit that ran it). Where others used the machine, --wider 0.06 runs those cells again, at the end, whose quartiles are further
-apart than that, and keeps whichever run has them closer: a cell is chosen by its spread alone, never by what it says. Cells go round by
-method, so that no method has the machine's best hour; on CUDA, where the machine may be there for minutes, one workload after the other.
+Cells of one workload: plain; rotoff joint at --limits (percent of the plain peak); joint with room for everything, and
+plain beside itself; each peer, and rotoff joint at its peak, named ``joint@PEER``; rotoff remat and offload; with
+--compiled, `torch.compile` with its memory budgets and rotoff over compiled blocks. A cell that is in the file already,
+from the same machine and versions, is not run again (--again CELL forces it; each keeps the commit that ran it). Where
+others used the machine, --wider 0.06 runs those cells again, at the end, whose quartiles are further apart than that,
+and keeps whichever run has them closer: a cell is chosen by its spread alone, never by what it says. Cells go round by
+method, so that no method has the machine's best hour; on CUDA, where the machine may be there for minutes, one workload
+after the other.
 
-Times of stages that one cell has measured serve the later ones of the same call (rotoff's own cache, in a folder that lives
-as long as the call); bytes are measured in each.
+Times of stages that one cell has measured serve the later ones of the same call (rotoff's own cache, in a folder that
+lives as long as the call); bytes are measured in each.
 """
 
 from __future__ import annotations
@@ -60,7 +64,9 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 def commit() -> str | None:
@@ -93,7 +99,11 @@ class Grid:
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         self.path, self.options = path, options
-        self.data: dict[str, Any] = {"format": "rotoff.grid", "suite": options.suite, "machine": machine(options.device)}
+        self.data: dict[str, Any] = {
+            "format": "rotoff.grid",
+            "suite": options.suite,
+            "machine": machine(options.device),
+        }
         self.data |= {"threads": options.threads, "limits": options.limits, "cells": {}, "twice": []}
         start = path if path.exists() else options.start
         if start is not None and start.exists():
@@ -125,7 +135,8 @@ class Grid:
         compiled = chosen if options.compiled == [] else [name for name in chosen if name in (options.compiled or ())]
         yield from self._peers(chosen, ("plain",))
         yield from self._at_limits(chosen, "joint")
-        # with room for everything, twice over: what rotoff costs where it has nothing to do; and plain beside itself, which says
+        # with room for everything, twice over: what rotoff costs where it has nothing to do; and plain beside itself,
+        # which says
         # how much of that is the measurement's. Differences are small here, so there are more pairs.
         for workload in chosen:
             if (plain := self._peak(f"{workload}/plain")) is not None:
@@ -164,7 +175,9 @@ class Grid:
                 if (plain := self._peak(f"{workload}/plain")) is not None:
                     yield from self._new(f"{workload}/{mode}@{percent:g}%", workload, mode, int(plain * percent / 100))
 
-    def _in_their_bytes(self, chosen: list[str], mode: str, peers: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _in_their_bytes(
+        self, chosen: list[str], mode: str, peers: tuple[str, ...]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         for peer in peers:
             for workload in chosen:
                 if (peak := self._peak(f"{workload}/{peer}")) is not None:
@@ -183,11 +196,16 @@ class Grid:
         """The cell, if it has not run. pairs: how many, over the usual number."""
         if name not in self.data["cells"]:
             cell = {"suite": self.options.suite, "workload": workload, "method": method, "limit": limit}
-            cell |= {"device": self.options.device, "seconds": pairs * self.options.seconds, "threads": self.options.threads}
+            cell |= {
+                "device": self.options.device,
+                "seconds": pairs * self.options.seconds,
+                "threads": self.options.threads,
+            }
             yield name, cell | {"host_directory": self.options.host_directory}
 
     def run(self, name: str, cell: dict[str, Any], end: float | None = None) -> dict[str, Any] | None:
-        """Run one cell in a process of its own and keep what came out; None where `end` came first, and nothing is kept."""
+        """Run one cell in a process of its own and keep what came out; None where `end` came first, and nothing is
+        kept."""
         command = [sys.executable, "-m", "benchmarks.grid.cell", json.dumps(cell)]
         begin, load = time.time(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         most = self.options.cell_minutes * 60
@@ -266,9 +284,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=8, help="that a cell's timed steps may take (%(default)s)")
     parser.add_argument("--cell-minutes", type=float, default=5, help="after which a cell is stopped (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="stop after this many; a cell under way is left for the next call")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after this many; a cell under way is left for the next call"
+    )
     parser.add_argument("--again", nargs="*", default=[], metavar="CELL", help="run these anew")
-    parser.add_argument("--wider", type=float, metavar="SPREAD", help="run those anew whose quartiles are further apart")
+    parser.add_argument(
+        "--wider", type=float, metavar="SPREAD", help="run those anew whose quartiles are further apart"
+    )
     parser.add_argument("--host-directory", help="where the file of offloaded values lies; a real disk")
     parser.add_argument("--threads", type=int, help="compute threads of every method (CPU: cores - 1)")
     options = parser.parse_args(arguments)

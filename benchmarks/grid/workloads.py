@@ -1,7 +1,8 @@
 """What is trained: a model that ends in its loss, and its batch.
 
-The loss is the model's last stage, since what it allocates is a part of the step: every method is charged for it, and a limit
-covers it. Sizes for the CPU let the whole grid end within 40 minutes on two cores, with steps of a third to half a second.
+The loss is the model's last stage, since what it allocates is a part of the step: every method is charged for it, and a
+limit covers it. Sizes for the CPU let the whole grid end within 40 minutes on two cores, with steps of a third to half
+a second.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from . import models
 class Workload:
     """One network at one size.
 
-    build: the model, on the CPU in float32. batch: (input, target) from a seeded generator, likewise. blocks: the modules
-    that block-wise peers checkpoint. dtype: of parameters and activations on the device.
+    build: the model, on the CPU in float32. batch: (input, target) from a seeded generator, likewise. blocks: the
+    modules that block-wise peers checkpoint. dtype: of parameters and activations on the device.
     """
 
     name: str
@@ -32,14 +33,17 @@ class Workload:
     def make(self, device: torch.device, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
         """The model, which returns its loss, and its input, on `device`; the same for the same seed."""
         torch.manual_seed(seed)
-        with torch.device(device if device.type == "cuda" else "cpu"):  # billions of parameters are drawn where they live
+        with torch.device(
+            device if device.type == "cuda" else "cpu"
+        ):  # billions of parameters are drawn where they live
             model = self.build().to(device, self.dtype).train()
         x, target = (t.to(device) for t in self.batch(torch.Generator().manual_seed(seed)))
         return models.trained(model, models.Loss(target)), x.to(self.dtype) if x.is_floating_point() else x
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """What a person would checkpoint: the stages of a Sequential but head and loss, or the convolution blocks of the U-Net."""
+    """What a person would checkpoint: the stages of a Sequential but head and loss, or the convolution blocks of the
+    U-Net."""
     if isinstance(model, models.Trained):
         assert isinstance(model.net, models.UNet)
         return [*model.net.down, *model.net.join]
@@ -85,7 +89,9 @@ def _net(
     pixels: bool = False,
 ) -> Workload:
     kind = str(dtype).removeprefix("torch.")
-    return Workload(name, f"{about}, {batch} images of {size}², {kind}", build, _images(batch, size, classes, pixels), dtype)
+    return Workload(
+        name, f"{about}, {batch} images of {size}², {kind}", build, _images(batch, size, classes, pixels), dtype
+    )
 
 
 _F32, _BF16 = torch.float32, torch.bfloat16

@@ -67,7 +67,8 @@ def table_2() -> list[dict[str, object]]:
 
 
 def table_3() -> list[dict[str, object]]:
-    """The paper's five networks: its system at the paper's reduction, or the most that it reaches; ours for the same bytes."""
+    """The paper's five networks: its system at the paper's reduction, or the most that it reaches; ours for the same
+    bytes."""
     rows = []
     for name, (paper_time, paper_memory) in PAPER_TABLE_3.items():
         device = TITAN_X_WINOGRAD if name.startswith("vgg") else TITAN_X

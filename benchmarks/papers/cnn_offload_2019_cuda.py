@@ -1,9 +1,9 @@
 """CPU offloading of CNNs (Hascoet et al., JSEA 2019) on a device: its table 1, and its table 2 measured.
 
-Table 1: speed of pinning, and of copies from pageable and from pinned memory, each direction. Table 2: a training iteration of
-VGG19 on 32 images of 128 by 128, plain; with PyTorch's ``save_on_cpu`` from pageable and from pinned memory, copies in turn
-with compute; and by rotoff's policy "overlap", its mode "offload", and its mode "joint" at the overlap's limit, the first of
-these also with values in float16 on the way (lossy).
+Table 1: speed of pinning, and of copies from pageable and from pinned memory, each direction. Table 2: a training
+iteration of VGG19 on 32 images of 128 by 128, plain; with PyTorch's ``save_on_cpu`` from pageable and from pinned
+memory, copies in turn with compute; and by rotoff's policy "overlap", its mode "offload", and its mode "joint" at the
+overlap's limit, the first of these also with values in float16 on the way (lossy).
 
     python benchmarks/papers/cnn_offload_2019_cuda.py        # needs a CUDA device and torchvision; about two minutes
 """
@@ -50,7 +50,8 @@ def table_1(nbytes: int) -> list[dict[str, object]]:
     pinned = torch.ones(nbytes, dtype=torch.uint8).pin_memory()
 
     def pin() -> None:
-        # Registered as rotoff does it; PyTorch's allocator would keep freed blocks and measure nothing from the second on.
+        # Registered as rotoff does it; PyTorch's allocator would keep freed blocks and measure nothing from the second
+        # on.
         host = torch.empty(nbytes, dtype=torch.uint8)
         assert int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0)) == 0
         assert int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())) == 0

@@ -3,10 +3,11 @@
     python benchmarks/papers/euro_par_2020.py            # all figures, about a quarter of an hour on two cores
     python benchmarks/papers/euro_par_2020.py --only resnet50 densenet121 --images 224
 
-Chains are torchvision's networks on a V100 (bytes from the modules, times from the data sheet), one direction of the link at a
-time at 12.2 GB/s, as the paper measured. Limits go from the smallest at which offloading is possible to M_peak, scaled to 0 and
-100 %. Written to benchmarks/results/papers/: euro_par_2020.csv and euro_par_2020_figure_N.png, with the
-paper's numbers N. `rotoff joint` recomputes too, so it is not among the ratios to a bound that holds for offloading only.
+Chains are torchvision's networks on a V100 (bytes from the modules, times from the data sheet), one direction of the
+link at a time at 12.2 GB/s, as the paper measured. Limits go from the smallest at which offloading is possible to
+M_peak, scaled to 0 and 100 %. Written to benchmarks/results/papers/: euro_par_2020.csv and euro_par_2020_figure_N.png,
+with the paper's numbers N. `rotoff joint` recomputes too, so it is not among the ratios to a bound that holds for
+offloading only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from vision_chains import DENSENETS, INCEPTION, RESNETS, vision_chain
 from rotoff import Chain, InfeasibleError, min_mem_limit, solve
 from rotoff.solver import fractional
 
-# The smallest batches of the paper's range: "powers of 2, starting from the smallest batch size that ensures a reasonable
+# The smallest batches of the paper's range: "powers of 2, starting from the smallest batch size that ensures a
+# reasonable
 # throughput". Where bytes and times both grow with the batch, so does everything drawn here, and ratios stay.
 BATCHES = {224: 32, 500: 8, 1000: 2}
 POLICIES = ("greedy", "dynprog", "vdnn", "tflms", "autoswap")
@@ -130,7 +132,9 @@ def main() -> None:
             rows += rows_of(network, image, batch, chain, arguments.points)
             print(f"{chain.name}: {len(chain)} stages, {time.perf_counter() - start:.0f} s", flush=True)
     tables.write("euro_par_2020", rows)
-    shown = [r for r in rows if r["image"] == 224 and r["network"] in ("resnet50", "resnet101", "densenet121", INCEPTION)]
+    shown = [
+        r for r in rows if r["image"] == 224 and r["network"] in ("resnet50", "resnet101", "densenet121", INCEPTION)
+    ]
     if shown:
         draw(5, shown, "ratio", "step time / bound of proposition 3")
     for (name, image), (ratios, throughput) in FIGURES.items():

@@ -17,7 +17,8 @@ from rotoff.profile.estimate.devices import Device, find
 
 # Links as 001's table 1 measures them (Titan X) and as 004's section 3.3.2 says ("a practical speed of 8 GB/s").
 TITAN_X = replace(find("Titan X"), d2h_bandwidth=6.5e9, h2d_bandwidth=6.1e9, link_efficiency=1.0)
-# 001 runs "the winograd convolution algorithm": 2.25 times fewer multiplications in 3 × 3 convolutions, which is all of VGG's.
+# 001 runs "the winograd convolution algorithm": 2.25 times fewer multiplications in 3 × 3 convolutions, which is all of
+# VGG's.
 TITAN_X_WINOGRAD = replace(TITAN_X, flops={"float32": 2.25 * TITAN_X.flops["float32"]})
 K40 = replace(find("K40"), d2h_bandwidth=8e9, h2d_bandwidth=8e9, link_efficiency=1.0)
 V100 = find("V100")
@@ -42,9 +43,17 @@ def network(name: str, batch: int, image: int, device: Device, invertible: bool 
     torchvision = _torchvision()
     with torch.device("meta"):
         if name.startswith("resnet"):
-            depths = {"18": (2, 2, 2, 2), "34": (3, 4, 6, 3), "50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
+            depths = {
+                "18": (2, 2, 2, 2),
+                "34": (3, 4, 6, 3),
+                "50": (3, 4, 6, 3),
+                "101": (3, 4, 23, 3),
+                "152": (3, 8, 36, 3),
+            }
             block = (
-                torchvision.models.resnet.BasicBlock if name[6:] in ("18", "34") else torchvision.models.resnet.Bottleneck
+                torchvision.models.resnet.BasicBlock
+                if name[6:] in ("18", "34")
+                else torchvision.models.resnet.Bottleneck
             )
             model = torchvision.models.ResNet(block, options.get("blocks") or depths[name[6:]])
             stages = _resnet_stages(_invertible(model) if invertible else model)

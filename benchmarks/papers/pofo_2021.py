@@ -1,8 +1,8 @@
 """What combining recompute and offload gains: the claims of the NeurIPS 2021 paper, from our chains.
 
 The paper reports activations' memory divided by 4 to 6 at less than 20 % overhead, and a third of recompute's overhead
-removed by offloading. For each network and limit: recompute alone (rotor, and ours), offload alone (GREEDY, and ours), POFO as
-published (N = 50), and ours jointly. Everything is predicted by the machine on a V100 with PCIe 3.
+removed by offloading. For each network and limit: recompute alone (rotor, and ours), offload alone (GREEDY, and ours),
+POFO as published (N = 50), and ours jointly. Everything is predicted by the machine on a V100 with PCIe 3.
 
     python benchmarks/papers/pofo_2021.py        # a few minutes; CSV and PNG in benchmarks/results/papers/
 """
@@ -18,7 +18,13 @@ from tables import figure, save, write
 from rotoff import Chain, InfeasibleError, keep_all, simulate, solve
 
 NETWORKS = (
-    *[("resnet50", 224, 32), ("resnet101", 224, 32), ("resnet152", 224, 32), ("resnet101", 500, 8), ("resnet101", 1000, 2)],
+    *[
+        ("resnet50", 224, 32),
+        ("resnet101", 224, 32),
+        ("resnet152", 224, 32),
+        ("resnet101", 500, 8),
+        ("resnet101", 1000, 2),
+    ],
     *[("vgg19", 224, 32), ("inception_v4", 299, 32)],
 )
 SHARES = (0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -64,7 +70,8 @@ def main() -> None:
 
 
 def summarise(name: str, points: list[tuple[float, dict[str, float | None]]]) -> dict[str, object]:
-    """Memory divided by what at less than 20 % overhead; the share of recompute's overhead that the joint plans remove."""
+    """Memory divided by what at less than 20 % overhead; the share of recompute's overhead that the joint plans
+    remove."""
     row: dict[str, object] = {"network": name}
     for method in METHODS:
         fits = [share for share, made in points if made[method] is not None and made[method] < 0.2]

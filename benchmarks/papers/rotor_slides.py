@@ -1,7 +1,8 @@
 """The slides *Memory Saving Strategies for Deep Neural Network Training* (2021): their comparisons, from our chains.
 
-"Comparison of our implementation with other approaches": throughput against memory of rotor, Revolve, checkpoint_sequential
-and √L, and where persistence costs something (small chains). Predicted by the machine on a V100 with PCIe 3.
+"Comparison of our implementation with other approaches": throughput against memory of rotor, Revolve,
+checkpoint_sequential and √L, and where persistence costs something (small chains). Predicted by the machine on a V100
+with PCIe 3.
 
     python benchmarks/papers/rotor_slides.py        # a minute or two; CSV and PNG in benchmarks/results/papers/
 """
@@ -45,11 +46,14 @@ def comparison(networks: Sequence[tuple[str, int, int]]) -> list[dict[str, objec
 
 
 def persistence(count: int, seed: int = 0) -> list[dict[str, object]]:
-    """On random chains of six stages: how often, and by how much, a non-persistent sequence beats the persistent optimum."""
+    """On random chains of six stages: how often, and by how much, a non-persistent sequence beats the persistent
+    optimum."""
     rng, gains, searched = random.Random(seed), [], 0
     for _ in range(count):
         sizes = [rng.randint(1, 16) for _ in range(6)]
-        stages = [Stage("", float(rng.randint(1, 8)), 2.0, size, size + rng.randint(0, 16), grad_bytes=0) for size in sizes]
+        stages = [
+            Stage("", float(rng.randint(1, 8)), 2.0, size, size + rng.randint(0, 16), grad_bytes=0) for size in sizes
+        ]
         chain = Chain(tuple(stages), 1.0, 1.0)
         peak = simulate(chain, keep_all(chain)).peak_bytes
         limit = rng.randint(peak // 3, peak - 1)

@@ -1,7 +1,8 @@
 """SuperNeurons (Wang et al., PPoPP 2018): its tables 1, 3, 4 and 5 from our chains, a 12 GB K40 behind 8 GB/s.
 
-Tables 1 and 3 are about its own layers (tests/support/superneurons_layers.py has them as the paper counts them); tables 4 and 5 are
-about real networks, whose stages are blocks here. Parameters, their gradients and one momentum are taken off the 12 GB.
+Tables 1 and 3 are about its own layers (tests/support/superneurons_layers.py has them as the paper counts them); tables
+4 and 5 are about real networks, whose stages are blocks here. Parameters, their gradients and one momentum are taken
+off the 12 GB.
 
     python benchmarks/papers/superneurons_2018.py        # a few minutes; CSV and PNG in benchmarks/results/papers/
 """
@@ -134,7 +135,9 @@ def fits_superneurons(chain: Chain, limit: int) -> bool:
     marks = heavy_stages(chain)
     techniques = ("cost-aware", "memory-centric", "cache")
     return any(
-        ops is not None and _peak(chain, ops) <= limit for t in techniques for ops in [operations(chain, limit, t, marks)]
+        ops is not None and _peak(chain, ops) <= limit
+        for t in techniques
+        for ops in [operations(chain, limit, t, marks)]
     )
 
 
@@ -202,17 +205,25 @@ def table_4(most: int) -> list[dict[str, object]]:
 
 def _depth(system: str, n: int | None, most: int) -> dict[str, object]:
     depth = None if n is None else 3 * (6 + 32 + n + 6) + 2
-    return {"system": system, "depth": depth, "n3": n, "source": "ours" + (", not searched further" if n == most else "")}
+    return {
+        "system": system,
+        "depth": depth,
+        "n3": n,
+        "source": "ours" + (", not searched further" if n == most else ""),
+    }
 
 
 def at_batch(few: Chain, more: Chain, batches: tuple[int, int], batch: int) -> Chain:
-    """The chain at any batch, from those at two: bytes are a constant (gradients of parameters) and a share for each image."""
+    """The chain at any batch, from those at two: bytes are a constant (gradients of parameters) and a share for each
+    image."""
     names = ("output_bytes", "saved_bytes", "grad_bytes", "forward_transient_bytes", "checkpoint_transient_bytes")
 
     def between(one: Stage, two: Stage) -> Stage:
         first, second = batches
         line = {n: (getattr(one, n), getattr(two, n)) for n in (*names, "backward_transient_bytes")}
-        return replace(two, **{n: max(0, x + (y - x) * (batch - first) // (second - first)) for n, (x, y) in line.items()})
+        return replace(
+            two, **{n: max(0, x + (y - x) * (batch - first) // (second - first)) for n, (x, y) in line.items()}
+        )
 
     stages = tuple(between(one, two) for one, two in zip(few.stages, more.stages, strict=True))
     return replace(more, stages=stages, input_bytes=few.input_bytes // batches[0] * batch)

@@ -3,9 +3,9 @@
     python benchmarks/papers/table.py
     python benchmarks/papers/table.py --networks resnet50 --shares 0.5 0.3 --device K40
 
-A cell is the step time over that of keeping everything; the rows `mode ...` are rotoff's own, `bound` is `rotoff.lower_bound`
-for any mode, and `fractional` the optimum of offloading with copies cut anywhere (one direction at a time). Limits are shares
-of what keeping everything needs. Writes benchmarks/results/papers/table.csv.
+A cell is the step time over that of keeping everything; the rows `mode ...` are rotoff's own, `bound` is
+`rotoff.lower_bound` for any mode, and `fractional` the optimum of offloading with copies cut anywhere (one direction at
+a time). Limits are shares of what keeping everything needs. Writes benchmarks/results/papers/table.csv.
 """
 
 from __future__ import annotations

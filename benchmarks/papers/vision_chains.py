@@ -1,4 +1,5 @@
-"""Chains of torchvision's networks by `rotoff.estimate`: exact bytes from the modules, times from a device's data sheet."""
+"""Chains of torchvision's networks by `rotoff.estimate`: exact bytes from the modules, times from a device's data
+sheet."""
 
 from __future__ import annotations
 

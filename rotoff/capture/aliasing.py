@@ -1,8 +1,9 @@
 """Stages merged until each one makes something: the machine charges every byte to the value that keeps it alive.
 
-A stage that only hands its input on, as a view or as it is, or changes it in place, becomes one with the stage before it.
-Beside others, bytes may be handed on: those that are there all the time (the batch's, such as a mask that goes through all
-stages in a tuple, and a module's own tables) for nothing; a skip connection's are charged to every value that carries it.
+A stage that only hands its input on, as a view or as it is, or changes it in place, becomes one with the stage before
+it. Beside others, bytes may be handed on: those that are there all the time (the batch's, such as a mask that goes
+through all stages in a tuple, and a module's own tables) for nothing; a skip connection's are charged to every value
+that carries it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
         stages: in order. value: the sample input, which stays as it is; the stages are run on it without gradients.
 
     Raises:
-        MeasureError: where a later stage changes in place what was handed on to it from the batch, or a stage is given a PackedSequence.
+        MeasureError: where a later stage changes in place what was handed on to it from the batch, or a stage is given
+            a PackedSequence.
     """
     groups: list[StageModule] = []
     first_aliases = False  # the first group's output is still the batch itself

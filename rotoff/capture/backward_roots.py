@@ -1,9 +1,9 @@
 """From which of its outputs a model's backward starts, where its user says so.
 
-A caller may ask for the gradient of every output, so each is charged in the last ``B``. A language model that returns its logits
-beside its loss is charged for a gradient of the logits that nobody ever makes: often the largest tensor there is. With
-``backward_from="loss"`` that output alone keeps its graph within the stages. The others are handed out as the plain model
-would hand them out, but a backward that starts from one of them is refused.
+A caller may ask for the gradient of every output, so each is charged in the last ``B``. A language model that returns
+its logits beside its loss is charged for a gradient of the logits that nobody ever makes: often the largest tensor
+there is. With ``backward_from="loss"`` that output alone keeps its graph within the stages. The others are handed out
+as the plain model would hand them out, but a backward that starts from one of them is refused.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class BackwardStarts(nn.Module):
     """Put behind the last stage: only the outputs of these `names` keep their graph.
 
     Args:
-        names: of `read_backward_from`, one at least. with_attributes: whether the value is (what the model returns, what it leaves
-            in attributes), as the last stage of a recorded model has it while it is measured; all of the latter keep theirs.
+        names: of `read_backward_from`, one at least. with_attributes: whether the value is (what the model returns,
+            what it leaves in attributes), as the last stage of a recorded model has it while it is measured; all of the
+            latter keep theirs.
     """
 
     def __init__(self, names: tuple[str | int, ...], with_attributes: bool = False) -> None:
@@ -63,7 +64,8 @@ class BackwardStarts(nn.Module):
         return (output, *rest) if self.with_attributes else output
 
     def guarded(self, output: Any) -> Any:
-        """What the model returns, given that of the run before: what has left its graph needs a gradient again, and refuses one."""
+        """What the model returns, given that of the run before: what has left its graph needs a gradient again, and
+        refuses one."""
         tensors, rebuild = flatten(output)
         for n in self._others:
             tensors[n] = tensors[n].detach().requires_grad_()

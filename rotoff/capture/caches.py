@@ -1,4 +1,5 @@
-"""Settings ``use_cache`` that a forward reads: off while training, which has no use for keys and values that are kept."""
+"""Settings ``use_cache`` that a forward reads: off while training, which has no use for keys and values that are
+kept."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch import nn
 
 
 def caches(model: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of `model`, its modules and their configurations that hold a setting ``use_cache`` which is True."""
+    """The attributes of `model`, its modules and their configurations that hold a setting ``use_cache`` which is
+    True."""
     held: dict[int, dict[str, Any]] = {}
     for module in model.modules():
         for value in (module, *vars(module).values()):
@@ -24,7 +26,8 @@ def caches(model: nn.Module) -> list[dict[str, Any]]:
 def switched_off(held: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Within, the `caches` are off.
 
-    For forwards that read the setting there rather than take it as an argument; training has no use for keys and values kept.
+    For forwards that read the setting there rather than take it as an argument; training has no use for keys and values
+    kept.
     """
     for attributes in held:
         attributes["use_cache"] = False

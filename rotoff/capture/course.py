@@ -1,7 +1,8 @@
-"""The course that a plan expects of a model's forward: its calls, where one stage ends and the next begins, and what crosses.
+"""The course that a plan expects of a model's forward: its calls, where one stage ends and the next begins, and what
+crosses.
 
-Used to find the stages in a step while the model's own code runs (`runtime.live`). It says where bytes are expected, and no value
-is ever taken from it: a forward that takes another course runs all the same.
+Used to find the stages in a step while the model's own code runs (`runtime.live`). It says where bytes are expected,
+and no value is ever taken from it: a forward that takes another course runs all the same.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ OUTSIDE = 0  # in place of a stage: what is made for all stages or for none, and
 class Course:
     """What one forward is expected to do.
 
-    functions: of each call that makes or changes tensors, in order; a module that is called as a whole counts as one. stages: the
-    stage that each belongs to, from 1, or `OUTSIDE`. outputs: of each, the number of each tensor that it returns, None for a
-    parameter or a buffer. last_uses: of each, the tensors that no call needs after it. dead: of each, whether nobody
-    needs what it makes; dead_bytes: what those of each stage read, make and save, at most.
-    crossing: of each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
-    `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well.
-    reads: of each, the number of each tensor among its arguments, None for others. places: the calls by what they are known by (`places`).
-    entries: of each call of a module, the call that comes next. modules: those of the model. nbytes: of each tensor. random: whether a
-    forward makes some of the calls by chance, and others not.
-    held: tensors that stay whatever is dropped (`Tape.held`), so that to take their bytes would only be to make them again.
+    functions: of each call that makes or changes tensors, in order; a module that is called as a whole counts as one.
+    stages: the stage that each belongs to, from 1, or `OUTSIDE`. outputs: of each, the number of each tensor that it
+    returns, None for a parameter or a buffer. last_uses: of each, the tensors that no call needs after it. dead: of
+    each, whether nobody needs what it makes; dead_bytes: what those of each stage read, make and save, at most.
+    crossing: of each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of
+    its `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well. reads: of
+    each, the number of each tensor among its arguments, None for others. places: the calls by what they are known by
+    (`places`). entries: of each call of a module, the call that comes next. modules: those of the model. nbytes: of
+    each tensor. random: whether a forward makes some of the calls by chance, and others not. held: tensors that stay
+    whatever is dropped (`Tape.held`), so that to take their bytes would only be to make them again.
     """
 
     functions: tuple[Callable[..., Any], ...]
@@ -83,7 +84,9 @@ class Course:
     def opaque_stages(self) -> frozenset[int]:
         """The stages that call one of those."""
         pairs = zip(self.functions, self.stages, strict=True)
-        return frozenset(stage for function, stage in pairs if isinstance(function, nn.Module) and function in self.opaque)
+        return frozenset(
+            stage for function, stage in pairs if isinstance(function, nn.Module) and function in self.opaque
+        )
 
     @cached_property
     def whole(self) -> frozenset[Any]:
@@ -135,7 +138,9 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         dead=tuple(id(op) not in needed for op in calls),
         crossing=tuple(crossing),
         held=frozenset(n for n, variable in enumerate(tape.variables) if variable.storage in tape.held),
-        opaque=frozenset(op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)),
+        opaque=frozenset(
+            op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)
+        ),
         reads=tuple(tuple(_numbers(op)) for op in calls),
         places={key: k for k, op in reversed(list(enumerate(calls))) for key in op.keys},
         entries=tape.entries,

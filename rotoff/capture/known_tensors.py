@@ -15,8 +15,8 @@ from .tape import Owned, Ref, Variable
 class KnownTensors:
     """The tensors met so far, known by weak references; so recording keeps none of them.
 
-    variables: of the tape, in the order of their numbers. tables: those that were there before, and are neither the model's own nor the
-    batch's.
+    variables: of the tape, in the order of their numbers. tables: those that were there before, and are neither the
+    model's own nor the batch's.
 
     Args:
         model: whose parameters and buffers are known from the start.
@@ -40,7 +40,8 @@ class KnownTensors:
         self._lasting: set[int | None] = set(self._owners)
 
     def reference(self, tensor: torch.Tensor) -> Owned | Ref | torch.Tensor | None:
-        """What stands for `tensor` in an argument: itself, where it was there before; None, where nobody saw it being made."""
+        """What stands for `tensor` in an argument: itself, where it was there before; None, where nobody saw it being
+        made."""
         owned = self._owned.get(id(tensor))
         if owned is not None:
             return owned

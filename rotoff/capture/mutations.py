@@ -16,8 +16,8 @@ class ChangedBuffers:
     """Watches the buffers of a stage while it runs a few times.
 
     By version counter and by content: batch norm changes its statistics without telling their counters, and a power
-    iteration that has converged changes nothing that could be seen. So one look at one run would not do, and batch norm's
-    statistics always count.
+    iteration that has converged changes nothing that could be seen. So one look at one run would not do, and batch
+    norm's statistics always count.
     """
 
     def __init__(self, stage: StageModule) -> None:
@@ -40,7 +40,8 @@ class ChangedBuffers:
 
 
 class ChangedAttributes:
-    """Watches the attributes of a stage's modules that hold numbers, texts or tensors without a graph, from a run to the next.
+    """Watches the attributes of a stage's modules that hold numbers, texts or tensors without a graph, from a run to
+    the next.
 
     What the first run fills in (a cache) is none; so let it pass before.
     """

@@ -1,7 +1,7 @@
 """What a stage's forward does, operation by operation, as the dispatcher sees it below autograd.
 
-Bytes are storages here too: each gets a number when it is first met, and views are no operations. Storages are watched by
-weak references, so that recording keeps nothing alive and an address used twice is not taken for one storage.
+Bytes are storages here too: each gets a number when it is first met, and views are no operations. Storages are watched
+by weak references, so that recording keeps nothing alive and an address used twice is not taken for one storage.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..tensors.storage import View
 
 class Leaf(NamedTuple):
     """One thing that an operation returns. storage: its number, None for no tensor. view: how the tensor lies in it.
-    device: where it lies. argument: place among the arguments of the very tensor that is returned. constant: what is returned
-    where no tensor is.
+    device: where it lies. argument: place among the arguments of the very tensor that is returned. constant: what is
+    returned where no tensor is.
     """
 
     storage: int | None
@@ -40,9 +40,9 @@ class Leaf(NamedTuple):
 class Operation:
     """One dispatched operation.
 
-    func: the overload. reads, writes: numbers of the storages of its tensor arguments, and of those that it changes. leaves:
-    what it returns, flat. single: whether that is one tensor rather than a tuple. draws: whether it drew random numbers.
-    seconds: that it took.
+    func: the overload. reads, writes: numbers of the storages of its tensor arguments, and of those that it changes.
+    leaves: what it returns, flat. single: whether that is one tensor rather than a tuple. draws: whether it drew random
+    numbers. seconds: that it took.
     """
 
     func: torch._ops.OpOverload
@@ -60,7 +60,8 @@ class Operation:
 
 
 class Pack(NamedTuple):
-    """A tensor that autograd saved. before: number of operations run by then. storage: None where no operation had met it."""
+    """A tensor that autograd saved. before: number of operations run by then. storage: None where no operation had met
+    it."""
 
     before: int
     storage: int | None
@@ -70,8 +71,8 @@ class Pack(NamedTuple):
 
 @dataclass(frozen=True)
 class OperationLog:
-    """A stage's forward. nbytes: of each storage, by number. made: position of the operation that made each one; those not in
-    it were there before. outputs: numbers of the storages of the stage's outputs."""
+    """A stage's forward. nbytes: of each storage, by number. made: position of the operation that made each one; those
+    not in it were there before. outputs: numbers of the storages of the stage's outputs."""
 
     operations: tuple[Operation, ...]
     packs: tuple[Pack, ...]
@@ -90,14 +91,16 @@ def record_operations(
     Autocast's cache is off meanwhile, as in a redo: what it holds depends on what ran before.
 
     Args:
-        seconds: of an operation, its arguments and its result, in place of a clock; then tensors are taken for fake ones,
-            and whatever may draw random numbers for one that does.
+        seconds: of an operation, its arguments and its result, in place of a clock; then tensors are taken for fake
+            ones, and whatever may draw random numbers for one that does.
     """
     recorder = _Recorder(device) if seconds is None else _FakeRecorder(device, seconds)
     with uncached_autocast(), watch_saved(recorder.pack), recorder:
         outputs = run()
     numbers = frozenset(recorder.known(t) for t in outputs)
-    return OperationLog(tuple(recorder.operations), tuple(recorder.packs), tuple(recorder.nbytes), recorder.made, numbers)
+    return OperationLog(
+        tuple(recorder.operations), tuple(recorder.packs), tuple(recorder.nbytes), recorder.made, numbers
+    )
 
 
 class _Recorder(EagerMode):

@@ -1,4 +1,5 @@
-"""What a ``TorchFunctionMode`` does not see: calls of modules, custom Functions and scripted functions; other random numbers."""
+"""What a ``TorchFunctionMode`` does not see: calls of modules, custom Functions and scripted functions; other random
+numbers."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def _generator(own: Any) -> Any:
 
 
 class _Reentrant:
-    """In place of the `CheckpointFunction` of the reentrant form, which gives no gradients where none of its inputs needs one."""
+    """In place of the `CheckpointFunction` of the reentrant form, which gives no gradients where none of its inputs
+    needs one."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -96,13 +98,15 @@ class _Reentrant:
 
 
 _CHECKPOINTS = Patches(
-    (checkpoints, "_checkpoint_without_reentrant_generator", _generator), (checkpoints, "CheckpointFunction", _Reentrant)
+    (checkpoints, "_checkpoint_without_reentrant_generator", _generator),
+    (checkpoints, "CheckpointFunction", _Reentrant),
 )
 
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Within, in this thread, ``torch.utils.checkpoint`` only runs what it is given: what is recomputed is rotoff's to decide."""
+    """Within, in this thread, ``torch.utils.checkpoint`` only runs what it is given: what is recomputed is rotoff's to
+    decide."""
     before = getattr(_OPEN, "checkpoints", False)
     _OPEN.checkpoints = True
     try:

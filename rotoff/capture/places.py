@@ -1,8 +1,8 @@
 """Where in the model's own code a call of torch is made: what tells whether calls of two forwards are the same one.
 
-A forward that skips a layer, or takes another branch, makes other calls from there on; those of the layers after it are the
-same again. So a call is known by the call of the module that makes it, and within that by its function and by how many calls of
-this function came before it: since the last module that was called from there, or else at all.
+A forward that skips a layer, or takes another branch, makes other calls from there on; those of the layers after it are
+the same again. So a call is known by the call of the module that makes it, and within that by its function and by how
+many calls of this function came before it: since the last module that was called from there, or else at all.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Places:
         self._frames[-1].calls.append(function)
 
     def keys(self, function: Callable[..., Any]) -> tuple[Hashable, Hashable]:
-        """What the next call is known by, if it is of `function`: the first is exact, the second tells as long as both read the same."""
+        """What the next call is known by, if it is of `function`: the first is exact, the second tells as long as both
+        read the same."""
         frame, name = self._frames[-1], name_of(function)
         names = [name_of(one) for one in frame.calls]
         return (frame.entry, frame.last, name, names[frame.first :].count(name)), (frame.entry, name, names.count(name))

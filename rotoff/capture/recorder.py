@@ -87,8 +87,8 @@ _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a 
 
 
 class UnrecordableError(MeasureError):
-    """What a module does cannot be written down; modules: those that might be taken whole instead. None: the model does it itself, outside
-    of its submodules. opaque: whether their calls cannot be told apart in a step either."""
+    """What a module does cannot be written down; modules: those that might be taken whole instead. None: the model does
+    it itself, outside of its submodules. opaque: whether their calls cannot be told apart in a step either."""
 
     def __init__(self, message: str, modules: Collection[nn.Module] = (), opaque: bool = False) -> None:
         super().__init__(message)
@@ -155,8 +155,8 @@ class Recorder(TorchFunctionMode):
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
     def note_held(self) -> None:
-        """Take what is still there; the caller has the graph, and nothing else of what was returned. Its hooks go then, so that one which
-        has the tensor that it is on leaves no cycle."""
+        """Take what is still there; the caller has the graph, and nothing else of what was returned. Its hooks go then,
+        so that one which has the tensor that it is on leaves no cycle."""
         known = {self.tape.variables[n].storage for n in (*self.tape.inputs, *self.tape.result_variables())}
         self.tape.held = self._tensors.there() - known
         for handle in self._hooks:
@@ -397,7 +397,8 @@ def _opaque(module: nn.Module) -> bool:
 
 
 def _torch_hooks(module: nn.Module) -> bool:
-    """Whether all hooks are torch's own ways to compute a weight (weight norm, spectral norm), made of recorded operations."""
+    """Whether all hooks are torch's own ways to compute a weight (weight norm, spectral norm), made of recorded
+    operations."""
     every = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     own = all(str(getattr(type(h), "__module__", "")).startswith("torch.nn.utils") for h in every)
     return bool(every) and own and not module._backward_hooks and not module._backward_pre_hooks

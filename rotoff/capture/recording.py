@@ -1,12 +1,12 @@
 """One forward of a model, written down operation by operation: what the model's own Python code calls, in its order.
 
-The model's forward runs as it is, on a sample. A ``TorchFunctionMode`` sees each call of torch (``F.dropout``, ``x + y``,
-``x[i] = y``, ``torch.arange``) before it happens; custom autograd Functions, scripted functions and calls of modules are seen by
-a wrapper that is there meanwhile. What is written down serves to find stages, to measure them and to know what a step is expected to do
-(`course`). In a training step the model's own code runs (`runtime.live`).
+The model's forward runs as it is, on a sample. A ``TorchFunctionMode`` sees each call of torch (``F.dropout``, ``x +
+y``, ``x[i] = y``, ``torch.arange``) before it happens; custom autograd Functions, scripted functions and calls of
+modules are seen by a wrapper that is there meanwhile. What is written down serves to find stages, to measure them and
+to know what a step is expected to do (`course`). In a training step the model's own code runs (`runtime.live`).
 
-Modules with hooks of the user's, sharded, compiled or scripted ones, those that the user names as stages, and those whose work depends
-on data are not looked into: a call of theirs is one operation.
+Modules with hooks of the user's, sharded, compiled or scripted ones, those that the user names as stages, and those
+whose work depends on data are not looked into: a call of theirs is one operation.
 
 Gradients are on, but nothing is kept for a backward: autograd's saved tensors are thrown away, and tensors are known by
 weak references, so recording takes about what a forward without gradients does.
@@ -40,8 +40,9 @@ CALM = 6  # of those in a row that show nothing new, after which there are no mo
 
 
 class Call(NamedTuple):
-    """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`. known: what other such calls did, which
-    this one may do, too. like: what one with inputs of other sizes did: a forward that does the same is run once."""
+    """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`. known: what other such calls
+    did, which this one may do, too. like: what one with inputs of other sizes did: a forward that does the same is run
+    once."""
 
     model: nn.Module
     forward: Callable[..., Any]
@@ -59,8 +60,8 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
         whole: modules that are not to be looked into. varying: others of that sort, whose work depends on data.
 
     Raises:
-        MeasureError: where its forward fails, or does what cannot be measured. An `UnrecordableError` where that might be well if some
-            modules were taken whole.
+        MeasureError: where its forward fails, or does what cannot be measured. An `UnrecordableError` where that might
+            be well if some modules were taken whole.
     """
     drawn = other_generators()
     with preserved((), call.device):

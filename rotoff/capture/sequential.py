@@ -27,7 +27,9 @@ def stages(model: nn.Module) -> list[StageModule]:
         name, module = todo.pop()
         if type(module) is nn.Sequential and len(module) > 0 and not hooked(module):
             todo.extend(
-                (f"{name}.{child}", inner) for child, inner in reversed(list(module._modules.items())) if inner is not None
+                (f"{name}.{child}", inner)
+                for child, inner in reversed(list(module._modules.items()))
+                if inner is not None
             )
         else:
             found.append(StageModule(name, (module,)))

@@ -1,9 +1,10 @@
 """How a model is cut into stages: the way that fits it, tried in order.
 
 1. ``nn.Sequential``, unless asked for other stages: its modules (`sequential`); the chain's input is the one argument.
-2. Any model, recorded (`recording`): the operations of one forward, cut where few bytes cross; the chain's input is (args,
-   kwargs) of the call. Modules that the user names are taken whole, and it is cut where they end (`cuts`). So are the innermost ones
-   whose work depends on data: a loop over the experts in use, a number computed that sets a shape.
+2. Any model, recorded (`recording`): the operations of one forward, cut where few bytes cross; the chain's input is
+  (args,
+   kwargs) of the call. Modules that the user names are taken whole, and it is cut where they end (`cuts`). So are the
+   innermost ones whose work depends on data: a loop over the experts in use, a number computed that sets a shape.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the
 
 @dataclass(frozen=True)
 class Captured:
-    """stages: in order. strategy: how they were found, for people. with_attributes: whether the last one also returns tensors that modules
-    keep in attributes. cached: of a recorded model, whose ``use_cache`` was switched off.
-    starts: the last module of the last stage, where not every output may be asked for its gradient. tape: of a recorded model.
+    """stages: in order. strategy: how they were found, for people. with_attributes: whether the last one also returns
+    tensors that modules keep in attributes. cached: of a recorded model, whose ``use_cache`` was switched off. starts:
+    the last module of the last stage, where not every output may be asked for its gradient. tape: of a recorded model.
     """
 
     stages: list[StageModule]
@@ -68,7 +69,8 @@ class Captured:
         return replace(self, stages=[*self.stages[:-1], last], starts=starts)
 
     def plain(self, forward: Callable[..., Any], value: Any) -> Any:
-        """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the stages."""
+        """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the
+        stages."""
         return self.started(self.own(forward, value))
 
     def own(self, forward: Callable[..., Any], value: Any) -> Any:
@@ -95,8 +97,8 @@ def is_sequential(model: nn.Module) -> bool:
 def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted = None) -> Any:
     """What flows into the first stage when `model` is called with `args` and `kwargs`.
 
-    A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values (see also
-    `state.switched_off`).
+    A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values (see
+    also `state.switched_off`).
 
     Raises:
         MeasureError: where the arguments are not forward's, or the model has no forward in Python.
@@ -122,7 +124,8 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
-    """Raise MeasureError where hooks are registered that a planned step would pass by. attached: whether `model` itself is called."""
+    """Raise MeasureError where hooks are registered that a planned step would pass by. attached: whether `model` itself
+    is called."""
     if _has_any_global_hook():
         raise MeasureError(
             "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what modules do"
@@ -188,8 +191,10 @@ def capture(
 
     Args:
         wanted: about how many stages, or modules of the model (or their dotted names) that are each to be one. None: an
-            ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it is.
-        known: what other forwards of it did; the stages are for those, too. like: what one did for inputs of other sizes.
+            ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it
+                is.
+        known: what other forwards of it did; the stages are for those, too. like: what one did for inputs of other
+            sizes.
 
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.
@@ -212,7 +217,10 @@ def capture(
         said = reason[0] if reason else type(error).__name__
         cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) and not error.modules else CURE
         if not isinstance(error, MeasureError):  # most often the model's own, on a sample that is not for it
-            said, cure = f"{type(error).__name__}: {said}", f"see that model(*sample) runs by itself; where it does, {CURE}"
+            said, cure = (
+                f"{type(error).__name__}: {said}",
+                f"see that model(*sample) runs by itself; where it does, {CURE}",
+            )
         raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found = cuts.stages(tape, count, names)
@@ -223,7 +231,8 @@ def capture(
 
 
 def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
-    """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it succeeds."""
+    """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it
+    succeeds."""
     varying: list[nn.Module] = []
     opaque: set[nn.Module] = set()
     while True:
@@ -251,7 +260,9 @@ def named(model: nn.Module, wanted: Wanted) -> list[str]:
         or not isinstance(wanted, Sized)
         or not len(wanted)
     ):
-        raise OptionError(f"stages is {wanted!r}; give a number of stages, or a list of the model's modules or their names")
+        raise OptionError(
+            f"stages is {wanted!r}; give a number of stages, or a list of the model's modules or their names"
+        )
     known = dict(model.named_modules())
     names = []
     for item in wanted:

@@ -34,8 +34,8 @@ class Owned(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """storage: number of its storage, equal for tensors that share bytes; None where a parameter's or constant's bytes are
-    its own. nbytes: of that storage. owners: the parameters and buffers that lie there."""
+    """storage: number of its storage, equal for tensors that share bytes; None where a parameter's or constant's bytes
+    are its own. nbytes: of that storage. owners: the parameters and buffers that lie there."""
 
     storage: int | None
     nbytes: int
@@ -54,11 +54,11 @@ class Operation:
     arguments. writes: storages that it changes in place. writes_owned: parameters and buffers that it changes. draws:
     whether it draws random numbers. grad: whether gradients were on. autocast: (device type, enabled, dtype) where that
     differs from what was set around the model. expected: for a call that turns tensors into a Python value
-    (``bool(x.any())``), that value. effect: to be run though nobody uses what it returns. casts: of weights, which autocast within the model keeps
-    (`weight_casts`). place: the modules around it, outermost first, each call of
-    a module as (name, number of the call). saves: (number, bytes) of the storages of which autograd saves something for it. ends: those that are gone
-    by the next one, since Python lets go of them; what autograd saves is not seen to stay. added: it is none of the model's own calls.
-    keys: what it is known by in other forwards (`places`).
+    (``bool(x.any())``), that value. effect: to be run though nobody uses what it returns. casts: of weights, which
+    autocast within the model keeps (`weight_casts`). place: the modules around it, outermost first, each call of a
+    module as (name, number of the call). saves: (number, bytes) of the storages of which autograd saves something for
+    it. ends: those that are gone by the next one, since Python lets go of them; what autograd saves is not seen to
+    stay. added: it is none of the model's own calls. keys: what it is known by in other forwards (`places`).
     """
 
     function: Callable[..., Any]
@@ -105,16 +105,16 @@ def name_of(function: Any) -> str:
 
 @dataclass
 class Tape:
-    """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and their
-    structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it returns and a list
-    of what they hold. varying: modules taken whole of which the work depends on data. generators: those that
-    calls were given. tables: tensors among the arguments that were there before and are neither parameters nor buffers. called: the modules that
-    were called, those within modules taken whole left out.  opaque: those
-    of the modules taken whole whose calls cannot be told apart. entries: of each call of a module (and how many of it came before), the
-    number of operations before it that make or change tensors. modules: those of the model. random: whether a forward makes some
-    of the operations by chance, and others not. held: the storages that stay when all that is saved and returned goes, since
-    an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global has them. changed_bytes: of `tables`, as often as an
-    operation changes one: a step copies it before."""
+    """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and
+    their structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it
+    returns and a list of what they hold. varying: modules taken whole of which the work depends on data. generators:
+    those that calls were given. tables: tensors among the arguments that were there before and are neither parameters
+    nor buffers. called: the modules that were called, those within modules taken whole left out.  opaque: those of the
+    modules taken whole whose calls cannot be told apart. entries: of each call of a module (and how many of it came
+    before), the number of operations before it that make or change tensors. modules: those of the model. random:
+    whether a forward makes some of the operations by chance, and others not. held: the storages that stay when all that
+    is saved and returned goes, since an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global
+    has them. changed_bytes: of `tables`, as often as an operation changes one: a step copies it before."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""What a forward that only serves to measure leaves of itself in a model is undone: counters, lists, caches, buffers put in place of others."""
+"""What a forward that only serves to measure leaves of itself in a model is undone: counters, lists, caches, buffers
+put in place of others."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _DEPTH = 4  # of containers and objects within one another that are looked into
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """After the block the modules of `model` hold what they held before it, as do the containers, the objects and the tensors that are
-    no buffers in their attributes; and Python's and NumPy's generators go on from where they were."""
+    """After the block the modules of `model` hold what they held before it, as do the containers, the objects and the
+    tensors that are no buffers in their attributes; and Python's and NumPy's generators go on from where they were."""
     drawn = other_generators()
     before: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
@@ -40,7 +41,12 @@ def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
     if isinstance(value, nn.Module):
         return
     if isinstance(value, torch.Tensor):
-        if type(value) is torch.Tensor and not value.requires_grad and value.layout is torch.strided and not value.is_meta:
+        if (
+            type(value) is torch.Tensor
+            and not value.requires_grad
+            and value.layout is torch.strided
+            and not value.is_meta
+        ):
             before[id(value)] = value, (value._version, value.detach().clone())
     elif isinstance(value, torch.Generator):
         before[id(value)] = value, value.get_state()

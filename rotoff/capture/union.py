@@ -1,7 +1,8 @@
 """One tape for forwards that differ by chance: all calls that any of them makes, each once.
 
-A model that skips layers by chance (LayerDrop) never does the same twice. A plan for all of its layers holds for each of those
-forwards: a stage of which no call is made hands on what it was given, and takes no more bytes than the plan has for it.
+A model that skips layers by chance (LayerDrop) never does the same twice. A plan for all of its layers holds for each
+of those forwards: a stage of which no call is made hands on what it was given, and takes no more bytes than the plan
+has for it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def union(one: Tape, other: Tape, order: Mapping[str, int]) -> Tape | None:
     """A tape with the calls of both; None where those that they share come in another order, or return something else.
 
     Args:
-        order: of the model's modules, by name. Where each tape has calls of its own between two shared ones, those of the
-            module that comes first in the model come first.
+        order: of the model's modules, by name. Where each tape has calls of its own between two shared ones, those of
+            the module that comes first in the model come first.
     """
     if len(one.inputs) != len(other.inputs) or one.attributes != other.attributes:
         return None
@@ -45,7 +46,9 @@ def _aligned(one: Tape, other: Tape) -> list[tuple[int, int]] | None:
                 continue
             if is_exact(key) or [same.get(n) for n in op.reads] == list(mine.reads):
                 pairs.append((i, j))
-                same.update((n, m) for n, m in zip(op.outputs, mine.outputs, strict=True) if n is not None and m is not None)
+                same.update(
+                    (n, m) for n, m in zip(op.outputs, mine.outputs, strict=True) if n is not None and m is not None
+                )
                 last = i
                 break
     return pairs or None
@@ -75,8 +78,9 @@ def _merged(one: Tape, other: Tape, pairs: list[tuple[int, int]], order: Mapping
 
 
 class _Side:
-    """One of the two tapes. variables, storages: by its own numbers, those of the union. last: where each variable is used last.
-    calls: how many of the operations so far make or change tensors. entered: the calls of modules to come, the next one last."""
+    """One of the two tapes. variables, storages: by its own numbers, those of the union. last: where each variable is
+    used last. calls: how many of the operations so far make or change tensors. entered: the calls of modules to come,
+    the next one last."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -134,7 +138,9 @@ class _Union:
         args, kwargs = substitute((op.args, op.kwargs), lambda leaf: self._renamed(side, leaf))
         outputs = []
         for place in range(len(op.outputs)):
-            mine = [(each, number) for each, k in using if (number := each.tape.operations[k].outputs[place]) is not None]
+            mine = [
+                (each, number) for each, k in using if (number := each.tape.operations[k].outputs[place]) is not None
+            ]
             outputs.append(self._new(mine) if mine else None)
         reads = dict.fromkeys(leaf.variable for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref))
         every = [(each, each.tape.operations[k]) for each, k in using]

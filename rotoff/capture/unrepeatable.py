@@ -1,7 +1,8 @@
-"""What a forward must not do, since it runs several times while it is measured, and again in replays: refused before it is done.
+"""What a forward must not do, since it runs several times while it is measured, and again in replays: refused before it
+is done.
 
-A parameter changed in place would be changed once more by each run; what a `torch.Generator` of the model's own gave is not given
-again. Buffers may change, and draws from torch's own generators are repeated (`runtime.replay`).
+A parameter changed in place would be changed once more by each run; what a `torch.Generator` of the model's own gave is
+not given again. Buffers may change, and draws from torch's own generators are repeated (`runtime.replay`).
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Parameters:
     def objection(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, str] | None:
-        """What about a call cannot be repeated, as the predicate of a sentence about a forward, and its end, with the cure; None where
-        nothing is wrong."""
+        """What about a call cannot be repeated, as the predicate of a sentence about a forward, and its end, with the
+        cure; None where nothing is wrong."""
         name = self._changed(function, args, kwargs)
         if name is None:
             return None
@@ -76,7 +77,9 @@ class Parameters:
             return None  # module.to(dtype) sets what is of that type already
         in_place = own.endswith("_") and not own.endswith("__") and own not in _NO_CONTENT
         if sets or in_place or own == "__setitem__" or (own.startswith("__i") and own in _IN_PLACE):
-            targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]  # a list: torch._foreach_mul_
+            targets = (
+                args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+            )  # a list: torch._foreach_mul_
             return next((name for target in targets if (name := self._of(target)) is not None), None)
         return self._of(kwargs.get("out"))
 
@@ -116,12 +119,14 @@ class Refusing(EagerFunctionMode):
         return function(*args, **kwargs)
 
 
-_OF_GRADIENTS = frozenset([torch.Tensor.register_hook, torch.Tensor.retain_grad])  # refused where there are none to come
+_OF_GRADIENTS = frozenset(
+    [torch.Tensor.register_hook, torch.Tensor.retain_grad]
+)  # refused where there are none to come
 
 
 def refusing(stage: StageModule) -> AbstractContextManager[Any]:
-    """Within, a run of `stage` raises UnrepeatableError before it does what cannot be repeated. Compiled parts are not looked at: they would be
-    compiled once more."""
+    """Within, a run of `stage` raises UnrepeatableError before it does what cannot be repeated. Compiled parts are not
+    looked at: they would be compiled once more."""
     if any(compiled(module) for module in stage.every_module()):
         return nullcontext()
     return Refusing(Parameters(stage.modules), f"stage {stage.name!r}")

@@ -1,7 +1,7 @@
 """Stages merged where nobody keeps what lies between them: the machine charges every stage's output to its ā.
 
-Plain autograd lets an output go that neither the backward of the stage which made it nor that of the next one needs, such as
-a linear layer's before a ReLU. One stage of the two has it only while it runs.
+Plain autograd lets an output go that neither the backward of the stage which made it nor that of the next one needs,
+such as a linear layer's before a ReLU. One stage of the two has it only while it runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from ..tensors.tree import flatten
 class Group:
     """Stages that may become one, and their bytes.
 
-    input_bytes, output_bytes: of the values around them. kept_bytes: ā. unsaved_bytes: of the output, what neither the last of
-    them nor the stage after it saves, and nobody else holds. differentiable: whether an output needs a gradient. inner_bytes: of the
-    largest value between two of them. part_bytes: the largest `need_bytes` of one of them by itself.
+    input_bytes, output_bytes: of the values around them. kept_bytes: ā. unsaved_bytes: of the output, what neither the
+    last of them nor the stage after it saves, and nobody else holds. differentiable: whether an output needs a
+    gradient. inner_bytes: of the largest value between two of them. part_bytes: the largest `need_bytes` of one of them
+    by itself.
     """
 
     stage: StageModule
@@ -71,8 +72,8 @@ def merge_unsaved(stages: Sequence[StageModule], value: Any, device: torch.devic
     """Merge each stage with the one before it where the output between them is charged for nothing.
 
     Args:
-        stages: in order, each of which makes something (`aliasing.merge_aliases`). value: the sample input, which stays as it
-            is; each stage is run on it once, and its graph let go before the next.
+        stages: in order, each of which makes something (`aliasing.merge_aliases`). value: the sample input, which stays
+            as it is; each stage is run on it once, and its graph let go before the next.
     """
     return [group.stage for group in merge_groups(_look_at(stages, value, device))]
 
@@ -80,9 +81,9 @@ def merge_unsaved(stages: Sequence[StageModule], value: Any, device: torch.devic
 def merge_groups(stages: Sequence[Group]) -> list[Group]:
     """`stages`, the neighbours merged of which the first one's output is saved by nobody.
 
-    Larger stages leave a plan less to choose from, and could raise the smallest limit: so what is merged must need no more bytes
-    in its ``B`` than one of its parts does. That keeps apart what saves much, and what lies around a value smaller
-    than its neighbours, which is a good one to recompute from.
+    Larger stages leave a plan less to choose from, and could raise the smallest limit: so what is merged must need no
+    more bytes in its ``B`` than one of its parts does. That keeps apart what saves much, and what lies around a value
+    smaller than its neighbours, which is a good one to recompute from.
     """
     groups: list[Group] = []
     for stage in stages:
@@ -114,7 +115,8 @@ def _look_at(stages: Sequence[StageModule], value: Any, device: torch.device) ->
 
 
 def _look(stage: StageModule, value: Any, device: torch.device) -> tuple[Any, Group, dict[int, _Storage], set[int]]:
-    """Run `stage`: its output, without a graph; what it keeps; the storages of the output; and the keys of those saved."""
+    """Run `stage`: its output, without a graph; what it keeps; the storages of the output; and the keys of those
+    saved."""
     saved: dict[int, _Storage] = {}
 
     def note(tensor: torch.Tensor) -> None:

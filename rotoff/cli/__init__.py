@@ -1,10 +1,10 @@
 """The command line: ``rotoff COMMAND ...`` or ``python -m rotoff COMMAND ...``.
 
-A family of commands to a module: `plans` makes and judges sequences, `pictures` shows them, `models` makes chains out of
-models, `doctor` checks a machine. Only `models` and `doctor` need torch, only pictures need matplotlib.
+A family of commands to a module: `plans` makes and judges sequences, `pictures` shows them, `models` makes chains out
+of models, `doctor` checks a machine. Only `models` and `doctor` need torch, only pictures need matplotlib.
 
-Exit codes: 0, done; 1, the answer is no (nothing fits the limit, the machine refuses the sequence, or a check failed); 2, wrong usage, a
-file that cannot be read, or a model that cannot be measured; 130, interrupted.
+Exit codes: 0, done; 1, the answer is no (nothing fits the limit, the machine refuses the sequence, or a check failed);
+2, wrong usage, a file that cannot be read, or a model that cannot be measured; 130, interrupted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from ..version import __version__
 from . import doctor, models, pictures, plans
 from .command import Stop, add_command
 
-EXIT_CODES = (
-    "exit codes: 0 done; 1 nothing fits, the sequence is refused, or a check failed; 2 wrong usage or input; 130 interrupted"
-)
+EXIT_CODES = "exit codes: 0 done; 1 nothing fits, the sequence is refused, or a check failed; 2 wrong usage or input; 130 interrupted"
 
 
 def parser() -> argparse.ArgumentParser:

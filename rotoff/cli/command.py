@@ -73,7 +73,8 @@ def add_sequence(parser: argparse.ArgumentParser, optional: bool = False) -> Non
         "sequence",
         metavar="SEQ.json",
         nargs="?" if optional else None,
-        help="a sequence file, as `rotoff solve` writes it" + ("; left out, the chain itself is shown" if optional else ""),
+        help="a sequence file, as `rotoff solve` writes it"
+        + ("; left out, the chain itself is shown" if optional else ""),
     )
 
 

@@ -24,7 +24,9 @@ def _seconds(text: str) -> float:
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA where there is some)")
-    parser.add_argument("--seconds", type=_seconds, metavar="N", help="of timed steps at each of three limits (default: 4)")
+    parser.add_argument(
+        "--seconds", type=_seconds, metavar="N", help="of timed steps at each of three limits (default: 4)"
+    )
     parser.add_argument(
         "-o", "--output", default="doctor.json", metavar="FILE", help="where the findings go (default: doctor.json)"
     )

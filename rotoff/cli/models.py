@@ -88,11 +88,15 @@ def _profile(options: argparse.Namespace) -> int:
     model, args, kwargs = load_target(options.target)
     wrapped = Checkpointable(model, host_directory=options.host_directory, **_cut(options))
     with Bar("measuring") as bar:
-        wrapped.measure(*args, repeats=options.repeats, progress=lambda n, of, name: bar(n / max(1, of), name), **kwargs)
+        wrapped.measure(
+            *args, repeats=options.repeats, progress=lambda n, of, name: bar(n / max(1, of), name), **kwargs
+        )
     chain = replace(wrapped.chain, name=options.name or wrapped.chain.name or type(model).__name__)
     everything = wrapped.keep_all_memory
     wrapped.close()
-    note = f"a step that keeps everything allocates {format_bytes(everything)} beyond parameters, gradients and the batch"
+    note = (
+        f"a step that keeps everything allocates {format_bytes(everything)} beyond parameters, gradients and the batch"
+    )
     _give(chain, options, note)
     return 0
 

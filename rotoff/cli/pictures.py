@@ -29,7 +29,9 @@ from .command import (
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
     add_chain(parser)
     add_sequence(parser, optional=True)
-    parser.add_argument("--mem-limit", type=size, metavar="SIZE", help="a line at this limit (default: the sequence's own)")
+    parser.add_argument(
+        "--mem-limit", type=size, metavar="SIZE", help="a line at this limit (default: the sequence's own)"
+    )
     parser.add_argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)")
     parser.add_argument("--ops", action="store_true", help="print the operations themselves, one a line")
     parser.add_argument(
@@ -53,7 +55,8 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         simulate(chain, sequence)
         words = [
-            {"stage": f.stage, "name": chain.stage(f.stage).name, "fate": f.word, "runs": f.runs} for f in fates(sequence)
+            {"stage": f.stage, "name": chain.stage(f.stage).name, "fate": f.word, "runs": f.runs}
+            for f in fates(sequence)
         ]
         groups = [{"group": f.group, "name": chain.group(f.group).name, "fate": f.word} for f in group_fates(sequence)]
         told = {"mode": sequence.mode, "mem_limit": sequence.mem_limit, "stages": words}
@@ -68,7 +71,9 @@ def stage_table(chain: Chain) -> str:
     """A chain as text, a line for each stage, and the sums."""
     longest = max([4, *(len(stage.name) for stage in chain.stages)])
     wide = min(longest, 40)
-    head = f"{'stage':>5} {'name':<{wide}} {'forward':>10} {'backward':>10} {'saved':>11} {'output':>11} {'transient':>11}"
+    head = (
+        f"{'stage':>5} {'name':<{wide}} {'forward':>10} {'backward':>10} {'saved':>11} {'output':>11} {'transient':>11}"
+    )
     lines = [head]
     for i, s in enumerate(chain.stages, start=1):
         name = s.name if len(s.name) <= wide else f"…{s.name[-wide + 1 :]}"
@@ -118,7 +123,9 @@ def _plot_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", required=True, metavar="FILE", help=".png, .svg, .pdf, or .json for a Perfetto trace"
     )
-    parser.add_argument("--mem-limit", type=size, metavar="SIZE", help="a line at this limit (default: the sequence's own)")
+    parser.add_argument(
+        "--mem-limit", type=size, metavar="SIZE", help="a line at this limit (default: the sequence's own)"
+    )
     parser.add_argument("--title", default="", help="(default: the chain's name and the step's costs)")
     add_json(parser)
 

@@ -121,10 +121,17 @@ def _summary(chain: Chain, trace: Trace) -> dict[str, Any]:
 def _solve_arguments(parser: argparse.ArgumentParser) -> None:
     add_chain(parser)
     parser.add_argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"')
-    parser.add_argument("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)")
+    parser.add_argument(
+        "--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)"
+    )
     parser.add_argument("--policy", choices=_SYSTEMS, metavar="NAME", help=f"instead of a mode: {', '.join(_SYSTEMS)}")
     parser.add_argument(
-        "--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of that policy; may be repeated"
+        "--option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of that policy; may be repeated",
     )
     _add_search(parser)
     parser.add_argument("-o", "--output", metavar="SEQ.json", help="write the sequence to this file")
@@ -135,7 +142,12 @@ def _solve(options: argparse.Namespace) -> int:
     chain = read_chain(options.chain)
     if options.policy is not None:
         sequence = solve(
-            chain, options.mem_limit, policy=options.policy, mode=options.mode, **_search(options), **dict(options.option)
+            chain,
+            options.mem_limit,
+            policy=options.policy,
+            mode=options.mode,
+            **_search(options),
+            **dict(options.option),
         )
     elif options.option:
         raise Stop("--option goes with --policy")
@@ -247,7 +259,9 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", type=_modes, default=MODES, help=f"some of {','.join(MODES)} (default: all)")
     _add_policies(parser)
     _add_search(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write a table (.csv, .json) or a picture (.png, .svg, .pdf)")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write a table (.csv, .json) or a picture (.png, .svg, .pdf)"
+    )
     add_json(parser)
 
 
@@ -297,7 +311,10 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--mem-limit", type=size, metavar="SIZE", help="refuse what exceeds it (default: the sequence's own)"
     )
     parser.add_argument(
-        "--updates", choices=WHEN, default="during", help="after: refuse updates of parameters before B 1 (default: during)"
+        "--updates",
+        choices=WHEN,
+        default="during",
+        help="after: refuse updates of parameters before B 1 (default: during)",
     )
     parser.add_argument("--events", action="store_true", help="also print every operation with its times and bytes")
     add_json(parser)

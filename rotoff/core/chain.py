@@ -88,7 +88,9 @@ class Stage:
     def form(self, k: int) -> Form:
         """Form `k` of ā: 0 is the stage's own costs (``F_all``), 1 to K its smaller forms (``F_sel``)."""
         if k == 0:
-            return Form(self.saved_bytes, self.backward_time, self.forward_transient_bytes, self.backward_transient_bytes)
+            return Form(
+                self.saved_bytes, self.backward_time, self.forward_transient_bytes, self.backward_transient_bytes
+            )
         if not 1 <= k <= len(self.forms):
             raise IndexError(f"stage {self.name!r} has forms 0 to {len(self.forms)}, not {k}")
         return self.forms[k - 1]
@@ -152,7 +154,9 @@ class Chain:
                 )
         updates = sum(group.update_time + (group.host_update_time or 0.0) for group in self.parameters)
         if not math.isfinite(updates + sum(stage.forward_time + stage.backward_time for stage in self.stages)):
-            raise ChainError("the times of the chain's stages come to more than 1e308 seconds; give seconds of one step")
+            raise ChainError(
+                "the times of the chain's stages come to more than 1e308 seconds; give seconds of one step"
+            )
 
     def __len__(self) -> int:
         """L, the number of stages."""
@@ -198,7 +202,15 @@ class Chain:
         ends = {"input_bytes": self.input_bytes, "input_grad_bytes": self.input_grad_bytes}
         meta = {"meta": dict(self.meta)} if self.meta else {}
         groups = {"parameters": [group.to_dict() for group in self.parameters]} if self.parameters else {}
-        return {**self.extra, **head, **link, **ends, **meta, "stages": [_stage_to_dict(s) for s in self.stages], **groups}
+        return {
+            **self.extra,
+            **head,
+            **link,
+            **ends,
+            **meta,
+            "stages": [_stage_to_dict(s) for s in self.stages],
+            **groups,
+        }
 
     @classmethod
     def from_dict(cls, data: Any) -> Chain:
@@ -215,7 +227,9 @@ class Chain:
                 f"the chain file has version {version!r}; this rotoff reads versions {VERSION} and {WITH_PARAMETERS}"
             )
         if version == VERSION and "parameters" in data:
-            raise ChainError(f"a chain file of version {VERSION} cannot have parameters; give version {WITH_PARAMETERS}")
+            raise ChainError(
+                f"a chain file of version {VERSION} cannot have parameters; give version {WITH_PARAMETERS}"
+            )
         for name in ("d2h_bandwidth", "h2d_bandwidth", "input_bytes", "stages"):
             if name not in data:
                 raise ChainError(f"the chain misses the field {name!r}")
@@ -249,7 +263,9 @@ class Chain:
 def check_chain(chain: Any) -> None:
     """Raise `ChainError` if `chain` is something else, such as a path."""
     if not isinstance(chain, Chain):
-        raise ChainError(f"the chain is {chain!r} ({type(chain).__name__}); give a rotoff.Chain, such as Chain.load(path)")
+        raise ChainError(
+            f"the chain is {chain!r} ({type(chain).__name__}); give a rotoff.Chain, such as Chain.load(path)"
+        )
 
 
 _FORM_FIELDS = ("saved_bytes", "backward_time", "forward_transient_bytes", "backward_transient_bytes")
@@ -286,7 +302,9 @@ def _stage_from_dict(data: Any, i: int) -> Stage:
         raise ChainError(f"forms of stage {i} is {forms!r}, not a list")
     try:
         stage = Stage(**values, extra=extra)
-        return Stage(**values, extra=extra, forms=tuple(_form_from_dict(f, k, stage) for k, f in enumerate(forms, start=1)))
+        return Stage(
+            **values, extra=extra, forms=tuple(_form_from_dict(f, k, stage) for k, f in enumerate(forms, start=1))
+        )
     except ChainError as error:
         raise ChainError(f"stage {i}: {error}") from error
 

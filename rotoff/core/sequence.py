@@ -240,7 +240,9 @@ def resident_values(texts: Iterable[str]) -> tuple[Value, ...]:
     values = tuple(parse_value(text) for text in texts)
     for n, v in enumerate(values):
         if v.of not in ("w", "o"):
-            raise SequenceFormatError(f"resident of the sequence names {v}; between steps the device holds only w and o")
+            raise SequenceFormatError(
+                f"resident of the sequence names {v}; between steps the device holds only w and o"
+            )
         if v in values[:n]:
             raise SequenceFormatError(f"resident of the sequence names {v} twice; name it once")
     return values

@@ -63,7 +63,9 @@ class Machine:
         self._whole: set[int] = set()  # groups whose gradient is whole
         self._left: set[int] = set()  # groups whose gradient has been offloaded
         self._updated: set[int] = set()
-        self._parameter_bytes = sum(self.rest.device.values())  # of parameters, their gradients and states on the device
+        self._parameter_bytes = sum(
+            self.rest.device.values()
+        )  # of parameters, their gradients and states on the device
         self._ends = [0.0]  # of the compute lane: the start of the first step, the end of each
         self._clock = {"compute": 0.0, "d2h": 0.0, "h2d": 0.0, "host": 0.0}
         self._copy_end: dict[Value, float] = {}  # value -> end of the last copy that reads or writes it
@@ -149,7 +151,9 @@ class Machine:
         self._check_end()
         start, end = self._ends[-1], self._clock["compute"]
         makespan = (end - self._ends[-2]) / 2 if len(self._ends) > 1 else end
-        events = tuple(replace(e, start=e.start - start, end=e.end - start) for e in self.events) if start else self.events
+        events = (
+            tuple(replace(e, start=e.start - start, end=e.end - start) for e in self.events) if start else self.events
+        )
         busy = sum(e.end - e.start for e in events if e.op.kind in COMPUTES)
         return Trace(
             makespan=makespan,
@@ -374,7 +378,9 @@ class Machine:
         return "which the device does not hold"
 
 
-def simulate(chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None = None, updates: str = "during") -> Trace:
+def simulate(
+    chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None = None, updates: str = "during"
+) -> Trace:
     """Check a sequence and predict its step; with parameters, from the last two of four steps in a row.
 
     Args:

@@ -67,7 +67,9 @@ def _parse_text(text: str, what: str) -> int:
         raise LimitError(f"{what} is {text!r}, a number without a unit: {_HOW}")
     scale = _UNITS.get(unit.upper() or "B")
     if scale is None:
-        raise LimitError(f"{what} is {text!r} with the unknown unit {unit!r}; units are B, kB to PB and KiB to PiB: {_HOW}")
+        raise LimitError(
+            f"{what} is {text!r} with the unknown unit {unit!r}; units are B, kB to PB and KiB to PiB: {_HOW}"
+        )
     # Python reads no integer of more than 4300 digits, and a float none of more than 308.
     number = int(digits) if digits.isdigit() and len(digits) < 300 else float(digits)
     if not math.isfinite(float(number) * scale):

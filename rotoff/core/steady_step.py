@@ -111,8 +111,12 @@ def check_end(
             return f"the sequence ends without an update of group {k}; add U {k} or H {k}"
         for v in (w(k), o(k)):
             if (v in device) != (v in rest.device):
-                where, cure = ("on the device", "free or drop it") if v in device else ("not on the device", "prefetch it")
-                return f"{v} is {where} at the end, unlike at the start; {cure} before the step ends, or change resident"
+                where, cure = (
+                    ("on the device", "free or drop it") if v in device else ("not on the device", "prefetch it")
+                )
+                return (
+                    f"{v} is {where} at the end, unlike at the start; {cure} before the step ends, or change resident"
+                )
             if (v in host) != (v in rest.host):
                 return f"{v} has {'a' if v in host else 'no'} valid copy on the host at the end, unlike at the start; offload it"
             if (v in arriving) != (v in rest.arriving):

@@ -23,8 +23,8 @@ class RotoffCallback(Callback):  # type: ignore[misc]
 
     Args:
         mem_limit, options: as of `rotoff.attach`.
-        module: name of the submodule that ``training_step`` calls, such as "net" or "model.encoder"; by default the only
-            child that has parameters.
+        module: name of the submodule that ``training_step`` calls, such as "net" or "model.encoder"; by default the
+            only child that has parameters.
 
     Attributes:
         planned: the `Checkpointable` that plans it, while fitting.
@@ -53,5 +53,7 @@ class RotoffCallback(Callback):  # type: ignore[misc]
         found = {name: child for name, child in pl_module.named_children() if any(True for _ in child.parameters())}
         if len(found) != 1:
             names = ", ".join(found) or "none"
-            raise OptionError(f"{type(pl_module).__name__} has these children with parameters: {names}; name one as module=")
+            raise OptionError(
+                f"{type(pl_module).__name__} has these children with parameters: {names}; name one as module="
+            )
         return next(iter(found.values()))

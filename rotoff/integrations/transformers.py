@@ -18,8 +18,8 @@ from ..tools.attach import attach, attached
 class RotoffCallback(TrainerCallback):  # type: ignore[misc]
     """Trains the trainer's model inside `mem_limit`; give it to the trainer's constructor.
 
-    The model stays the object that it is: what the trainer saves and loads is what it saves and loads without. With several
-    processes all follow one plan.
+    The model stays the object that it is: what the trainer saves and loads is what it saves and loads without. With
+    several processes all follow one plan.
 
     Args:
         mem_limit, options: as of `rotoff.attach`.
@@ -37,7 +37,9 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
-            raise OptionError("gradient_checkpointing recomputes on its own; leave it off, rotoff plans what is recomputed")
+            raise OptionError(
+                "gradient_checkpointing recomputes on its own; leave it off, rotoff plans what is recomputed"
+            )
         several = {"process_group": True} if args.world_size > 1 else {}
         self.planned = attached(model) or attach(model, self._mem_limit, **{**several, **self._options})
 
@@ -46,4 +48,6 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if self.planned is None:
             # By now the trainer may have put autocast around the model's forward, and a plan must stand within it.
-            raise OptionError("RotoffCallback was added to a finished trainer; give it to the constructor: callbacks=[...]")
+            raise OptionError(
+                "RotoffCallback was added to a finished trainer; give it to the constructor: callbacks=[...]"
+            )

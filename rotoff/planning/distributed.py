@@ -1,8 +1,9 @@
 """What all processes of a group do alike: one profile, the tightest limit, and what the first process decides on them.
 
-Where stages communicate while they run (sharded parameters are gathered), processes that followed different plans would wait
-for each other forever. Processes must come here together: each new input signature in the same step of all of them. Here nobody takes
-a way of his own: all tell all, or the first one tells all, and an error is one of the things told.
+Where stages communicate while they run (sharded parameters are gathered), processes that followed different plans would
+wait for each other forever. Processes must come here together: each new input signature in the same step of all of
+them. Here nobody takes a way of his own: all tell all, or the first one tells all, and an error is one of the things
+told.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     """What `measure` gives here, with what is common to all processes (`planning.reduction`).
 
     Raises:
-        MeasureError: where the processes have different stages, or another one could not measure. What `measure` raises here.
+        MeasureError: where the processes have different stages, or another one could not measure. What `measure` raises
+            here.
     """
     found: list[Profile] = []
 
@@ -86,7 +88,8 @@ def agree_on_sequence(solve: Callable[[], Plan], group: Any) -> Plan:
 
 
 def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
-    """Raise where FSDP2 shards parameters by a module around the stages: the backward of one stage alone gives them all up.
+    """Raise where FSDP2 shards parameters by a module around the stages: the backward of one stage alone gives them all
+    up.
 
     Raises:
         MeasureError: naming such a stage.
@@ -103,8 +106,11 @@ def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
                 )
 
 
-def _from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError) -> list[T]:
-    """What `act` gives in every process; where it fails in one it fails in all, for nobody may wait for who does not come."""
+def _from_everyone(
+    act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError
+) -> list[T]:
+    """What `act` gives in every process; where it fails in one it fails in all, for nobody may wait for who does not
+    come."""
     failure: Exception | None = None
     mine: tuple[Any, str] = None, ""
     try:

@@ -1,4 +1,5 @@
-"""What the user chooses once for a model: how it is cut, measured and served. One owner for `Checkpointable` and for estimates."""
+"""What the user chooses once for a model: how it is cut, measured and served. One owner for `Checkpointable` and for
+estimates."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Options:
     cache_directory: str | os.PathLike[str] | bool | None = True
 
     def check(self, model: nn.Module) -> None:
-        """Raise OptionError where one of them is no option of its kind or not one for `model`, MeasureError for an empty model."""
+        """Raise OptionError where one of them is no option of its kind or not one for `model`, MeasureError for an
+        empty model."""
         read_backward_from(self.backward_from)
         read_forms(self.forms)
         read_conv_algorithms(self.conv_algorithms)

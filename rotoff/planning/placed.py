@@ -1,4 +1,5 @@
-"""Plans under one limit for all that the device holds: parameters, gradients, optimizer states, the batch and the step."""
+"""Plans under one limit for all that the device holds: parameters, gradients, optimizer states, the batch and the
+step."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ class PlacedPlanner:
 
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
     """Bytes on the device throughout that the machine does not know of."""
-    return groups.outside_bytes + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes * request.replays
+    return (
+        groups.outside_bytes + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes * request.replays
+    )
 
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
@@ -105,8 +108,8 @@ def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: 
 
 
 def _after_backward(chain: Chain, groups: FoundGroups, sequence: Sequence, trace: Trace) -> int:
-    """The most that the updates hold. A gradient stays for the caller to look at, unless the host has it, too; the host's updates take
-    from the device what they make for a time."""
+    """The most that the updates hold. A gradient stays for the caller to look at, unless the host has it, too; the
+    host's updates take from the device what they make for a time."""
     left = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
     staying = most = 0
     last = max((op.kind is OpKind.B, n) for n, op in enumerate(sequence))[1]

@@ -69,7 +69,9 @@ class Request:
     plain: bool = True  # whether the plain model may run where everything fits
     here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
     cache: Cache = field(default_factory=lambda: Cache(None))
-    planner: Callable[[Profile, Request], ExecutionPlan] | None = None  # where the limit is of all that the device holds
+    planner: Callable[[Profile, Request], ExecutionPlan] | None = (
+        None  # where the limit is of all that the device holds
+    )
 
     def __str__(self) -> str:
         return f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
@@ -93,7 +95,13 @@ class Request:
         """All that a sequence depends on; None where an option cannot be compared, such as a function."""
 
         content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
-        asked = {"limit": limit, "mode": self.mode, "slots": self.mem_slots, "policy": self.policy, "options": self.options}
+        asked = {
+            "limit": limit,
+            "mode": self.mode,
+            "slots": self.mem_slots,
+            "policy": self.policy,
+            "options": self.options,
+        }
         key = {"chain": content, "rotoff": __version__, **asked}
         try:
             json.dumps(key)
@@ -126,9 +134,9 @@ def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int)
 class PlanVariant:
     """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
-    kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that wait are
-    copied. tail_times: of the profile. shifted: whether the solver sees them in the backward. upkeep: of the profile. forms: of each
-    stage, the identities of its smaller forms.
+    kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that
+    wait are copied. tail_times: of the profile. shifted: whether the solver sees them in the backward. upkeep: of the
+    profile. forms: of each stage, the identities of its smaller forms.
     """
 
     kept: tuple[int, ...]
@@ -184,8 +192,9 @@ Known = tuple[Profile, ExecutionPlan]
 def make_plan(profile: Profile, request: Request, group: Any = None, near: Iterable[Known] = ()) -> ExecutionPlan:
     """Plan under what is left of the user's limit once constants are taken off and the batch is added.
 
-    group: of processes that follow one plan, which the first of them makes, or None. near: plans of the same stages at other sizes. One
-    of them is taken where it is good enough, so that a new size costs little more than a look at these.
+    group: of processes that follow one plan, which the first of them makes, or None. near: plans of the same stages at
+    other sizes. One of them is taken where it is good enough, so that a new size costs little more than a look at
+    these.
 
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
@@ -201,7 +210,9 @@ def make_plan(profile: Profile, request: Request, group: Any = None, near: Itera
     sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     chosen = profile.keeping(kept, compact)
-    plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep)
+    plan = compile_sequence(
+        chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep
+    )
     plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)))
     _report(profile, request, plan, time.perf_counter() - began)
     return plan
@@ -237,12 +248,16 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
         if str(error):  # of the host's memory, which says all
             raise
         least = (
-            least_limit(profile, request) if request.policy is None else max(error.min_mem_limit, profile.prefix_peak_bytes)
+            least_limit(profile, request)
+            if request.policy is None
+            else max(error.min_mem_limit, profile.prefix_peak_bytes)
         )
         raise _infeasible(profile, request, least, ways) from None
 
 
-def _reused(asked: int, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None) -> tuple[float, Sequence] | None:
+def _reused(
+    asked: int, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None
+) -> tuple[float, Sequence] | None:
     """The fastest of the plans `near` that holds here, too, and its seconds."""
     best: tuple[float, Sequence] | None = None
     for (profile, plan), way in product(near, ways):
@@ -257,7 +272,11 @@ def _reused(asked: int, ways: list[PlanVariant], near: tuple[Known, ...], room: 
         except InvalidSequenceError:
             continue
         if (room is None or trace.host_peak_bytes <= room) and (best is None or trace.makespan < best[0]):
-            said = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
+            said = {
+                "makespan": trace.makespan,
+                "peak_bytes": trace.peak_bytes,
+                "host_peak_bytes": trace.host_peak_bytes,
+            }
             best = trace.makespan, _meant(replace(sequence, meta=said), {KEPT: list(way.kept), COMPACT: way.compact})
     return best
 
@@ -290,9 +309,12 @@ def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
 
 
 def plan_everything(profile: Profile, plain: bool = True) -> ExecutionPlan:
-    """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model that runs."""
+    """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model
+    that runs."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
-    plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]  # which replay nothing
+    plans = [
+        compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()
+    ]  # which replay nothing
     return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain)
 
 
@@ -321,12 +343,13 @@ def least_time(profile: Profile, request: Request) -> float:
 
 
 def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
-    """What to solve. Skip connections are carried, or some of them kept in place; gradients that wait lie where they were made, or
-    are copied, which comes last, since it takes time. A policy of the papers knows carrying only.
+    """What to solve. Skip connections are carried, or some of them kept in place; gradients that wait lie where they
+    were made, or are copied, which comes last, since it takes time. A policy of the papers knows carrying only.
 
-    Snapshots for replays come off the limit, unless nothing is replayed: so joint is also asked for offload alone, or it
-    would be behind that mode by these bytes. Where the solver does not know what tails spare, it also gets the chain on which it
-    does; there joint must ask for remat as well, since what the machine thinks slower may be expected to be faster.
+    Snapshots for replays come off the limit, unless nothing is replayed: so joint is also asked for offload alone, or
+    it would be behind that mode by these bytes. Where the solver does not know what tails spare, it also gets the chain
+    on which it does; there joint must ask for remat as well, since what the machine thinks slower may be expected to be
+    faster.
     """
     ways = []
     forms = tuple(tuple(recipe.identity for recipe in behaviour.forms) for behaviour in profile.behaviours)
@@ -360,7 +383,8 @@ def _unpriced(profile: Profile) -> bool:
 
 
 def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
-    """The fastest sequence of all ways; its meta says which skip connections it keeps in place, and whether it copies gradients.
+    """The fastest sequence of all ways; its meta says which skip connections it keeps in place, and whether it copies
+    gradients.
 
     Raises:
         InfeasibleError: where none fits; `min_mem_limit` is in the user's terms.
@@ -403,8 +427,8 @@ def _room(profile: Profile, group: Any) -> int | None:
 def _best_within(room: int | None, profile: Profile, request: Request, ways: list[PlanVariant]) -> Sequence:
     """`_best`, and where its slab of host memory is above `room` bytes, the best with a host limit.
 
-    A search with the limit from the start would have another result, and another key in the cache, each time that a little more
-    or less of the host is free.
+    A search with the limit from the start would have another result, and another key in the cache, each time that a
+    little more or less of the host is free.
 
     Raises:
         InfeasibleError: as `_best`, or in a sentence of its own where the room does not suffice.
@@ -430,7 +454,9 @@ def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
 
 def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed: int, room: int) -> InfeasibleError:
     without = [min_mem_limit(way.chain, "remat") - way.more for way in ways if way.request.mode != "offload"]
-    least = max(min([reported_bytes(profile, plan_everything(profile, request.plain)), *without]), profile.prefix_peak_bytes)
+    least = max(
+        min([reported_bytes(profile, plan_everything(profile, request.plain)), *without]), profile.prefix_peak_bytes
+    )
     return InfeasibleError(
         f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps {needed} bytes in pinned"
         f" host memory, and {room} are available; give a limit of at least {format_bytes(least)} ({least} bytes), which needs none, give"
@@ -464,7 +490,8 @@ def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
 
 
 def reported_bytes(profile: Profile, plan: ExecutionPlan) -> int:
-    """The peak of `plan` that is held against a limit: the machine's, or that of the plain model where everything is kept."""
+    """The peak of `plan` that is held against a limit: the machine's, or that of the plain model where everything is
+    kept."""
     return expected_bytes(profile, plan) if plan.keeps_all else simulated_bytes(profile, plan)
 
 
@@ -480,12 +507,12 @@ def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
 
 
 def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
-    """Of each operation, the most that a step is expected to hold while it runs: what the machine charges, in the terms of the
-    user's limit, less what is sure not to be there.
+    """Of each operation, the most that a step is expected to hold while it runs: what the machine charges, in the terms
+    of the user's limit, less what is sure not to be there.
 
-    That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which the
-    loss has yet to make, and whatever several values share. Of the plain model, values that nobody saved once it has let go of them; and
-    what its own code holds longer than a stage is added.
+    That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which
+    the loss has yet to make, and whatever several values share. Of the plain model, values that nobody saved once it
+    has let go of them; and what its own code holds longer than a stage is added.
     """
     L = len(profile.chain)
     made, whole = False, set()
@@ -512,8 +539,8 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
 
 
 def _passed(profile: Profile, op: Op) -> int:
-    """Bytes that the plain model has let go of when its ``F`` or ``B`` of a stage begins, or has once, and that are still charged once
-    more; less those that its ``F`` holds and that are not charged."""
+    """Bytes that the plain model has let go of when its ``F`` or ``B`` of a stage begins, or has once, and that are
+    still charged once more; less those that its ``F`` holds and that are not charged."""
     i = op.stage
     if op.kind is OpKind.B:
         return sum(one.nbytes for one in profile.passing if one.first < i) + sum(profile.twice_bytes[: i - 1])

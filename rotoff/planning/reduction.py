@@ -1,7 +1,9 @@
-"""One profile for all processes of a group: of each cost the largest that any of them measured, of each gain the smallest.
+"""One profile for all processes of a group: of each cost the largest that any of them measured, of each gain the
+smallest.
 
-`RULES` says it of every field of a `Profile`, and of what those are made of. A plan within the limit on the common profile is within it
-in each process; and since all of them make it from the same list, they make the same, and decide alike by it.
+`RULES` says it of every field of a `Profile`, and of what those are made of. A plan within the limit on the common
+profile is within it in each process; and since all of them make it from the same list, they make the same, and decide
+alike by it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Unlike(Exception):
 
 
 def own(values: Sequence[Any]) -> Any:
-    """What stays each process's own, and is not told to the others: what runs there. No bytes of a plan may depend on it."""
+    """What stays each process's own, and is not told to the others: what runs there. No bytes of a plan may depend on
+    it."""
     raise AssertionError("nothing in common is made of what is each process's own")
 
 
@@ -61,7 +64,8 @@ def parts(kind: type) -> Rule:
 
 
 def alike_or(otherwise: Any, rule: Rule) -> Rule:
-    """`rule` where the processes found things that go together; `otherwise` where they did not, or one found nothing."""
+    """`rule` where the processes found things that go together; `otherwise` where they did not, or one found
+    nothing."""
 
     def agreed(values: Sequence[Any]) -> Any:
         try:
@@ -178,7 +182,8 @@ check_rules(RULES)  # when this is imported, so that nobody runs with a field th
 
 
 class Told:
-    """What a process tells the others of its `profile`: all that is not its own, and which forms of each stage it found."""
+    """What a process tells the others of its `profile`: all that is not its own, and which forms of each stage it
+    found."""
 
     def __init__(self, profile: Profile) -> None:
         self.costs = {name: getattr(profile, name) for name, rule in RULES[Profile].items() if rule is not own}

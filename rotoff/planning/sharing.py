@@ -1,9 +1,9 @@
 """Bytes that the machine charges more than once: those of a skip connection that values carry.
 
-Each value that carries it is charged, since each may go to the host alone. But for as long as it is only handed on, all have it
-in one storage; one that comes back from the host has it in a storage of its own, and a run of the stage that makes it makes
-another. What operations need beside values was measured with a stage's input and output sharing, so nothing is taken off
-between those two, nor for what a ``B`` lets go of piece by piece.
+Each value that carries it is charged, since each may go to the host alone. But for as long as it is only handed on, all
+have it in one storage; one that comes back from the host has it in a storage of its own, and a run of the stage that
+makes it makes another. What operations need beside values was measured with a stage's input and output sharing, so
+nothing is taken off between those two, nor for what a ``B`` lets go of piece by piece.
 """
 
 from __future__ import annotations

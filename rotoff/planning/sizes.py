@@ -1,7 +1,7 @@
 """What was measured at some sizes of the input, and what that says of the others.
 
-A plan made for sizes that are a little larger serves all that are not, so sizes are rounded up before they are looked up: to one of
-eight steps from each power of two to the next.
+A plan made for sizes that are a little larger serves all that are not, so sizes are rounded up before they are looked
+up: to one of eight steps from each power of two to the next.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Of = TypeVar("Of", bound=HasProfile)
 
 
 class Near(NamedTuple, Generic[Of]):
-    """profile: that charges no less than the sizes asked for take. like: what was measured at the larger of the sizes it is from."""
+    """profile: that charges no less than the sizes asked for take. like: what was measured at the larger of the sizes
+    it is from."""
 
     profile: Profile
     like: Of
@@ -45,7 +46,8 @@ class Near(NamedTuple, Generic[Of]):
 def split(shapes: Sequence[Sequence[Any]]) -> tuple[Any, Sizes]:
     """What inputs of all sizes have in common, and the sizes.
 
-    shapes: of each tensor (shape, dtype, device, requires_grad, strides unless contiguous), as `specialization.signature` tells them.
+    shapes: of each tensor (shape, dtype, device, requires_grad, strides unless contiguous), as
+    `specialization.signature` tells them.
     """
     return tuple(_all_but_sizes(*one) for one in shapes), tuple(tuple(one[0]) for one in shapes)
 
@@ -97,8 +99,8 @@ class MeasuredSizes(Generic[Of]):
     def near(self, wanted: Sizes, sizes: Sizes, beyond: float = BEYOND) -> Near[Of] | None:
         """A profile for `sizes` and all others up to `wanted`; None where what was measured does not tell.
 
-        From two that were measured, where the line between them leads past `sizes`; else the smallest that is larger. beyond: how far
-        from the smaller of the two, as a multiple of what lies between them.
+        From two that were measured, where the line between them leads past `sizes`; else the smallest that is larger.
+        beyond: how far from the smaller of the two, as a multiple of what lies between them.
         """
         found: list[Near[Of]] = []
         for (low, smaller), (high, larger) in product(self._rows.items(), repeat=2):
@@ -112,7 +114,9 @@ class MeasuredSizes(Generic[Of]):
                 found.append(Near(one.profile, one))
             elif place <= beyond:
                 try:
-                    found.append(Near(between(smaller.profile, larger.profile, Share.at(place, _degree(low, high))), larger))
+                    found.append(
+                        Near(between(smaller.profile, larger.profile, Share.at(place, _degree(low, high))), larger)
+                    )
                 except NotAlike:
                     continue
         if not found:
@@ -125,11 +129,14 @@ class MeasuredSizes(Generic[Of]):
 
 
 def position(low: Sizes, high: Sizes, sizes: Sizes) -> float | None:
-    """How far on the line from `low` to `high`, 0 to 1 and beyond, all of `sizes` are covered; None where none of it does."""
+    """How far on the line from `low` to `high`, 0 to 1 and beyond, all of `sizes` are covered; None where none of it
+    does."""
     place = 0.0
     for one, other, shape in zip(low, high, sizes, strict=True):
         for a, b, size in zip(one, other, shape, strict=True):
-            if b < a or (a == b and size > a) or (b > a and a < 2):  # one of a size is often handled in a way of its own
+            if (
+                b < a or (a == b and size > a) or (b > a and a < 2)
+            ):  # one of a size is often handled in a way of its own
                 return None
             if b > a:
                 place = max(place, (size - a) / (b - a))
@@ -150,7 +157,9 @@ def halves(value: Any) -> list[Any]:
     for dimension, size in ((0, batch), (1, length)):
         if size >= 4:
             parts = [t.dim() > dimension and t.shape[dimension] == size for t in tensors]
-            cut = [t.narrow(dimension, 0, size // 2).clone() if part else t for t, part in zip(tensors, parts, strict=True)]
+            cut = [
+                t.narrow(dimension, 0, size // 2).clone() if part else t for t, part in zip(tensors, parts, strict=True)
+            ]
             found.append(rebuild([t.requires_grad_(of.requires_grad) for t, of in zip(cut, tensors, strict=True)]))
     return found
 
@@ -166,8 +175,8 @@ def _degree(low: Sizes, high: Sizes) -> int:
 
 
 def _all_but_sizes(shape: Sequence[int], *more: Any) -> Any:
-    """What a tensor has in common with one of another size. Of its strides: the order of the dimensions in memory, which ones lie
-    close on the next, and which are expanded."""
+    """What a tensor has in common with one of another size. Of its strides: the order of the dimensions in memory,
+    which ones lie close on the next, and which are expanded."""
     strides = more[3] if len(more) > 3 else ()
     order = sorted(range(len(strides)), key=lambda d: -strides[d])
     ends = [*(shape[d] * strides[d] for d in order[1:]), 1]

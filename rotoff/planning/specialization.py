@@ -1,7 +1,8 @@
 """What is known of a model: for each course that its forward takes, what was measured and the plan made of it.
 
-A course is an input signature (shapes, strides, dtypes, what needs gradients, autocast), the answers to what the forward asks of its
-batch, and the model's own state. A new one is measured and planned on sight; those seen last are kept.
+A course is an input signature (shapes, strides, dtypes, what needs gradients, autocast), the answers to what the
+forward asks of its batch, and the model's own state. A new one is measured and planned on sight; those seen last are
+kept.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ _STAGES = 20_000  # of all courses that are kept, a few kilobytes each
 
 @dataclass(eq=False)
 class Specialization:
-    """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its input.
-    measure_again: whether steps have become others than this one; left: whether the last step that was to take it did not; missed: how
-    many did not, and patience: after how many all courses known are made one."""
+    """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its
+    input. measure_again: whether steps have become others than this one; left: whether the last step that was to take
+    it did not; missed: how many did not, and patience: after how many all courses known are made one."""
 
     profile: Profile
     captured: strategy.Captured
@@ -78,8 +79,8 @@ class Specialization:
 
     @property
     def planned(self) -> Profile:
-        """The profile as the plan sees it: with the skip connections in place that it keeps there, and the gradients copied that
-        it copies."""
+        """The profile as the plan sees it: with the skip connections in place that it keeps there, and the gradients
+        copied that it copies."""
         seen = (self.plan.kept, self.plan.compact) if self.plan is not None else ((), False)
         if self._planned is None or self._planned[0] != seen:
             self._planned = seen, self.profile.keeping(*seen)
@@ -96,7 +97,8 @@ class Specialization:
 
     @property
     def expected(self) -> Course | None:
-        """The calls that the model's forward is expected to make; None where the modules of an ``nn.Sequential`` run."""
+        """The calls that the model's forward is expected to make; None where the modules of an ``nn.Sequential``
+        run."""
         if self._expected is None and self.captured.tape is not None:
             self._expected = expected(self.captured.tape, self.profile.stages, self.profile.prefix)
         return self._expected
@@ -109,9 +111,9 @@ _TWICE = 2  # times that a step takes the same other course before that is measu
 class PlannedSize(NamedTuple):
     """The plan for one size of input.
 
-    shapes: of the input's tensors. measured: whether its bytes were; else they follow from other sizes. memory: bytes that the
-    step is expected to hold at most, in the terms of `mem_limit`. makespan: seconds that it is expected to take. overhead: of these, over
-    keeping everything, as a share.
+    shapes: of the input's tensors. measured: whether its bytes were; else they follow from other sizes. memory: bytes
+    that the step is expected to hold at most, in the terms of `mem_limit`. makespan: seconds that it is expected to
+    take. overhead: of these, over keeping everything, as a share.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -124,12 +126,12 @@ class PlannedSize(NamedTuple):
 class Specializations:
     """The courses of `model`, measured and planned alike by all processes of `group`, if any.
 
-    request: what is asked of every plan; None: nothing yet. latest: the course measured, planned or taken last. plain: what
-    runs the model as it is, where that is not a call of it (`rotoff.attach`).
+    request: what is asked of every plan; None: nothing yet. latest: the course measured, planned or taken last. plain:
+    what runs the model as it is, where that is not a call of it (`rotoff.attach`).
 
     Args:
-        root: the module that is called; `model` where nothing is around it. options: of `Checkpointable`. links: to the host, of
-            which the bandwidth is measured.
+        root: the module that is called; `model` where nothing is around it. options: of `Checkpointable`. links: to the
+            host, of which the bandwidth is measured.
     """
 
     def __init__(
@@ -170,8 +172,8 @@ class Specializations:
         timed: bool = True,
         also: Sequence[Specialization] = (),
     ) -> Specialization:
-        """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the place of the courses
-        `also`, and is of what those do, too."""
+        """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the
+        place of the courses `also`, and is of what those do, too."""
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
@@ -196,7 +198,9 @@ class Specializations:
             self._sizes.setdefault(family, MeasuredSizes()).add(sizes, course)
             while len(self._sizes) > _FAMILIES:
                 self._sizes.pop(next(iter(self._sizes)))
-            self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}  # which are better known now
+            self._rounded = {
+                of: one for of, one in self._rounded.items() if of[0] != family
+            }  # which are better known now
         self._drop()
         return course
 
@@ -216,14 +220,18 @@ class Specializations:
         for wanted in dict.fromkeys((rounded(sizes), sizes)):  # which may fit where a rounded one does not
             course = self._rounded.get((family, wanted)) or self._made_between(measured, wanted, sizes)
             if course is not None:
-                if all(course is not one for one in measured):  # which may hold for less than all that round to the same
+                if all(
+                    course is not one for one in measured
+                ):  # which may hold for less than all that round to the same
                     self._rounded[family, wanted] = course
                 self._known[key] = deque([course], maxlen=_OF_ONE_SIGNATURE)
                 self._drop()
                 return course
         return None
 
-    def _made_between(self, measured: MeasuredSizes[Specialization], wanted: Sizes, sizes: Sizes) -> Specialization | None:
+    def _made_between(
+        self, measured: MeasuredSizes[Specialization], wanted: Sizes, sizes: Sizes
+    ) -> Specialization | None:
         """A course with a plan for all sizes up to `wanted`, of which `sizes` are one."""
         near = measured.near(wanted, sizes)
         if near is None:
@@ -326,11 +334,13 @@ class Specializations:
         vague = [stage.name for stage in largest.profile.stages if stage.varying]
         if vague:
             logger.warning(
-                "rotoff: bytes of %s depend on data; what is promised for smaller inputs leaves them out", ", ".join(vague)
+                "rotoff: bytes of %s depend on data; what is promised for smaller inputs leaves them out",
+                ", ".join(vague),
             )
         if (least := least_limit(largest.profile, request)) > request.mem_limit:
             fitting = [
-                self._largest_that_fits(_family(signature(half, self._model))[1], sizes, family, request) for half in smaller
+                self._largest_that_fits(_family(signature(half, self._model))[1], sizes, family, request)
+                for half in smaller
             ]
             told = " and ".join(str([list(shape) for shape in one]) for one in fitting if one is not None)
             raise InfeasibleError(
@@ -352,7 +362,8 @@ class Specializations:
         more = [a.name for a, b in pairs if a.saved_bytes > b.saved_bytes or a.output_bytes > b.output_bytes]
         if more:
             logger.warning(
-                "rotoff: %s take more bytes on an input of half the size, so smaller inputs may not fit", ", ".join(more)
+                "rotoff: %s take more bytes on an input of half the size, so smaller inputs may not fit",
+                ", ".join(more),
             )
         return not more
 
@@ -375,7 +386,8 @@ class Specializations:
         return at(bisect.bisect_left(range(1, most + 1), True, key=lambda step: not fits(step)))
 
     def ask(self, request: Request) -> None:
-        """Plan the latest course for `request`, and the others when they are taken; nothing changes where that fails."""
+        """Plan the latest course for `request`, and the others when they are taken; nothing changes where that
+        fails."""
         if self.latest is not None:
             self.latest.plan = make_plan(self.latest.profile, request, self._group)
         self.request = request
@@ -384,7 +396,8 @@ class Specializations:
                 course.plan = None
 
     def take(self, value: Any) -> Specialization | None:
-        """The planned course for the chain's input `value`, measured where it is new; None where nothing needs a gradient."""
+        """The planned course for the chain's input `value`, measured where it is new; None where nothing needs a
+        gradient."""
         assert self.request is not None
         key, hint = signature(value, self._model), _constants(value)
         known = self._known.get(key, deque[Specialization]())
@@ -429,7 +442,8 @@ class Specializations:
         known = self._sizes.get(family)
         if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):
             logger.warning(
-                "rotoff: the input %s is larger than up_to, so it is measured and planned now", [list(one) for one in sizes]
+                "rotoff: the input %s is larger than up_to, so it is measured and planned now",
+                [list(one) for one in sizes],
             )
         if known is None or len(known) < _SEVERAL or self._told_sizes:
             return
@@ -479,8 +493,8 @@ class Specializations:
         )
 
     def _made_one(self, value: Any, known: deque[Specialization]) -> Specialization:
-        """A course of all that those `known` do, and the forward for `value`, since steps go between them as they like; the first of them, where
-        the limit is too small for that."""
+        """A course of all that those `known` do, and the forward for `value`, since steps go between them as they like;
+        the first of them, where the limit is too small for that."""
         assert self.request is not None
         logger.info("rotoff: measuring for all that the model's forward does, since it goes another way in each step")
         before = list(known)
@@ -498,10 +512,12 @@ class Specializations:
 
 
 def _with_outside(profile: Profile, course: Course) -> Profile:
-    """`profile`, where the forwards are also charged for what the model's own code runs there and no stage does: parts of the prefix, and
-    what is computed for nothing."""
+    """`profile`, where the forwards are also charged for what the model's own code runs there and no stage does: parts
+    of the prefix, and what is computed for nothing."""
     beside = max(0, profile.prefix_peak_bytes - profile.made_input_bytes) if profile.prefix else 0
-    outside = tuple(nbytes + (beside if i in course.beside else 0) for i, nbytes in enumerate(course.dead_bytes, start=1))
+    outside = tuple(
+        nbytes + (beside if i in course.beside else 0) for i, nbytes in enumerate(course.dead_bytes, start=1)
+    )
 
     def more(one: Any, nbytes: int) -> Any:
         return replace(one, forward_transient_bytes=one.forward_transient_bytes + nbytes)
@@ -526,7 +542,9 @@ def signature(value: Any, model: nn.Module) -> Any:
     shapes = tuple(map(_shape, tensors))
     types = {"cpu", *(t.device.type for t in tensors)}
     autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
-    modules = {id(model): model}  # found by a loop of our own: ``model.modules()`` goes through a generator for each level
+    modules = {
+        id(model): model
+    }  # found by a loop of our own: ``model.modules()`` goes through a generator for each level
     todo = [model]
     for module in todo:
         for child in module._modules.values():
@@ -573,5 +591,7 @@ def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
 def device_of(model: nn.Module, value: Any) -> torch.device:
     found = {p.device for p in model.parameters()} or {t.device for t in flatten(value)[0]}
     if len(found) > 1:
-        raise MeasureError(f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device")
+        raise MeasureError(
+            f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device"
+        )
     return found.pop() if found else torch.device("cpu")

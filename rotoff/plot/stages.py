@@ -33,7 +33,9 @@ def stages(chain: Chain, title: str = "") -> Figure:
     top.bar(places, saved, color=SAVED, label="saved for backward", **edge)
     top.bar(places, output, color=OUTPUT, label="of which output", **edge)
     if any(transient):
-        top.bar(places, transient, bottom=saved, color=TRANSIENT, hatch="////", label="transient, while it runs", **edge)
+        top.bar(
+            places, transient, bottom=saved, color=TRANSIENT, hatch="////", label="transient, while it runs", **edge
+        )
     most = max(s + t for s, t in zip(saved, transient, strict=True))
     unit, size = style.byte_unit(most)
     style.quiet(top)

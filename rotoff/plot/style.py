@@ -110,7 +110,9 @@ def save(figure: Figure, path: str | os.PathLike[str], dpi: int = 150) -> None:
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):
-        raise OptionError(f"the picture {os.fspath(path)!r} ends in {suffix or 'nothing'!r}; end it in .png, .svg or .pdf")
+        raise OptionError(
+            f"the picture {os.fspath(path)!r} ends in {suffix or 'nothing'!r}; end it in .png, .svg or .pdf"
+        )
     settings = {"svg.fonttype": "none", "svg.hashsalt": "rotoff", "hatch.linewidth": 0.6}
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[suffix[1:]]
     with matplotlib.rc_context(settings):

@@ -41,7 +41,11 @@ class Box:
 
 
 def timeline(
-    chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None = None, measured: Trace | None = None, title: str = ""
+    chain: Chain,
+    sequence: Iterable[Op],
+    mem_limit: int | str | None = None,
+    measured: Trace | None = None,
+    title: str = "",
 ) -> Figure:
     """Draw the step of `sequence`: bytes on device and host above its three lanes, with recomputed work and idle time
     marked.
@@ -77,7 +81,9 @@ def timeline(
     unit, size = style.time_unit(longest)
     style.in_units(axes[-1], "x", size, unit, "time")
     looks = [look for look in style.LOOKS if look.words in shown]
-    patches = [Patch(facecolor=x.colour, hatch=x.hatch, edgecolor=style.INK, linewidth=0.5, label=x.words) for x in looks]
+    patches = [
+        Patch(facecolor=x.colour, hatch=x.hatch, edgecolor=style.INK, linewidth=0.5, label=x.words) for x in looks
+    ]
     columns = len(patches) if len(patches) <= 6 else -(-len(patches) // 2)
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure
@@ -168,7 +174,9 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
                 continue
             shown[box.look.words] = box.look
             thin = box.end - box.start < longest * _THIN and not box.look.hatch  # an edge would hide what it is around
-            groups.setdefault((box.look, thin), []).append(Rectangle((box.start, row - 0.38), box.end - box.start, 0.76))
+            groups.setdefault((box.look, thin), []).append(
+                Rectangle((box.start, row - 0.38), box.end - box.start, 0.76)
+            )
             wide = longest * _LABEL_SHARE * (digits + 1) * (1.6 if box.look.hatch else 1)
             if box.label and box.end - box.start > wide:
                 ink = "#FFFFFF" if box.look in (style.BACKWARD, style.INWARD) else style.INK

@@ -50,13 +50,25 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     bounds = [lower_bound(chain, int(point)) for point in points]
     axis.fill_between(points, bounds, 0, color="#EFEFEF", linewidth=0)
     axis.plot(
-        points, bounds, color=style.INK, linestyle=(0, (1, 1)), linewidth=1.3, label="certified bound: nothing is faster"
+        points,
+        bounds,
+        color=style.INK,
+        linestyle=(0, (1, 1)),
+        linewidth=1.3,
+        label="certified bound: nothing is faster",
     )
     for name, (colour, marker, dashes) in zip(names, style.SERIES, strict=False):
         found = sorted((row.limit, row.makespan) for row in made if row.mode == name)
         line = dict(next(group) for _, group in groupby(found, key=lambda pair: pair[0]))  # the fastest of a limit
         axis.plot(
-            list(line), list(line.values()), dashes, color=colour, marker=marker, markersize=4.5, linewidth=1.5, label=name
+            list(line),
+            list(line.values()),
+            dashes,
+            color=colour,
+            marker=marker,
+            markersize=4.5,
+            linewidth=1.5,
+            label=name,
         )
         if name in MODES:
             place, height = (
@@ -64,7 +76,13 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
                 0.025 + 0.05 * names.index(name),
             )  # one above another: they often agree
             across = axis.get_xaxis_transform()
-            hollow = {"marker": marker, "color": colour, "markersize": 6.5, "markerfacecolor": "none", "transform": across}
+            hollow = {
+                "marker": marker,
+                "color": colour,
+                "markersize": 6.5,
+                "markerfacecolor": "none",
+                "transform": across,
+            }
             axis.plot([place], [height], linestyle="none", label=f"smallest limit of {name}", **hollow)
     axis.plot([peak], [base], marker="*", color=style.INK, markersize=11, linestyle="none", label="keeping everything")
 

@@ -1,12 +1,14 @@
 """The profile of an input size that was not measured, from the profiles of two that were.
 
-Bytes of a tensor are a product of sizes, and bytes at a moment of the step are a sum of those. Along the straight line from one input's
-sizes to larger ones, such a sum is a polynomial with no negative coefficient, so it is convex, and the chord between two measured
-profiles is never below it. Beyond the larger one the polynomial is bounded by its degree. All fields of a profile are taken from the
-chord together: what one field subtracts from another it subtracts there, too. Times follow the straight line.
+Bytes of a tensor are a product of sizes, and bytes at a moment of the step are a sum of those. Along the straight line
+from one input's sizes to larger ones, such a sum is a polynomial with no negative coefficient, so it is convex, and the
+chord between two measured profiles is never below it. Beyond the larger one the polynomial is bounded by its degree.
+All fields of a profile are taken from the chord together: what one field subtracts from another it subtracts there,
+too. Times follow the straight line.
 
-What must be the same at both sizes is compared: stages, what each saves, changes and draws, which of its tensors share storages, and how
-its smaller forms are made again. Where anything differs there is no profile in between, and the new size is measured.
+What must be the same at both sizes is compared: stages, what each saves, changes and draws, which of its tensors share
+storages, and how its smaller forms are made again. Where anything differs there is no profile in between, and the new
+size is measured.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ class NotAlike(Exception):
 
 
 class Share(NamedTuple):
-    """Where a size lies on the line from a smaller one, 0, to a larger one, 1. bytes: of the difference in bytes, time: in seconds."""
+    """Where a size lies on the line from a smaller one, 0, to a larger one, 1. bytes: of the difference in bytes, time:
+    in seconds."""
 
     bytes: float
     time: float
 
     @classmethod
     def at(cls, position: float, degree: int) -> Share:
-        """At `position` on the line. Beyond its end bytes are no more than if all of the difference were of `degree`."""
+        """At `position` on the line. Beyond its end bytes are no more than if all of the difference were of
+        `degree`."""
         return cls(position**degree if position > 1 else position, position)
 
 
@@ -72,7 +76,9 @@ def _mixed(low: Any, high: Any, share: Share, whole: Callable[[float], int] = ma
     if kind is StageModule or kind is Recipe:
         return high
     if kind is Chain:
-        rest = {f.name: _mixed(getattr(low, f.name), getattr(high, f.name), share) for f in fields(high) if f.name != "meta"}
+        rest = {
+            f.name: _mixed(getattr(low, f.name), getattr(high, f.name), share) for f in fields(high) if f.name != "meta"
+        }
         return replace(high, **rest)
     if kind in SUBTRACTED:
         whole = math.floor
@@ -102,7 +108,9 @@ def _with_common_forms(low: Profile, high: Profile) -> tuple[Profile, Profile]:
     if len(low.behaviours) != len(high.behaviours):
         raise NotAlike(f"{len(low.behaviours)} and {len(high.behaviours)} stages")
     pairs = [_common(a.forms, b.forms) for a, b in zip(low.behaviours, high.behaviours, strict=True)]
-    return _keeping(low, [[i for i, _ in rows] for rows in pairs]), _keeping(high, [[j for _, j in rows] for rows in pairs])
+    return _keeping(low, [[i for i, _ in rows] for rows in pairs]), _keeping(
+        high, [[j for _, j in rows] for rows in pairs]
+    )
 
 
 def _common(low: Sequence[Recipe], high: Sequence[Recipe]) -> list[tuple[int, int]]:
@@ -113,7 +121,13 @@ def _common(low: Sequence[Recipe], high: Sequence[Recipe]) -> list[tuple[int, in
 
 def _same_redo(a: Recipe, b: Recipe) -> bool:
     """Whether two recipes are the same but for how tensors lie, and the operations themselves tell how they do."""
-    if (a.stop, a.functions, a.single, a.whole, a.views.keys()) != (b.stop, b.functions, b.single, b.whole, b.views.keys()):
+    if (a.stop, a.functions, a.single, a.whole, a.views.keys()) != (
+        b.stop,
+        b.functions,
+        b.single,
+        b.whole,
+        b.views.keys(),
+    ):
         return False
     if a.results.keys() != b.results.keys():
         return False
@@ -138,7 +152,8 @@ def _keeping(profile: Profile, forms: Sequence[Iterable[int]]) -> Profile:
 
     def staged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         return tuple(
-            replace(stage, forms=tuple(stage.forms[n] for n in rows)) for stage, rows in zip(stages, chosen, strict=True)
+            replace(stage, forms=tuple(stage.forms[n] for n in rows))
+            for stage, rows in zip(stages, chosen, strict=True)
         )
 
     def behaving(behaviour: Behaviour, rows: Iterable[int]) -> Behaviour:

@@ -1,4 +1,5 @@
-"""Stages compiled with CUDA graphs cannot be measured: a graph holds its memory for good, and no event of the allocator tells of it."""
+"""Stages compiled with CUDA graphs cannot be measured: a graph holds its memory for good, and no event of the allocator
+tells of it."""
 
 from __future__ import annotations
 

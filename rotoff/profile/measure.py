@@ -1,8 +1,8 @@
 """A chain from a model, measured on its device: bytes and seconds of every stage, never holding more than one stage.
 
-Bytes come from the allocator's own events (`allocations`), so they include kernels' temporaries and whatever a stage keeps
-past autograd's hooks. The user's gradients, buffers, generators and memory statistics are left as they were: gradients are
-taken with ``torch.autograd.grad``, which adds to no ``.grad``.
+Bytes come from the allocator's own events (`allocations`), so they include kernels' temporaries and whatever a stage
+keeps past autograd's hooks. The user's gradients, buffers, generators and memory statistics are left as they were:
+gradients are taken with ``torch.autograd.grad``, which adds to no ``.grad``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def measure(
     """Measure `stages` on the sample input `value`.
 
     Args:
-        stages: in order; those that alias or overwrite their input are merged with their predecessor, and so are most whose
-            input no backward needs (`capture.unsaved`).
+        stages: in order; those that alias or overwrite their input are merged with their predecessor, and so are most
+            whose input no backward needs (`capture.unsaved`).
         value: a tensor, or a tuple of them, on the device of `meter`.
         bandwidth: given the bytes that typically move at once, and in all, the link's (d2h B/s, h2d B/s, duplex).
         known: times that need not be measured, where they are of the same stages.
@@ -202,7 +202,8 @@ def _host_bound(measured: Sequence[Measured]) -> tuple[bool, ...]:
 
 
 def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModule]) -> list[Measured]:
-    """The same where each stage also notes the buffers that it reads and that another one changes: its replay comes after that."""
+    """The same where each stage also notes the buffers that it reads and that another one changes: its replay comes
+    after that."""
     changed = {buffer for one in measured for buffer in one.behaviour.changed_buffers}
     found = []
     for one, stage in zip(measured, stages, strict=True):
@@ -216,7 +217,8 @@ def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModul
 def _compact(measured: Sequence[Measured], charges: Sequence[Charge], bandwidth: float) -> Compact:
     """bandwidth: at which the device copies its own memory, B/s."""
     stages = [
-        _charged(m, *pair, pair[0].copied_bytes / bandwidth) for m, pair in zip(measured, pairwise(charges), strict=True)
+        _charged(m, *pair, pair[0].copied_bytes / bandwidth)
+        for m, pair in zip(measured, pairwise(charges), strict=True)
     ]
     rows = list(zip(measured, stages, pairwise(charges), strict=True))
     return Compact(
@@ -262,7 +264,8 @@ def _staying(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int
 
 
 def _beside(measured: Measured, own: Charge) -> int:
-    """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous, and sums."""
+    """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous, and
+    sums."""
     return own.shared + (measured.noncontiguous_grad_bytes if own.strange else 0) + measured.grad_accumulation_bytes
 
 
@@ -278,8 +281,8 @@ def _shared_parameters(stages: Sequence[StageModule]) -> set[torch.nn.Parameter]
 
 
 def _joining(stages: Sequence[StageModule], shared: Collection[torch.nn.Parameter]) -> list[int]:
-    """Of each stage the bytes of the largest sum that its backward makes of a part that waits and its own: autograd adds the two
-    into a third tensor, one parameter after the other."""
+    """Of each stage the bytes of the largest sum that its backward makes of a part that waits and its own: autograd
+    adds the two into a third tensor, one parameter after the other."""
     waiting: set[torch.nn.Parameter] = set()
     found = []
     for stage in reversed(stages):
@@ -295,8 +298,8 @@ def _casts(measured: Sequence[Measured]) -> int:
 
 
 def _loss_bytes(output_bytes: int, device: torch.device) -> int:
-    """What a loss takes that the model returns: its caller holds it to the end, where the machine frees it with the last stage.
-    Larger outputs are dropped by whoever makes a loss of them."""
+    """What a loss takes that the model returns: its caller holds it to the end, where the machine frees it with the
+    last stage. Larger outputs are dropped by whoever makes a loss of them."""
     return output_bytes if output_bytes <= max(8, block_bytes(device)) else 0
 
 

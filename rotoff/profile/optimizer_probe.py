@@ -1,4 +1,5 @@
-"""What an optimizer keeps of each parameter, and what a step of it takes: asked of the optimizer itself, on small parameters."""
+"""What an optimizer keeps of each parameter, and what a step of it takes: asked of the optimizer itself, on small
+parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that tell the dimensions of a st
 _TIMED = 1 << 18  # elements
 _REPEATS = 3
 _SCALARS = 64  # bytes of a parameter's scalars, such as its count of steps
-_OTHER = "rotoff places parameters under optimizers that update each by itself; give a mem_limit in place of a device_limit"
+_OTHER = (
+    "rotoff places parameters under optimizers that update each by itself; give a mem_limit in place of a device_limit"
+)
 
 
 class OptimizerProbe:

@@ -18,9 +18,9 @@ from .optimizer_probe import OptimizerProbe
 
 @dataclass(frozen=True)
 class FoundGroups:
-    """costs: for the chain. placed: their parameters. outside_bytes: of the parameters that stay on the device, with gradients, states and
-    buffers. outside_update_bytes: what updating those takes. first_bytes: of each group, the most that the first update of one of its
-    parameters makes, and takes."""
+    """costs: for the chain. placed: their parameters. outside_bytes: of the parameters that stay on the device, with
+    gradients, states and buffers. outside_update_bytes: what updating those takes. first_bytes: of each group, the most
+    that the first update of one of its parameters makes, and takes."""
 
     costs: tuple[ParameterGroup, ...]
     placed: tuple[PlacedGroup, ...]
@@ -35,10 +35,12 @@ class FoundGroups:
 
 
 def find_groups(model: nn.Module, stages: Sequence[StageModule], probe: OptimizerProbe, host: bool) -> FoundGroups:
-    """One group for the parameters of each stage, or of the stages that share them; those that are trained and those that are not apart.
+    """One group for the parameters of each stage, or of the stages that share them; those that are trained and those
+    that are not apart.
 
-    Parameters stay on the device that no stage reads, that are read by compiled modules, and that share their bytes with others. host:
-    whether the host may update a group: on the CPU it is the same processor, which then does so where the tensors lie.
+    Parameters stay on the device that no stage reads, that are read by compiled modules, and that share their bytes
+    with others. host: whether the host may update a group: on the CPU it is the same processor, which then does so
+    where the tensors lie.
     """
     readers: dict[int, list[int]] = {}
     for i, stage in enumerate(stages, start=1):
@@ -74,9 +76,13 @@ def find_groups(model: nn.Module, stages: Sequence[StageModule], probe: Optimize
             )
         )
         placed.append(PlacedGroup(tuple(parameters), states))
-        first.append(max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if updated else 0)
+        first.append(
+            max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if updated else 0
+        )
     buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
-    outside_bytes = sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside) + sum(buffers.values())
+    outside_bytes = sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside) + sum(
+        buffers.values()
+    )
     return FoundGroups(tuple(costs), tuple(placed), outside_bytes, probe.update_bytes(outside), tuple(first))
 
 

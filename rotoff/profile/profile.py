@@ -21,8 +21,8 @@ from .provenance import TAIL_TIMES, UPKEEP_TIMES
 class StageForms(NamedTuple):
     """Smaller forms of the stage `name`, as ``F_sel i 1``, ``F_sel i 2``, ... make them.
 
-    forms: their costs. keeps: of each, the tensors that it keeps, as the operations that made them and shapes. reason: why
-    there are none. algorithms: of each, by which its convolutions run, where that is not the flags' choice.
+    forms: their costs. keeps: of each, the tensors that it keeps, as the operations that made them and shapes. reason:
+    why there are none. algorithms: of each, by which its convolutions run, where that is not the flags' choice.
     """
 
     name: str
@@ -33,9 +33,11 @@ class StageForms(NamedTuple):
 
 
 class Compact(NamedTuple):
-    """What becomes of the chain where gradients that wait in a part of a larger storage are copied, so that the rest can go.
+    """What becomes of the chain where gradients that wait in a part of a larger storage are copied, so that the rest
+    can go.
 
-    stages: its costs. copied: of each stage, the inputs whose gradients are. output_retention, freed_before_backward: as of `Profile`.
+    stages: its costs. copied: of each stage, the inputs whose gradients are. output_retention, freed_before_backward:
+    as of `Profile`.
     """
 
     stages: tuple[Stage, ...]
@@ -49,20 +51,22 @@ class Profile:
     """A measured model. How processes agree on each field `common.RULES` says.
 
     device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
-    which no gradient flows. stages, behaviours: of the chain. unmanaged_bytes: what autograd keeps past all hooks, and autocast of
-    weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice. prefix_peak_bytes: the most that the
-    prefix holds, its output (the chain's input) included. made_input_bytes: those of a_0 that the prefix makes. outside_bytes: of each stage, what the
-    chain charges in its forward for a prefix of which the model's own code runs a part there. skips: bytes that
-    several values carry. passing: bytes of values that the plain model lets go; lingering: others that it holds longer. spare_bytes: of each
-    stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.StorageAliasing.spare`).
-    tail_times: of each stage, the seconds that a replay for its own backward alone leaves out (`runtime.early_stop`); 0 by
-    default. freed_before_backward: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that only the
-    next stage's backward needed. output_retention: of each stage, what its ``B`` needs more where nothing gives its outputs
-    back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients that wait copied, where
-    there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. host_bound: of each
-    stage, whether the device waits for the host there, so that it does for the runtime too; empty where they are one. beside_loss_bytes: of the
-    gradients of what the model returns beside a loss, which a caller may ask for or not. twice_bytes: of each stage, those of `unmanaged_bytes` that its values
-    are charged with as well: the plain model has them once.
+    which no gradient flows. stages, behaviours: of the chain. unmanaged_bytes: what autograd keeps past all hooks, and
+    autocast of weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice.
+    prefix_peak_bytes: the most that the prefix holds, its output (the chain's input) included. made_input_bytes: those
+    of a_0 that the prefix makes. outside_bytes: of each stage, what the chain charges in its forward for a prefix of
+    which the model's own code runs a part there. skips: bytes that several values carry. passing: bytes of values that
+    the plain model lets go; lingering: others that it holds longer. spare_bytes: of each stage, by how much the charge
+    while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.StorageAliasing.spare`). tail_times: of
+    each stage, the seconds that a replay for its own backward alone leaves out (`runtime.early_stop`); 0 by default.
+    freed_before_backward: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that
+    only the next stage's backward needed. output_retention: of each stage, what its ``B`` needs more where nothing
+    gives its outputs back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients
+    that wait copied, where there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself
+    takes for a tensor. host_bound: of each stage, whether the device waits for the host there, so that it does for the
+    runtime too; empty where they are one. beside_loss_bytes: of the gradients of what the model returns beside a loss,
+    which a caller may ask for or not. twice_bytes: of each stage, those of `unmanaged_bytes` that its values are
+    charged with as well: the plain model has them once.
     """
 
     device: torch.device
@@ -162,7 +166,8 @@ class Profile:
         """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held while each does."""
         behaviours = {i: self.behaviours[i - 1] for i in replayed}
         return {
-            i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes for i, b in behaviours.items()
+            i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes
+            for i, b in behaviours.items()
         }
 
     @property
@@ -172,13 +177,15 @@ class Profile:
 
 
 def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
-    """What replays hold beside values: the clones of buffers that one replay at a time runs on, states of generators as they are put, and
-    what its graph keeps past all hooks and autocast of its weights, beside what that of the first run does."""
+    """What replays hold beside values: the clones of buffers that one replay at a time runs on, states of generators as
+    they are put, and what its graph keeps past all hooks and autocast of its weights, beside what that of the first run
+    does."""
     return max(sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes for b in behaviours) + 2 * rng_bytes
 
 
 def buffer_bytes(behaviour: Behaviour) -> list[int]:
-    """Of each buffer that the forward changes, what a copy of it takes; and of other tensors that it sets, what those before take."""
+    """Of each buffer that the forward changes, what a copy of it takes; and of other tensors that it sets, what those
+    before take."""
     found = (module._buffers[name] for module, name in behaviour.changed_buffers)
     copies = [rounded(buffer.nbytes, block_bytes(buffer.device)) for buffer in found if buffer is not None]
     return copies + [nbytes for _, _, nbytes in behaviour.changed_attributes if nbytes]

@@ -38,8 +38,10 @@ from .timing.overhead import UpkeepMeter
 from .timing.stage_timing import End, Timings, copy_bandwidth, time_stage
 from .timing.timing_cache import StageTimes, check_times
 
-# A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages are
-# run a few times more, always as often, since all processes must take part, and the run that seems to leave least counts.
+# A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages
+# are
+# run a few times more, always as often, since all processes must take part, and the run that seems to leave least
+# counts.
 COLLECTIVE_TRIES = 3
 LOOKS = 3  # runs by which known times are judged
 
@@ -51,17 +53,18 @@ class Measured:
     """Costs of a stage for the chain, and its behaviour for the runtime.
 
     The costs count gradients one by one; those that share or outgrow their bytes are `gradients.charge`'s business. So
-    `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is δ_{i-1}
-    follows from that charge.
+    `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is
+    δ_{i-1} follows from that charge.
 
-    gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes: of
-    each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
-    output_retention: of the backward, as of `BackwardBytes`. noncontiguous_grad_bytes: what the backward holds more where the gradients given
-    are not contiguous. grad_accumulation_bytes: what it holds more where a gradient of a parameter of its own is added to a part that waits.
-    held_bytes: what stays whatever is dropped (`dropped`). holds_others: whether its inputs or outputs are among that.
-    no_forms: why the stage has no smaller forms, if so. tail_time: seconds that a replay for its own backward
-    alone leaves out (`runtime.early_stop`). host_bound: whether the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the stages of its kind, in which those that come later are still missing; None
-    where the times were known.
+    gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes:
+    of each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
+    output_retention: of the backward, as of `BackwardBytes`. noncontiguous_grad_bytes: what the backward holds more
+    where the gradients given are not contiguous. grad_accumulation_bytes: what it holds more where a gradient of a
+    parameter of its own is added to a part that waits. held_bytes: what stays whatever is dropped (`dropped`).
+    holds_others: whether its inputs or outputs are among that. no_forms: why the stage has no smaller forms, if so.
+    tail_time: seconds that a replay for its own backward alone leaves out (`runtime.early_stop`). host_bound: whether
+    the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the
+    stages of its kind, in which those that come later are still missing; None where the times were known.
     """
 
     costs: Stage
@@ -86,7 +89,8 @@ class Measured:
         """Whether stages that do the same on inputs that lie alike need no measuring of their own."""
         behaviour = self.behaviour
         fresh = all(
-            mine or given is not None for mine, (_, given, _) in zip(behaviour.own_outputs, self.lies.outputs, strict=True)
+            mine or given is not None
+            for mine, (_, given, _) in zip(behaviour.own_outputs, self.lies.outputs, strict=True)
         )
         changes = behaviour.changed_buffers or behaviour.changed_attributes
         return fresh and not (behaviour.varying or changes or self.casts or self.holds_others)
@@ -111,8 +115,8 @@ class Meter:
     """Measures stages on one bench.
 
     Args:
-        forms: whether to look for smaller forms too; a policy says what they keep. algorithms: other ones that convolutions may
-            run by.
+        forms: whether to look for smaller forms too; a policy says what they keep. algorithms: other ones that
+            convolutions may run by.
     """
 
     def __init__(
@@ -179,8 +183,9 @@ class Meter:
         return measured, rebuild_output(detached)
 
     def _replay(self, run: Run) -> None:
-        """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and the workspaces of cuBLAS belong to a
-        thread; without this the first replay of a training would make them, beside all that its step holds."""
+        """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and the workspaces of
+        cuBLAS belong to a thread; without this the first replay of a training would make them, beside all that its step
+        holds."""
         state = ReplayState(Surroundings(self.bench.device), ())
 
         def again() -> None:
@@ -189,7 +194,9 @@ class Meter:
 
         within_backward(again, self.bench.device)
 
-    def _costs(self, run: Run, changes: ChangedBuffers, known: StageTimes | None) -> tuple[Measured, list[torch.Tensor]]:
+    def _costs(
+        self, run: Run, changes: ChangedBuffers, known: StageTimes | None
+    ) -> tuple[Measured, list[torch.Tensor]]:
         generators = Generators(self.bench.device)
         drawn = generators.states()
         casts = kept_casts(run, self.allocator)
@@ -320,7 +327,8 @@ class Meter:
         return found
 
     def _held_bytes(self, run: Run, found: Dropped, stuck: int, outputs: Sequence[torch.Tensor]) -> int:
-        """Bytes that stay whatever is dropped, `outputs` being those that are handed on; a tensor held by several stages counts once."""
+        """Bytes that stay whatever is dropped, `outputs` being those that are handed on; a tensor held by several
+        stages counts once."""
         if any(gathers(module) for module in run.stage.modules):
             return stuck  # see `COLLECTIVE_TRIES`
         inputs = [t for n, t in enumerate(run.tensors) if n in found.inputs and storage_key(t) not in self._lasting]
@@ -330,7 +338,8 @@ class Meter:
         return nbytes
 
     def _times(self, run: Run, end: End) -> Timings:
-        """Seconds of the forward, the backward and the tail, with those of the stages before that are of the same kind."""
+        """Seconds of the forward, the backward and the tail, with those of the stages before that are of the same
+        kind."""
         timings, repeats = Timings(), self.bench.repeats
         if not run.stage.varying:
             kind = structure(run.stage.modules), describe(run.rebuild(run.tensors)), end.enough, run.last
@@ -357,8 +366,9 @@ class Meter:
         return self._upkeep.times()
 
     def _end(self, run: Run, kinds: Sequence[SavedKind]) -> End:
-        """Where a replay may end. A stage that is compiled or gathers parameters may have something to do at its end, and so has one
-        with an operation that autograd saves an argument of before it is written (the noise of ``rrelu``)."""
+        """Where a replay may end. A stage that is compiled or gathers parameters may have something to do at its end,
+        and so has one with an operation that autograd saves an argument of before it is written (the noise of
+        ``rrelu``)."""
         own = [n for n, kind in enumerate(kinds) if kind is SavedKind.OWN]
         if not own or unfit(run.stage) is not None:
             return End()

@@ -25,7 +25,8 @@ from .summary import Fate, GroupFate, fates, group_fates, ranges
 _HEIGHT = 7  # rows of the curve
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
-_STYLES = {  # ANSI: forward, recompute, backward, idle, both copies, updates, copies and bytes of parameters, what is faint
+# ANSI: forward, recompute, backward, idle, both copies, updates, copies and bytes of parameters, what is faint
+_STYLES = {
     "F": "36",
     "R": "33",
     "B": "34",
@@ -103,7 +104,8 @@ def render(
     room = columns - left - 1
 
     lines = [
-        paint("bold", part) for part in _wrap(_headline(chain, trace, shown, mode, limit, measured is not None), columns)
+        paint("bold", part)
+        for part in _wrap(_headline(chain, trace, shown, mode, limit, measured is not None), columns)
     ]
     lines += ["", *_curve(shown, limit, room, left, paint)]
     for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d"), ("on host", "host")):
@@ -250,7 +252,9 @@ def _stages(made: tuple[Fate, ...], room: int, left: int, columns: int, paint: _
 def _groups(made: tuple[GroupFate, ...], room: int, left: int, columns: int, paint: _Paint) -> list[str]:
     """The same for each group of parameters."""
     letters = "".join(_GROUP_FATES[fate.word][0] for fate in made)
-    words = {f"{letter} {text}": [f.group for f in made if f.word == word] for word, (letter, text) in _GROUP_FATES.items()}
+    words = {
+        f"{letter} {text}": [f.group for f in made if f.word == word] for word, (letter, text) in _GROUP_FATES.items()
+    }
     return _row_of_letters("params", letters, words, room, left, columns, paint)
 
 

@@ -48,7 +48,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _rotoff_called(self, args, kwargs)
 
 
-# The code of ``nn.Module.__call__`` is exchanged, and not the attribute: Python goes through all subclasses when that is set, which takes
+# The code of ``nn.Module.__call__`` is exchanged, and not the attribute: Python goes through all subclasses when that
+# is set, which takes
 # a millisecond, forgets what it had cached of them, and from 3.13 on caches nothing more after a thousand times.
 _CALL: Any = vars(nn.Module)["_wrapped_call_impl"]
 _own_call = FunctionType(_CALL.__code__, _CALL.__globals__)
@@ -66,7 +67,9 @@ def _apply(apply: Any) -> Any:
 def _script(call: Any) -> Any:
     def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
         live = _FOLLOWED.live
-        return call(function, *args, **kwargs) if live is None else live.applied(partial(call, function), *args, **kwargs)
+        return (
+            call(function, *args, **kwargs) if live is None else live.applied(partial(call, function), *args, **kwargs)
+        )
 
     return wrapped
 

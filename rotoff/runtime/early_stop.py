@@ -1,14 +1,14 @@
 """Tails: what a stage's forward does after it has saved its last tensor for backward, and steps that leave them out.
 
-The last product of a transformer block, say, is needed by the next stage and not by the block's own backward, so a replay made
-for that backward alone ("closing") ends before it. The machine charges every ``F_all`` a whole forward_time; here is what is
-expected instead, the tail less for each closing replay.
+The last product of a transformer block, say, is needed by the next stage and not by the block's own backward, so a
+replay made for that backward alone ("closing") ends before it. The machine charges every ``F_all`` a whole
+forward_time; here is what is expected instead, the tail less for each closing replay.
 
-How the planner knows: the form that stores nothing is the same thing at the right price, since its redo ends there too; where a
-replay is expected to take less still, `form_replays` puts it for the form. Stages without forms have the chain with
-`tails_in_backward`, where closing replays are charged rightly, and too little those whose output is needed; plans lean on these, so
-what it gives only competes. (With forms it is not asked for: on estimates of GPT, ViT and a U-Net, in 20 to 60 % of the memory, its
-plans were never better in what is expected of them, and up to 9 % slower.)
+How the planner knows: the form that stores nothing is the same thing at the right price, since its redo ends there too;
+where a replay is expected to take less still, `form_replays` puts it for the form. Stages without forms have the chain
+with `tails_in_backward`, where closing replays are charged rightly, and too little those whose output is needed; plans
+lean on these, so what it gives only competes. (With forms it is not asked for: on estimates of GPT, ViT and a U-Net, in
+20 to 60 % of the memory, its plans were never better in what is expected of them, and up to 9 % slower.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..core.simulator import Event, Machine, Trace
 
 
 def closing_replays(operations: Iterable[Op], L: int) -> frozenset[int]:
-    """Indices of the ``F_all i`` that run a stage again for its own backward alone: the one of stage i+1 is over, and ā_i stays
-    where it is."""
+    """Indices of the ``F_all i`` that run a stage again for its own backward alone: the one of stage i+1 is over, and
+    ā_i stays where it is."""
     found: dict[int, int] = {}
     met: set[int] = set()
     following = L + 1  # stage whose B came last
@@ -50,8 +50,8 @@ def expected_trace(
     """What the machine sees of `operations`, closing replays without their tails.
 
     Args:
-        tail_times: seconds of each stage's tail; none at all: as of 0 s. mem_limit: bytes, or None. longer: seconds that each
-            operation takes of the compute lane beyond what the chain says (`upkeep`).
+        tail_times: seconds of each stage's tail; none at all: as of 0 s. mem_limit: bytes, or None. longer: seconds
+            that each operation takes of the compute lane beyond what the chain says (`upkeep`).
 
     Raises:
         InvalidSequenceError: where the machine refuses them.
@@ -79,8 +79,8 @@ def tails_in_backward(chain: Chain, tail_times: Sequence[float]) -> Chain:
 
 
 class _Expected(Machine):
-    """The machine, where operation n takes ``more[n]`` seconds more than the chain says; a move takes them of the compute lane, before
-    its copy."""
+    """The machine, where operation n takes ``more[n]`` seconds more than the chain says; a move takes them of the
+    compute lane, before its copy."""
 
     def __init__(self, chain: Chain, mem_limit: int | None, more: Mapping[int, float]) -> None:
         super().__init__(chain, mem_limit)

@@ -27,12 +27,12 @@ class ExecutionPlan:
     """What the interpreter follows.
 
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
-    replayed: stages whose forward runs more than once, in part only after ``F_sel``. closing: op index of each ``F_all``
-    again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes: size of the
-    slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain model that runs.
-    kept: numbers of the profile's skip connections that stay in place; the sequence is one of the chain without their bytes.
-    compact: whether gradients that wait are copied. chain, placed: where it places parameters, the chain with those and what it says of
-    them.
+    replayed: stages whose forward runs more than once, in part only after ``F_sel``. closing: op index of each
+    ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes:
+    size of the slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain
+    model that runs. kept: numbers of the profile's skip connections that stay in place; the sequence is one of the
+    chain without their bytes. compact: whether gradients that wait are copied. chain, placed: where it places
+    parameters, the chain with those and what it says of them.
     """
 
     sequence: Sequence
@@ -148,7 +148,8 @@ def expected_step(
 
 
 def _forward_end(sequence: Sequence, L: int) -> int:
-    """Ops up to the one that first makes the output, and the moves right after it (they need not wait for a gradient)."""
+    """Ops up to the one that first makes the output, and the moves right after it (they need not wait for a
+    gradient)."""
     index = next(n for n, op in enumerate(sequence) if op.kind in FORWARDS and op.stage == L) + 1
     while index < len(sequence) and sequence[index].kind not in COMPUTES:
         index += 1
@@ -168,7 +169,9 @@ def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:
         elif op.kind is OpKind.B:
             for v in (Value(True, op.stage), Value(False, op.stage), Value(False, op.stage - 1)):
                 if v in born:
-                    size = chain.stage(v.stage).form(form[v.stage]).saved_bytes if v.saved else chain.output_bytes(v.stage)
+                    size = (
+                        chain.stage(v.stage).form(form[v.stage]).saved_bytes if v.saved else chain.output_bytes(v.stage)
+                    )
                     lives.append((born.pop(v), n, size))
     ranges: dict[int, HostRange] = {}
     for start, end, size in sorted(lives):

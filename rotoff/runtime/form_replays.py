@@ -1,8 +1,9 @@
-"""Replays in place of forms: a stage that stores next to nothing may as well run again, and is then expected to end early.
+"""Replays in place of forms: a stage that stores next to nothing may as well run again, and is then expected to end
+early.
 
-The machine charges a replay a whole forward_time, so a solver takes a form that stores nothing where a replay is expected to take less:
-its tail is left out (`tails`). Here the one is put for the other in a solved sequence where that fits and the expected step gets
-shorter.
+The machine charges a replay a whole forward_time, so a solver takes a form that stores nothing where a replay is
+expected to take less: its tail is left out (`tails`). Here the one is put for the other in a solved sequence where that
+fits and the expected step gets shorter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from ..errors import InvalidSequenceError
 
 
 def replay_forms(operations: Sequence[Op], expected: Callable[[Sequence[Op]], float]) -> tuple[Op, ...]:
-    """`operations` with ``F_ck i`` and, before ``B i``, ``F_all i`` in place of ``F_sel i k``, where `expected` says it is faster.
+    """`operations` with ``F_ck i`` and, before ``B i``, ``F_all i`` in place of ``F_sel i k``, where `expected` says it
+    is faster.
 
     All of them are tried at once, and halves of what did not help, so that long sequences take few questions.
 

@@ -56,14 +56,17 @@ SUPERSEDED = (
     " before that, and run the forward again"
 )
 HELD = -1  # in place of what tells the course: the calls were those, and something held what none of them needed
-TWICE = "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
+TWICE = (
+    "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
+)
 
 
 class Step:
     """One forward and backward of a chain of stages.
 
     Args:
-        plan: what to do. stages, behaviours: one for each stage of the chain. link: to the host, None where nothing moves.
+        plan: what to do. stages, behaviours: one for each stage of the chain. link: to the host, None where nothing
+            moves.
         done: called once with the link when the step needs it no more. checker, times: told of every operation, if any.
         placement: of the parameters, where the plan moves them.
     """
@@ -100,7 +103,9 @@ class Step:
         self._crossing: dict[
             int, tuple[list[tuple[Var, int]], list[bool]]
         ] = {}  # what each stage handed on, and whether it needs a gradient
-        self._too_large: set[Value] = set()  # for their places on the host: the forward took another course, and they stay
+        self._too_large: set[Value] = (
+            set()
+        )  # for their places on the host: the forward took another course, and they stay
         self.astray: int | None = None  # tells the course that the forward took in place of the expected one
         self.unknown = False  # whether it made calls that were not expected
         self.unknown_bytes = 0  # which then are held when the forward has ended
@@ -116,7 +121,8 @@ class Step:
     # -- the forward phase
 
     def forward(self, value: Any) -> Any:
-        """Run the forward phase on the chain's input, stage by stage; returns the last stage's output, in the user's graph."""
+        """Run the forward phase on the chain's input, stage by stage; returns the last stage's output, in the user's
+        graph."""
 
         def run(live: LiveForward) -> Any:
             nonlocal value
@@ -129,7 +135,8 @@ class Step:
         return self._through(self._live_forward(None, flatten(value)[0]), run)
 
     def follow(self, course: Course, given: list[torch.Tensor], forward: Callable[[], Any]) -> Any:
-        """Run the forward phase while `forward` calls the model's own code with the tensors `given`; returns what it returns."""
+        """Run the forward phase while `forward` calls the model's own code with the tensors `given`; returns what it
+        returns."""
 
         def run(live: LiveForward) -> Any:
             self.enter(1)
@@ -185,7 +192,9 @@ class Step:
         try:
             with without(live):
                 arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
-                while self._open is None or self._open.stage < stage:  # stages that the forward leaves out are entered, too
+                while (
+                    self._open is None or self._open.stage < stage
+                ):  # stages that the forward leaves out are entered, too
                     if self._open is not None:
                         self._outputs = self._outputs or arriving
                         self._leave(None if self._open.stage == stage - 1 else live.made_by(self._open.stage))
@@ -274,7 +283,8 @@ class Step:
                 empty(copy)
 
     def _leave(self, made: dict[Var, int] | None = None) -> None:
-        """The stage that is open has ended; `made` tells the places of what it hands on where those are of a later stage."""
+        """The stage that is open has ended; `made` tells the places of what it hands on where those are of a later
+        stage."""
         op, live, crossing = self._open, self._live, self._outputs
         self._outputs = []
         assert op is not None
@@ -305,7 +315,8 @@ class Step:
         self._done_with(op)
 
     def restore(self, var: Var) -> torch.Tensor:
-        """The bytes of a hollow tensor, by replays of the stage that made it and, where its input is gone, of those before."""
+        """The bytes of a hollow tensor, by replays of the stage that made it and, where its input is gone, of those
+        before."""
         if var.stage == OUTSIDE:
             assert self._live is not None
             return self._live.outside.run([], [var])[0]
@@ -317,7 +328,8 @@ class Step:
         return run.restored(given, var)
 
     def _execute_or_skip(self) -> None:
-        """Run the next operation, if it is one of the stages that there are: a forward that left its course ends in an earlier one."""
+        """Run the next operation, if it is one of the stages that there are: a forward that left its course ends in an
+        earlier one."""
         op = self._plan.sequence.ops[self._next]
         moves = op.kind not in FORWARDS and op.kind is not OpKind.B
         if op.of:

@@ -1,12 +1,13 @@
 """The model's own forward, running in a planned step.
 
-Python runs the forward as it is written, once. A ``TorchFunctionMode`` sees each call of torch pass by; custom autograd Functions, scripted
-functions and modules are seen by a wrapper. Each call is put on the tape of its stage (`stage_tape`), which a replay runs. The
-expected `Course` says where a stage ends, and which tensors no call needs any more: what the plan wants gone is *hollowed*, so that the
-tensor that the model's code still holds has its shape and its graph, and no bytes.
+Python runs the forward as it is written, once. A ``TorchFunctionMode`` sees each call of torch pass by; custom autograd
+Functions, scripted functions and modules are seen by a wrapper. Each call is put on the tape of its stage
+(`stage_tape`), which a replay runs. The expected `Course` says where a stage ends, and which tensors no call needs any
+more: what the plan wants gone is *hollowed*, so that the tensor that the model's code still holds has its shape and its
+graph, and no bytes.
 
-No value comes from the course. A forward that takes another one stays right: from the first call that differs, all that follows
-belongs to the stage that is open. A hollow tensor that is asked for after all is filled again by a replay.
+No value comes from the course. A forward that takes another one stays right: from the first call that differs, all that
+follows belongs to the stage that is open. A hollow tensor that is asked for after all is filled again by a replay.
 """
 
 from __future__ import annotations
@@ -62,10 +63,13 @@ class LiveForward(EagerFunctionMode):
         inside: whether calls pass without being followed.
         reads: what calls read and change of what was there before the stages.
         kept_more: whether somebody holds a tensor in the end who is not known to.
-        fills: whether hollow tensors that somebody still holds in the end are filled again: not where modules run one by one.
+        fills: whether hollow tensors that somebody still holds in the end are filled again: not where modules run one
+            by one.
     """
 
-    def __init__(self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]) -> None:
+    def __init__(
+        self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]
+    ) -> None:
         super().__init__()
         self.tape = StageTape("")
         self.outside = StageTape("masks and tables")
@@ -130,7 +134,8 @@ class LiveForward(EagerFunctionMode):
         return TAG in vars(copy) or RETURNED in vars(copy)
 
     def crossing(self, stage: int) -> list[tuple[Var, int]]:
-        """The tensors that enter the stage after `stage`, and their places among the outputs of `stage` that were measured."""
+        """The tensors that enter the stage after `stage`, and their places among the outputs of `stage` that were
+        measured."""
         found: dict[Var, int] = {}
         for n, at in self._course.crossing[stage - 1]:
             var = self._numbered.get(n)
@@ -234,7 +239,9 @@ class LiveForward(EagerFunctionMode):
         finally:
             self.inside = False
 
-    def _followed(self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _followed(
+        self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         course, stage = self._course, self._stage
         k = -1 if self._within else self._expected_at(function, args, kwargs)
         expected = k >= 0
@@ -323,7 +330,9 @@ class LiveForward(EagerFunctionMode):
         finally:
             self._places.leave()
 
-    def _enter(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not self._is_whole(module):
             return original(module, *args, **kwargs)
         if module in self._course.opaque or compiled(module):
@@ -376,7 +385,8 @@ class LiveForward(EagerFunctionMode):
         return -1
 
     def _skip_to(self, k: int) -> None:
-        """The calls up to `k` are left out; what would have been used last there stands for what they would have made."""
+        """The calls up to `k` are left out; what would have been used last there stands for what they would have
+        made."""
         for numbers in (self._dying, *self._course.last_uses[self._position : k]):
             self._skipped.extend(numbers)
         self._dying = ()
@@ -501,7 +511,9 @@ def _has_its_own(var: Var) -> None:
 
 
 def _of_size(every: list[Var], nbytes: int) -> Var | None:
-    return next((var for var in every if (t := var.tensor()) is not None and t.untyped_storage().nbytes() == nbytes), None)
+    return next(
+        (var for var in every if (t := var.tensor()) is not None and t.untyped_storage().nbytes() == nbytes), None
+    )
 
 
 def put(generators: Generators, copies: list[torch.Generator]) -> None:

@@ -1,7 +1,7 @@
 """What the device really holds against what the machine says, after every operation of a step: ``check=True``.
 
-Two accounts: of each value the storages that stand for it, and of the whole step every storage that its operations have made and that is
-still there, whoever holds it. What kernels take and give back is in neither.
+Two accounts: of each value the storages that stand for it, and of the whole step every storage that its operations have
+made and that is still there, whoever holds it. What kernels take and give back is in neither.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class MemoryChecker:
     """Runs the machine beside one step.
 
     Args:
-        chain: what was measured. sequence: what is run. block: bytes to which the device's allocator rounds, 1 for none.
-        kept_bytes: of skip connections kept in place. levels: bytes predicted while each operation runs, in the terms of `mem_limit`;
-            empty where the step's operations cannot be seen (compiled modules, sharded ones).
+        chain: what was measured. sequence: what is run. block: bytes to which the device's allocator rounds, 1 for
+            none.
+        kept_bytes: of skip connections kept in place. levels: bytes predicted while each operation runs, in the terms
+            of `mem_limit`; empty where the step's operations cannot be seen (compiled modules, sharded ones).
     """
 
     def __init__(
@@ -61,12 +62,15 @@ class MemoryChecker:
         self._index = -1
 
     def after(self, op: Op, held: Mapping[Value, Held], kept: Iterable[torch.Tensor] = ()) -> None:
-        """Compare, once `op` has run, every value that the machine or the interpreter holds, what is `kept` in place, and the whole.
+        """Compare, once `op` has run, every value that the machine or the interpreter holds, what is `kept` in place,
+        and the whole.
 
         Raises:
             ExecutionError: where a value is on the device that the machine has not there, or takes more bytes than are
-                charged, or is missing; or where the whole is above the prediction. It names the operation, its index, the value, and
-                both numbers of bytes. A step that has left its course is right all the same: there a warning says what is above the limit.
+                charged, or is missing; or where the whole is above the prediction. It names the operation, its index,
+                    the value, and
+                both numbers of bytes. A step that has left its course is right all the same: there a warning says what
+                    is above the limit.
         """
         if self._astray:
             self._compare_with_limit(op)
@@ -140,7 +144,8 @@ class MemoryChecker:
 
 
 class Made(EagerMode):
-    """Knows the storages that operations make while it is active, and which of them are still there. `SCALARS` and less is not counted.
+    """Knows the storages that operations make while it is active, and which of them are still there. `SCALARS` and less
+    is not counted.
 
     Args:
         block: bytes to which the device's allocator rounds.

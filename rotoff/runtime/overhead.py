@@ -1,10 +1,11 @@
-"""What the runtime itself takes of the compute lane: the interpreter's work for each stage, hooks around what autograd saves, and
-the bookkeeping of moves.
+"""What the runtime itself takes of the compute lane: the interpreter's work for each stage, hooks around what autograd
+saves, and the bookkeeping of moves.
 
-The machine charges a forward and a backward what they take in the plain model, and a move nothing but the link. On the CPU
-the lane is the thread that runs the interpreter too, so every stage and every tensor that is packed, unpacked or moved takes a
-little of it, up to 3 % of a step in all. On CUDA the host runs ahead of the device, which hides all that, but for stages whose
-kernels take less than launching them: there the device waits for the host, and so for the interpreter.
+The machine charges a forward and a backward what they take in the plain model, and a move nothing but the link. On the
+CPU the lane is the thread that runs the interpreter too, so every stage and every tensor that is packed, unpacked or
+moved takes a little of it, up to 3 % of a step in all. On CUDA the host runs ahead of the device, which hides all that,
+but for stages whose kernels take less than launching them: there the device waits for the host, and so for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ..core.sequence import FORWARDS, Op, OpKind
 
 
 class UpkeepTimes(NamedTuple):
-    """Seconds. forward, backward: the interpreter's for a stage. pack, unpack: for a tensor that autograd saves under hooks, and
-    reads. move: for one that is a part of a value which leaves or comes back."""
+    """Seconds. forward, backward: the interpreter's for a stage. pack, unpack: for a tensor that autograd saves under
+    hooks, and reads. move: for one that is a part of a value which leaves or comes back."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -32,8 +33,9 @@ NO_UPKEEP = UpkeepTimes()
 
 @dataclass(frozen=True)
 class Upkeep:
-    """times: of the interpreter. saved: of each stage, how many tensors autograd saves. own, outputs: how many of those, and of its
-    outputs, are moved with its value. bound: of each stage, whether the host is what it waits for; empty: all are."""
+    """times: of the interpreter. saved: of each stage, how many tensors autograd saves. own, outputs: how many of
+    those, and of its outputs, are moved with its value. bound: of each stage, whether the host is what it waits for;
+    empty: all are."""
 
     times: UpkeepTimes
     saved: Sequence[int]

@@ -1,4 +1,5 @@
-"""What the calls of stages read that was there before them, and what calls change of that: a replay must find it as it was."""
+"""What the calls of stages read that was there before them, and what calls change of that: a replay must find it as it
+was."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Reads:
 
     Attributes:
         tape: of the stage that is open.
-        resident: storages that were there before the stages, with weak references, which keep an address from being given to another.
+        resident: storages that were there before the stages, with weak references, which keep an address from being
+            given to another.
         places: of the open stage, for each storage the number of the input that lies there.
         changing: of the open stage, buffers that some call changes, by id.
         pending: what the call under way reads, with its version.
@@ -34,7 +36,9 @@ class Reads:
         self.changing: set[int] = set()
         self.pending: list[tuple[Tensor, int]] = []
         self._all: list[tuple[StageTape, Tensor]] = []  # by calls of all stages
-        self._readers: dict[int, list[tuple[StageTape, Tensor]]] = {}  # of those, by storage, in so far as somebody asked
+        self._readers: dict[
+            int, list[tuple[StageTape, Tensor]]
+        ] = {}  # of those, by storage, in so far as somebody asked
 
     def note_resident(self, tensor: Tensor) -> None:
         if (key := key_of(tensor)) not in self.resident:
@@ -43,7 +47,8 @@ class Reads:
     def before_writing(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
     ) -> Sequence[Tensor]:
-        """The tensors that a call is known to change; what was in them is kept for replays, and what is in those that it may change."""
+        """The tensors that a call is known to change; what was in them is kept for replays, and what is in those that
+        it may change."""
         written: Sequence[Tensor] = known.written(args, kwargs) if known.written is not None else ()
         watched: Sequence[Tensor] = ()
         if known.watched and stage != OUTSIDE:
@@ -101,8 +106,8 @@ class Reads:
     def note_changed(
         self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """A call has changed some of the tensors that it was given; returns all that it wrote. What was in those that nobody `expected`
-        it to change, replays may miss."""
+        """A call has changed some of the tensors that it was given; returns all that it wrote. What was in those that
+        nobody `expected` it to change, replays may miss."""
         changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
         unknown = [t for t in changed if not _is_among(t, expected)]
         if unknown and known.owner is not None:

@@ -1,7 +1,7 @@
 """A replay sees what the first run saw, and leaves no trace.
 
-Before its first run a stage that will run again notes the random number generators, the buffers that its forward changes
-and the autocast state; a replay runs on those and puts everything back after.
+Before its first run a stage that will run again notes the random number generators, the buffers that its forward
+changes and the autocast state; a replay runs on those and puts everything back after.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Surroundings:
 
 
 class ReplayState:
-    """What one stage's first run saw. Within ``with`` everything is as it was before that run; after, as it was outside.
+    """What one stage's first run saw. Within ``with`` everything is as it was before that run; after, as it was
+    outside.
 
     Args:
-        surroundings: of the step. buffers: (module, name) of every buffer that the stage's forward changes. attributes: likewise, of
-            every attribute that it sets, with its bytes. modes: what was measured (`StageModule.modes`), and so what that run saw;
-            a GAN thaws its discriminator before the backward of the generator's loss.
+        surroundings: of the step. buffers: (module, name) of every buffer that the stage's forward changes. attributes:
+            likewise, of every attribute that it sets, with its bytes. modes: what was measured (`StageModule.modes`),
+            and so what that run saw; a GAN thaws its discriminator before the backward of the generator's loss.
     """
 
     __slots__ = ("_attributes", "_autocast", "_buffers", "_modes", "_outside", "_rng", "_surroundings")
@@ -60,7 +61,9 @@ class ReplayState:
     ) -> None:
         self._modes = modes
         self._attributes: list[_Attribute] = [
-            (vars(module), name, vars(module)[name]) for module, name, _ in attributes if restorable(vars(module).get(name))
+            (vars(module), name, vars(module)[name])
+            for module, name, _ in attributes
+            if restorable(vars(module).get(name))
         ]
         self._surroundings = surroundings
         self._rng = surroundings.generators.begin()
@@ -111,7 +114,9 @@ class ReplayState:
         cache_enabled, states = self._autocast
         with ExitStack() as stack:
             for device_type, enabled, dtype in states:
-                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled))
+                stack.enter_context(
+                    torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+                )
             return stack.pop_all()
 
 

@@ -1,15 +1,17 @@
 """A stage kept in part: ``F_sel`` stores some of what autograd saves, and ``B`` first redoes the rest.
 
-The first run needs nothing but saved-tensor hooks, since what is stored is chosen among the tensors that autograd saves. The
-redo runs the stage's forward on detached inputs under a dispatch mode that knows the operations by their position, views
-not counted (they cost nothing, and hooks of modules add some): an operation whose results are stored hands them back, one
-whose results nobody reads is left out, all others run. It ends at the last tensor that has to be made again.
+The first run needs nothing but saved-tensor hooks, since what is stored is chosen among the tensors that autograd
+saves. The redo runs the stage's forward on detached inputs under a dispatch mode that knows the operations by their
+position, views not counted (they cost nothing, and hooks of modules add some): an operation whose results are stored
+hands them back, one whose results nobody reads is left out, all others run. It ends at the last tensor that has to be
+made again.
 
-Why not PyTorch's ``create_selective_checkpoint_contexts``: it keeps copies of its own, by function and count, that could not
-be moved to the host; it needs a dispatch mode in the first run as well; and it stores whole results of operations where
-what autograd saves of them may be less (a mask). The traps that it knows are met here as follows. In-place changes: a storage
-counts as made when its last writer has run, and is not stored where something reads it before; slots check versions.
-Views are run, never stored. Random numbers: no operation draws after one that was left out. Autocast: its cache is off.
+Why not PyTorch's ``create_selective_checkpoint_contexts``: it keeps copies of its own, by function and count, that
+could not be moved to the host; it needs a dispatch mode in the first run as well; and it stores whole results of
+operations where what autograd saves of them may be less (a mask). The traps that it knows are met here as follows.
+In-place changes: a storage counts as made when its last writer has run, and is not stored where something reads it
+before; slots check versions. Views are run, never stored. Random numbers: no operation draws after one that was left
+out. Autocast: its cache is off.
 """
 
 from __future__ import annotations
@@ -124,8 +126,8 @@ def redo(
     """Run a stage's forward again up to the last tensor that form `recipe` did not store.
 
     Args:
-        run: the forward, on detached inputs. stored: the tensor of each kept slot. pack: called with each tensor that autograd
-            saves, in the order of the first run. state: within which everything is as before the first run.
+        run: the forward, on detached inputs. stored: the tensor of each kept slot. pack: called with each tensor that
+            autograd saves, in the order of the first run. state: within which everything is as before the first run.
 
     Raises:
         OtherOperations: where the forward does other operations than when it was measured, or saves fewer tensors.

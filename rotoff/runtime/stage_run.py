@@ -1,8 +1,8 @@
 """One stage in one step: its first run in the user's graph, and the runs that fill the same slots again.
 
-The first run is under autograd's saved-tensor hooks. What autograd would save becomes a slot of its own, a reference into the
-stage's input, or stays where it is (`SavedKind`); a later run on detached inputs saves the same tensors in the same order, so
-their number is all that is needed to find a slot again. A run that saves anything else is refused.
+The first run is under autograd's saved-tensor hooks. What autograd would save becomes a slot of its own, a reference
+into the stage's input, or stays where it is (`SavedKind`); a later run on detached inputs saves the same tensors in the
+same order, so their number is all that is needed to find a slot again. A run that saves anything else is refused.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ Packed = Slot | InputRef | Resident | Dead | BroughtRef
 
 
 class Backward(Protocol):
-    """What autograd's hooks ask of the step. They hold it, so that it lives as long as the graph; a `StageRun` never does."""
+    """What autograd's hooks ask of the step. They hold it, so that it lives as long as the graph; a `StageRun` never
+    does."""
 
     def gradient_arrived(self, i: int, _gradient: torch.Tensor) -> None:
         """A gradient of one of stage i's outputs is there."""
@@ -80,12 +81,14 @@ class Backward(Protocol):
 class StageRun:
     """What a step remembers of stage i between its first forward and its backward.
 
-    in_backward: whether its ``B`` runs, so that what it saved may be read. brought: by storage, the parameters that the plan has brought for its first run. recipe: of the form in which ā exists, where it is a
-    smaller one. stored: what that form stores, whatever becomes of the graph that saved it. kept: by number, outputs that lie
-    in skip connections kept in place. own: of each output, whether its bytes are the stage's.
+    in_backward: whether its ``B`` runs, so that what it saved may be read. brought: by storage, the parameters that the
+    plan has brought for its first run. recipe: of the form in which ā exists, where it is a smaller one. stored: what
+    that form stores, whatever becomes of the graph that saved it. kept: by number, outputs that lie in skip connections
+    kept in place. own: of each output, whether its bytes are the stage's.
 
     Args:
-        tape: what the model's own code does here. requires_grad: of the input's tensors. replay: what the stage sees around it.
+        tape: what the model's own code does here. requires_grad: of the input's tensors. replay: what the stage sees
+            around it.
     """
 
     def __init__(
@@ -106,7 +109,9 @@ class StageRun:
         self._behaviour = behaviour
         self._requires_grad = requires_grad
         self._replay = replay
-        self._slots: list[weakref.ref[Slot] | None] = []  # one for each tensor saved; None where it is not the stage's own
+        self._slots: list[
+            weakref.ref[Slot] | None
+        ] = []  # one for each tensor saved; None where it is not the stage's own
         self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
         self._made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
@@ -219,7 +224,9 @@ class StageRun:
         """The tensor that autograd saved as `packed`, for a reader in the backward of stage i."""
         if not self.in_backward:
             if torch._C._current_graph_task_id() == -1:
-                raise ExecutionError(f"what stage {self.tape.name!r} saved can only be read by its backward under rotoff")
+                raise ExecutionError(
+                    f"what stage {self.tape.name!r} saved can only be read by its backward under rotoff"
+                )
             step.advance_to(self.i)  # no hook fired: the gradient entered within the stage
         if isinstance(packed, Dead):
             return self._made_for_nothing(packed, step)
@@ -257,8 +264,8 @@ class StageRun:
     def again(self, given: list[torch.Tensor], keep: bool, recipe: Recipe | None, alone: bool) -> list[torch.Tensor]:
         """Run on the input's tensors `given` and fill the slots of the first run where `keep`; returns the outputs.
 
-        alone: for the stage's own backward. Nobody takes its outputs then; it ends at the last tensor that autograd saved
-        and returns none.
+        alone: for the stage's own backward. Nobody takes its outputs then; it ends at the last tensor that autograd
+        saved and returns none.
         """
         enough = self._enough if alone else 0
         inputs, places = self._detached(given)
@@ -299,7 +306,8 @@ class StageRun:
         return outputs
 
     def redo(self, given: list[torch.Tensor]) -> None:
-        """Make again what the form that `recipe` describes did not store; the slots are full then, as after ``F_all``."""
+        """Make again what the form that `recipe` describes did not store; the slots are full then, as after
+        ``F_all``."""
         assert self.recipe is not None
         inputs, places = self._detached(given)
         stored = {n: slot.tensor for n, slot in self.stored.items() if slot.tensor is not None} | self._kept_saved

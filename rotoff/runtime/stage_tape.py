@@ -1,7 +1,8 @@
 """The calls of one stage in one step, as the model's own code made them; a replay makes them again.
 
-A call is kept with the very arguments that it had: tensors that the step made are named by their `Var`, all else (parameters, numbers, flags,
-functions) stands as it was. So whatever Python decided, drew or looked up on the way is in the replay what it was in the first run.
+A call is kept with the very arguments that it had: tensors that the step made are named by their `Var`, all else
+(parameters, numbers, flags, functions) stands as it was. So whatever Python decided, drew or looked up on the way is in
+the replay what it was in the first run.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ TAG = "_rotoff_var"  # the attribute of a tensor that holds its `Var`
 
 
 class Var:
-    """A tensor that a step has met. Whoever looks at the tensor itself sees an attribute that copies and pickles as None.
+    """A tensor that a step has met. Whoever looks at the tensor itself sees an attribute that copies and pickles as
+    None.
 
-    step: the forward that it belongs to. stage: which made it, 0 where no value holds it. tensor: what the model's own code has.
-    dead: whether the call that made it was expected to be for nothing. hollow: whether its bytes have been taken from there; gone: or ever were. stays: whether they must not be taken.
+    step: the forward that it belongs to. stage: which made it, 0 where no value holds it. tensor: what the model's own
+    code has. dead: whether the call that made it was expected to be for nothing. hollow: whether its bytes have been
+    taken from there; gone: or ever were. stays: whether they must not be taken.
     """
 
     __slots__ = ("__weakref__", "dead", "gone", "hollow", "stage", "stays", "step", "tensor")
@@ -53,7 +56,8 @@ class Seeded:
 
 
 class Around(NamedTuple):
-    """What was set around a call, in so far as it is not as when the stage began: autocast, attention: None where they are."""
+    """What was set around a call, in so far as it is not as when the stage began: autocast, attention: None where they
+    are."""
 
     grad: bool
     autocast: Autocast | None
@@ -61,7 +65,8 @@ class Around(NamedTuple):
 
     @classmethod
     def of(cls, grad: bool, autocast_before: Autocast | None, attends: bool) -> Around | None:
-        """What is set now otherwise than when the stage began; attends: whether the kernels allowed for attention count."""
+        """What is set now otherwise than when the stage began; attends: whether the kernels allowed for attention
+        count."""
         autocast = autocast_now() if autocast_before is not None or torch._C._is_any_autocast_enabled() else None
         if autocast == autocast_before:
             autocast = None
@@ -72,8 +77,8 @@ class Around(NamedTuple):
 class Call:
     """One call.
 
-    outputs: what each tensor that it returns is, in order. around: what was set around it, None where that is as when the stage
-    began. dead: whether nobody is expected to need what it makes.
+    outputs: what each tensor that it returns is, in order. around: what was set around it, None where that is as when
+    the stage began. dead: whether nobody is expected to need what it makes.
     """
 
     __slots__ = ("args", "around", "dead", "function", "kwargs", "outputs")
@@ -99,9 +104,10 @@ class StageTape:
     """What one stage did, in order.
 
     name: of the stage. running_dead: whether a run is in a call that is made for nothing; needs_dead: whether
-        others have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants: by id, tensors
-    that were there before the stage, with the version that it read and, of parameters, whether they needed a gradient. before: what
-    was in those that it changes, by id, or by `Var`.
+        others have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants:
+        by id, tensors
+    that were there before the stage, with the version that it read and, of parameters, whether they needed a gradient.
+    before: what was in those that it changes, by id, or by `Var`.
     """
 
     def __init__(self, name: str) -> None:
@@ -156,7 +162,8 @@ class StageTape:
         return [values[var] for var in returned]
 
     def _switched(self) -> list[tuple[torch.Tensor, bool]]:
-        """The parameters that now are otherwise than then, and whether they needed a gradient; raises where a constant was changed."""
+        """The parameters that now are otherwise than then, and whether they needed a gradient; raises where a constant
+        was changed."""
         if self.lost:
             raise ExecutionError(
                 f"{self.lost} changed in place a tensor that stage {self.name!r} recomputes from, which it did not when the model was"
@@ -175,7 +182,8 @@ class StageTape:
         return switched
 
     def _to_make(self, returned: Sequence[Var], everything: bool) -> list[tuple[Call, list[Var]]]:
-        """The calls, those for nothing among them where `everything` or some other call needs that, and what no later one needs."""
+        """The calls, those for nothing among them where `everything` or some other call needs that, and what no later
+        one needs."""
         if not everything and self._last is not None and self._counted == len(self.calls):
             return self._last
         kept = set(returned)
@@ -196,9 +204,13 @@ class StageTape:
 
 
 def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]) -> Any:
-    args = [values[a] if type(a) is Var else a if type(a) in VALUES else _argument(values, changed, a) for a in call.args]
+    args = [
+        values[a] if type(a) is Var else a if type(a) in VALUES else _argument(values, changed, a) for a in call.args
+    ]
     kwargs = (
-        {k: a if type(a) in VALUES else _argument(values, changed, a) for k, a in call.kwargs.items()} if call.kwargs else {}
+        {k: a if type(a) in VALUES else _argument(values, changed, a) for k, a in call.kwargs.items()}
+        if call.kwargs
+        else {}
     )
     if call.around is None:
         return call.function(*args, **kwargs)

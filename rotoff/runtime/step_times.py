@@ -1,8 +1,8 @@
 """How long the operations of one step really took, lane by lane, to lay over what the machine predicted.
 
-On CUDA by events on the streams that do the work, read once the step is over; on the CPU by the host's clock, copies by the
-thread that does them. Nothing here waits while the step runs. Bytes are those that the machine charges: program order decides
-them, so they are the plan's at other times (``check=True`` compares them with what the device holds).
+On CUDA by events on the streams that do the work, read once the step is over; on the CPU by the host's clock, copies by
+the thread that does them. Nothing here waits while the step runs. Bytes are those that the machine charges: program
+order decides them, so they are the plan's at other times (``check=True`` compares them with what the device holds).
 """
 
 from __future__ import annotations
@@ -149,5 +149,7 @@ class Recording:
             MeasureError: where no planned step has run, or it was not finished.
         """
         if self.times is None or self.predicted is None:
-            raise MeasureError("no planned step has run while it was recorded; call the model in training mode in the block")
+            raise MeasureError(
+                "no planned step has run while it was recorded; call the model in training mode in the block"
+            )
         return self.times.trace(self.predicted)

@@ -1,5 +1,5 @@
-"""What is known of functions of torch: whether they answer without a tensor's bytes, which of their arguments they change, and whether
-they draw random numbers."""
+"""What is known of functions of torch: whether they answer without a tensor's bytes, which of their arguments they
+change, and whether they draw random numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 def _is_like(tensor: Any, *wanted: Any, **named: Any) -> bool:
     """Whether ``tensor.to(*wanted, **named)`` is the tensor itself."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or named.get("copy") or named.get("memory_format") is not None:
+    if (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or named.get("copy")
+        or named.get("memory_format") is not None
+    ):
         return False
     for one in (*wanted[:2], *(named.get(name) for name in ("device", "dtype", "other"))):
         if isinstance(one, torch.Tensor):
@@ -53,13 +57,26 @@ _CONVERSIONS: dict[Any, Callable[..., bool]] = {
 class Known:
     """What is known of a function.
 
-    fact: whether it answers about a tensor without its bytes. written: the arguments that it changes, as far as its name tells; None:
-    none. writes: whether it changes any without being told by ``out``, or may. watched: whether the versions of its arguments tell what it has changed. content: whether numbers change where it changes
-    an argument. draws: whether a call may draw random numbers; None: never. attention: whether it depends on the kernels allowed
-    for attention. returns_itself: tells whether a call returns its tensor as it is, such as ``x.to(x.dtype)``. owner: whom a call is of that the mode does not see; None for torch's own functions. name: for messages.
+    fact: whether it answers about a tensor without its bytes. written: the arguments that it changes, as far as its
+    name tells; None: none. writes: whether it changes any without being told by ``out``, or may. watched: whether the
+    versions of its arguments tell what it has changed. content: whether numbers change where it changes an argument.
+    draws: whether a call may draw random numbers; None: never. attention: whether it depends on the kernels allowed for
+    attention. returns_itself: tells whether a call returns its tensor as it is, such as ``x.to(x.dtype)``. owner: whom
+    a call is of that the mode does not see; None for torch's own functions. name: for messages.
     """
 
-    __slots__ = ("attention", "content", "draws", "fact", "name", "owner", "returns_itself", "watched", "writes", "written")
+    __slots__ = (
+        "attention",
+        "content",
+        "draws",
+        "fact",
+        "name",
+        "owner",
+        "returns_itself",
+        "watched",
+        "writes",
+        "written",
+    )
 
     def __init__(self, function: Any, written: Written | None, fact: bool = False, owner: Any = None) -> None:
         self.fact = fact
@@ -168,8 +185,12 @@ _FACT_ATTRIBUTES = frozenset(
 _IN_PLACE = frozenset(
     ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
 )
-_NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])  # change no numbers
-_ATTENTION = frozenset([torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward])
+_NO_CONTENT = frozenset(
+    [torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_]
+)  # change no numbers
+_ATTENTION = frozenset(
+    [torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward]
+)
 
 
 _DRAWING = re.compile(
@@ -193,7 +214,9 @@ def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     return (args[place] if len(args) > place else kwargs.get(name, place != 4)) != 0
 
 
-WRITERS: weakref.WeakSet[Any] = weakref.WeakSet()  # custom Functions and their like that were seen to change an argument
+WRITERS: weakref.WeakSet[Any] = (
+    weakref.WeakSet()
+)  # custom Functions and their like that were seen to change an argument
 
 
 def find(function: Any) -> Known:

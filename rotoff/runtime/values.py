@@ -20,7 +20,8 @@ from .links.base import Link, Ticket
 class Slot:
     """A place for one tensor; whoever holds the slot holds the tensor.
 
-    Autograd owns the slots of what it saves, so that memory goes as its graph goes; the interpreter owns those of outputs.
+    Autograd owns the slots of what it saves, so that memory goes as its graph goes; the interpreter owns those of
+    outputs.
     """
 
     __slots__ = ("__weakref__", "tensor", "version")
@@ -43,7 +44,8 @@ class Held:
 
     Args:
         name: which value, and the name of the stage that made it.
-        outputs: the stage's outputs, detached; kept alive by this value. own: of each, whether its bytes are this value's;
+        outputs: the stage's outputs, detached; kept alive by this value. own: of each, whether its bytes are this
+            value's;
         others were there before, are not counted and stay.
         saved: what autograd saved, for ā_i; kept alive by the graph.
     """
@@ -89,7 +91,8 @@ class Held:
         self.on_device = self.usable = True
 
     def offload(self, link: Link, offset: int, room: int) -> bool:
-        """Start the copy of every storage to the host slab, from `offset` on; returns whether they fit into its `room` bytes there.
+        """Start the copy of every storage to the host slab, from `offset` on; returns whether they fit into its `room`
+        bytes there.
 
         Raises:
             RuntimeError: where one was changed in place.
@@ -130,7 +133,8 @@ class Held:
         return True
 
     def release(self) -> None:
-        """Give the device bytes back once no copy touches them; slots forget their tensors, also where a copy failed."""
+        """Give the device bytes back once no copy touches them; slots forget their tensors, also where a copy
+        failed."""
         try:
             self.settle()
         finally:
@@ -262,4 +266,6 @@ class HeldValues(dict[Value, Held]):
 
 def compact(gradient: torch.Tensor) -> torch.Tensor | None:
     """A hook: a copy of a gradient that is a part of a larger storage, so that the rest of that can go."""
-    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size() else None
+    return (
+        gradient.clone() if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size() else None
+    )

@@ -25,11 +25,14 @@ THREADS = 2
 SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is smaller, and joint searches it again
 # (and, or) of every code: remat never moves, offload runs every stage forward once and keeps all that autograd saves.
 RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MOVE, ALL)}
-# Temperatures at which the rounds start in each thread, as shares of the keep-all time; each ends a hundred times colder. The
+# Temperatures at which the rounds start in each thread, as shares of the keep-all time; each ends a hundred times
+# colder. The
 # first thread polishes the best plan, the second one leaves its valley.
 ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
-# A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed. As long
-# as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more; and what is
+# A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed.
+# As long
+# as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more; and
+# what is
 # over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for nothing.
 OVER_WEIGHTS = (5.0, 50.0)
 GROWTH = 10.0

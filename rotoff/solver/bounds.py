@@ -126,7 +126,9 @@ def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
     held = 0
     for i in range(L, 0, -1):
         begun = sum(group.grad_bytes for group in chain.parameters if max(group.stages) == i)
-        done = [group for group in chain.parameters if min(group.stages) == i and group.grad_bytes and updates == "during"]
+        done = [
+            group for group in chain.parameters if min(group.stages) == i and group.grad_bytes and updates == "during"
+        ]
         extra = max((group.update_transient_bytes for group in done), default=0)
         gone = c.saved[i] + c.grad[i] - (c.out[L] if i == L else 0)  # after B i
         left = held + begun - sum(group.grad_bytes for group in done)
@@ -249,9 +251,13 @@ def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 
 # -- the bound on time
 
-# With forms the dual has many more corners: a far target and much patience find up to a point more there, little elsewhere.
+# With forms the dual has many more corners: a far target and much patience find up to a point more there, little
+# elsewhere.
 PATIENCE, SHRINK, FIRST_RISE = 24000, 0.4, 0.3
-INPUT_PATIENCE, INPUT_RISE = 10000, 2.0  # once inputs are paid for: far above the best so far on a slow link, in few bytes
+INPUT_PATIENCE, INPUT_RISE = (
+    10000,
+    2.0,
+)  # once inputs are paid for: far above the best so far on a slow link, in few bytes
 SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound holds in spite of it
 ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a second
 
@@ -385,7 +391,9 @@ def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[flo
     forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())
     most = np.finfo(np.float64).max / 1e20  # seconds of a copy over a link that hardly moves; times bytes it is finite
     with np.errstate(over="ignore"):
-        link_out, link_in = (np.minimum(saved / bandwidth, most) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
+        link_out, link_in = (
+            np.minimum(saved / bandwidth, most) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth)
+        )
     top = np.array([1.0, 1.0, min(1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth, most)])
     low, high = np.zeros(3), top
     best = np.zeros(3)

@@ -93,7 +93,8 @@ def timeline(chain: Chain, mem_limit: int, amounts: Sequence[float]) -> Timeline
     u_F, u_B = c.u_F.tolist(), c.u_B[:, 0].tolist()
     out, back = chain.d2h_bandwidth, chain.h2d_bandwidth
     first = list(accumulate(amounts))  # first[i]: bytes of ā_1..ā_i that leave
-    # F_i uses ā_{i-1}, which is on its way out meanwhile; B_i needs it back from its start on. Neither can do without it.
+    # F_i uses ā_{i-1}, which is on its way out meanwhile; B_i needs it back from its start on. Neither can do without
+    # it.
     spare = [0.0, 0.0, *first[: L - 1]]
     ahead = _phase(m_F, u_F, [0.0, *first], spare, mem_limit, out)
     behind = _phase(m_B, u_B, [*spare, first[L - 1]], spare, mem_limit, back)

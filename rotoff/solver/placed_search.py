@@ -43,7 +43,8 @@ THREADS = 2
 VISITS = 4  # columns of the stages' codes; later visits are as the last
 # Temperatures at which the rounds start, as shares of the keep-all time; each ends a hundred times colder.
 HEATS = (3e-2, 2e-2, 1e-2, 3e-3)
-# A plan over the limit by a share x costs that many keep-all times x more at first, and ten times that at the end of a round.
+# A plan over the limit by a share x costs that many keep-all times x more at first, and ten times that at the end of a
+# round.
 WEIGHTS = (0.5, 2.0)
 GROWTH = 10.0
 TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hundredths of a second
@@ -124,14 +125,19 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
     smallest_limit, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
     slots = min(120, remat.sized(chain, TABLE_WORK, (len(chain),))[0])
     for share in (0.75, 0.5, 0.35, 0.2, 0.1, 0.04):
-        _, codes = remat.solve_slots(chain, max(1, int(smallest_limit + share * (most - smallest_limit))), slots, "sums")
+        _, codes = remat.solve_slots(
+            chain, max(1, int(smallest_limit + share * (most - smallest_limit))), slots, "sums"
+        )
         if codes is not None:
             yield codes
             if step.mode == "joint":
                 moved = codes.copy()
                 moved[1:] |= MOVE
                 yield moved
-    for smallest in (remat.smallest_plan(chain, smallest_limit), remat.smallest_plan(step.chain, step.limit, step.updates)):
+    for smallest in (
+        remat.smallest_plan(chain, smallest_limit),
+        remat.smallest_plan(step.chain, step.limit, step.updates),
+    ):
         if smallest is not None:
             yield smallest
     if step.mode == "joint":

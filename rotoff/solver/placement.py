@@ -38,7 +38,9 @@ STREAMED = Place(weights=False, state=False)
 STREAMED_HOST_UPDATED = Place(weights=False, state=False, host=True)
 
 
-def place(chain: Chain, activations: Iterable[Op], places: Sequence[Place], updates: str = "during", ahead: int = 1) -> Plan:
+def place(
+    chain: Chain, activations: Iterable[Op], places: Sequence[Place], updates: str = "during", ahead: int = 1
+) -> Plan:
     """`activations`, a sequence for ``chain.without_parameters()``, with the groups of `chain` placed as `places` says.
 
     Args:
@@ -121,7 +123,9 @@ class _Walk:
 
     def finished(self, i: int) -> list[int]:
         """The groups whose gradient is whole after ``B i``."""
-        return [k for k, group in enumerate(self.chain.parameters, start=1) if min(group.stages) == i and group.grad_bytes]
+        return [
+            k for k, group in enumerate(self.chain.parameters, start=1) if min(group.stages) == i and group.grad_bytes
+        ]
 
     def issue(self, t: int | None) -> None:
         """Issue what is due by t; everything if t is None."""
@@ -177,7 +181,9 @@ class _Walk:
 
     def update_all(self, t: int) -> None:
         """All groups after ``B 1``, in the order in which the next forward needs them."""
-        order = sorted((min(group.stages), k) for k, group in enumerate(self.chain.parameters, start=1) if group.grad_bytes)
+        order = sorted(
+            (min(group.stages), k) for k, group in enumerate(self.chain.parameters, start=1) if group.grad_bytes
+        )
         for n, (_, k) in enumerate(order):
             self.issue(t + n)
             for _, other in order[n : n + 1 + self.ahead]:

@@ -24,7 +24,10 @@ from .slots import Slots, discretize
 SLOTS = 500
 REACHES = (10**9, 32, 16)  # stages made again from one input, at most
 BARE = 16  # stages made again for an ā that was kept without its input
-INFLATED = (("up", 1.05), ("sums", 1.02))  # how sizes are rounded, and the share of the limit: some of it is left unused
+INFLATED = (
+    ("up", 1.05),
+    ("sums", 1.02),
+)  # how sizes are rounded, and the share of the limit: some of it is left unused
 FINE = 16  # slots below those of the limit that are tried one by one
 SHARES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)  # of the limit, for plans whose values move where they must
 
@@ -109,7 +112,9 @@ class Tables:
         """(cost in seconds, plan) of the optimum at m slots; (infinity, None) where nothing fits."""
         L = len(self.chain)
         cost = self.kernel.choice(Table.FORWARD, 1, L, m)[0]
-        return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m)) if math.isfinite(cost) else None
+        return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m)) if math.isfinite(
+            cost
+        ) else None
 
 
 def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", bare: int = BARE) -> Tables:
@@ -130,7 +135,9 @@ def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> t
     return made.plan(made.slots.N)
 
 
-def proposals(chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], bool]) -> Iterator[tuple[str, np.ndarray]]:
+def proposals(
+    chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], bool]
+) -> Iterator[tuple[str, np.ndarray]]:
     """(source, plan) of optima by each rounding: at the slots of the limit, and at the most slots at which they fit."""
     for reaches in (REACHES, REACHES[:1]) if limit > chain.input_bytes else ():
         slots, reach = sized(chain, work, reaches)

@@ -83,7 +83,9 @@ def check_alone(policy: str, given: Mapping[str, Any]) -> None:
     defaults = {name: p.default for name, p in inspect.signature(solve).parameters.items()}
     for name, value in given.items():
         if value is not defaults[name] and value != defaults[name]:
-            raise OptionError(f"{name} is {value!r}, but policy {policy!r} decides alone; leave out {name} or the policy")
+            raise OptionError(
+                f"{name} is {value!r}, but policy {policy!r} decides alone; leave out {name} or the policy"
+            )
 
 
 def check_mode_options(options: Mapping[str, Any]) -> None:

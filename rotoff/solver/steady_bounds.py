@@ -151,7 +151,9 @@ def problem(
     real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
     fastest = np.where(real, c.u_B, np.inf).min(axis=1)
     work = np.concatenate([c.u_F[1:], fastest[:0:-1], [0.0]])
-    sizes = np.array([[s.bytes for s in groups], [s.grad_bytes for s in groups], [s.state_bytes for s in groups]], float)
+    sizes = np.array(
+        [[s.bytes for s in groups], [s.grad_bytes for s in groups], [s.state_bytes for s in groups]], float
+    )
     on_host = [-1.0 if s.host_update_time is None else s.host_update_time for s in groups]
     times = np.array([[s.update_time for s in groups], on_host])
     copies = float(sizes.sum()) * (1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth)

@@ -14,7 +14,8 @@ from .rng import Generators
 
 
 def restorable(value: Any) -> bool:
-    """Whether an attribute that holds `value` is one that a replay gets back: a number, a text, or a tensor without a graph."""
+    """Whether an attribute that holds `value` is one that a replay gets back: a number, a text, or a tensor without a
+    graph."""
     return type(value) in (bool, int, float, str) or (type(value) is torch.Tensor and not value.requires_grad)
 
 
@@ -29,8 +30,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: torch.device) -> Iterator[None]:
-    """Generators and `buffers` are after the block what they were before it, in place, whatever ran within: versions too, since a graph that
-    still waits for its backward may have saved them."""
+    """Generators and `buffers` are after the block what they were before it, in place, whatever ran within: versions
+    too, since a graph that still waits for its backward may have saved them."""
     generators = Generators(device)
     rng = generators.states()
     try:

@@ -1,17 +1,20 @@
-"""By which algorithms the convolutions of a stage run on CUDA: those that the user's flags pick, or others in fewer bytes.
+"""By which algorithms the convolutions of a stage run on CUDA: those that the user's flags pick, or others in fewer
+bytes.
 
-SuperNeurons (section 3.5) buys speed with the bytes that are left at a layer, since cuDNN's faster convolutions take a workspace.
-What PyTorch 2.11 to 2.13 lets one choose for a single call (ATen/native/Convolution.cpp, cudnn/Conv_v8.cpp):
+SuperNeurons (section 3.5) buys speed with the bytes that are left at a layer, since cuDNN's faster convolutions take a
+workspace. What PyTorch 2.11 to 2.13 lets one choose for a single call (ATen/native/Convolution.cpp, cudnn/Conv_v8.cpp):
 
-- ``torch.backends.cudnn.enabled``: without cuDNN, PyTorch's own kernels unfold one sample at a time and multiply matrices.
+- ``torch.backends.cudnn.enabled``: without cuDNN, PyTorch's own kernels unfold one sample at a time and multiply
+  matrices.
 - ``deterministic``: cuDNN may take deterministic algorithms alone, often others with another workspace.
-- Not ``benchmark``: the plans that cuDNN found are kept by shape, type and ``deterministic``, for each thread; a plan found with
+- Not ``benchmark``: the plans that cuDNN found are kept by shape, type and ``deterministic``, for each thread; a plan
+  found with
   the one value of ``benchmark`` is used with the other as well. So it stays as the user has it.
 - Not the size of a workspace: CUDNN_CONV_WSCAP_DBG is read by cuDNN itself, and what is kept does not depend on it.
 
-The flags are the process's, and read when an operation runs: also in a backward, which runs on a thread of its own. In a forward
-they change around each convolution alone, since batch norm looks at ``enabled`` too and would save other tensors. In a backward,
-where every other operation is what its forward made it, they change for the whole stage.
+The flags are the process's, and read when an operation runs: also in a backward, which runs on a thread of its own. In
+a forward they change around each convolution alone, since batch norm looks at ``enabled`` too and would save other
+tensors. In a backward, where every other operation is what its forward made it, they change for the whole stage.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def read_conv_algorithms(value: Any) -> bool:
 
 
 def other_algorithms(device: torch.device) -> tuple[Algorithms, ...]:
-    """What convolutions on `device` may run by beside what the flags in force pick; none on a CPU, or with cuDNN switched off."""
+    """What convolutions on `device` may run by beside what the flags in force pick; none on a CPU, or with cuDNN
+    switched off."""
     if device.type != "cuda" or not torch._C._get_cudnn_enabled():
         return ()
     if torch._C._get_cudnn_deterministic() or torch.are_deterministic_algorithms_enabled():
@@ -132,7 +136,8 @@ class StageAlgorithms:
         """Autograd runs the backward of stage i next; to be called within that backward."""
         if (algorithms := self._of.pop(i, None)) is not None:
             if not self._guarded:
-                # Where a backward fails autograd calls nobody, but lets go of what it would have called: where a device has a
+                # Where a backward fails autograd calls nobody, but lets go of what it would have called: where a device
+                # has a
                 # thread of its own, just after the caller has seen the error.
                 Variable._execution_engine.queue_callback(_Finally(self._over))
                 self._guarded = True

@@ -1,4 +1,5 @@
-"""Dataclasses that hold tensors, as arguments and results: torch looks into them once their class is registered with its pytrees."""
+"""Dataclasses that hold tensors, as arguments and results: torch looks into them once their class is registered with
+its pytrees."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch.utils import _pytree as pytree
 def look_into(value: Any) -> None:
     """Register the class of each dataclass instance in `value`, at any depth, unless its user has done so.
 
-    Left alone, and so refused as any other object is: one with a field that its constructor does not take, which could not
-    be made again from its fields.
+    Left alone, and so refused as any other object is: one with a field that its constructor does not take, which could
+    not be made again from its fields.
     """
     while new := {
         type(leaf) for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf) and _made_of_fields(leaf)

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class EagerMode(TorchDispatchMode):
     """A dispatch mode that is kept from ``torch.compile`` once that is loaded.
 
-    PyTorch does so for every mode, but by a wrapper whose first call imports all of ``torch._dynamo``, which takes more than a
-    second. Without the wrapper a function compiled within a module would have the mode's own method compiled too.
+    PyTorch does so for every mode, but by a wrapper whose first call imports all of ``torch._dynamo``, which takes more
+    than a second. Without the wrapper a function compiled within a module would have the mode's own method compiled
+    too.
     """
 
     @classmethod
@@ -26,14 +27,19 @@ class EagerMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         if "torch._dynamo" in sys.modules:
             for one in type(self).__mro__:
-                if issubclass(one, EagerMode) and "__torch_dispatch__" in vars(one) and not vars(one).get("_kept", False):
+                if (
+                    issubclass(one, EagerMode)
+                    and "__torch_dispatch__" in vars(one)
+                    and not vars(one).get("_kept", False)
+                ):
                     one.__torch_dispatch__ = torch.compiler.disable(vars(one)["__torch_dispatch__"])  # type: ignore[method-assign]
                     one._kept = True  # type: ignore[attr-defined]
         return super().__enter__()
 
 
 class EagerFunctionMode(TorchFunctionMode):
-    """A function mode of which ``torch.compile`` sees nothing: a function that is compiled within it runs as without it.
+    """A function mode of which ``torch.compile`` sees nothing: a function that is compiled within it runs as without
+    it.
 
     `call` is what the mode does; where a compiler looks through ``__torch_function__``, it finds the function itself.
     """

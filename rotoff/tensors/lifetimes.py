@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """A storage that autograd does not save, or for nothing. begin: the position on the tape from which the model holds it for nothing
-    that its stage does there: past its last use, or from its making. end: the last position at which it is there, None where that is
-    not known. leads: the last piece that runs something on what its graph ends in; one that ends before has it in its ā."""
+    """A storage that autograd does not save, or for nothing. begin: the position on the tape from which the model holds
+    it for nothing that its stage does there: past its last use, or from its making. end: the last position at which it
+    is there, None where that is not known. leads: the last piece that runs something on what its graph ends in; one
+    that ends before has it in its ā."""
 
     storage: int
     nbytes: int
@@ -28,8 +29,8 @@ class HeldElsewhere(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """Of one piece of a tape, or several. ends: the storages that the model's own code lets go of in it. spans: of those that it makes.
-    piece: the number of the last. held: of those that it makes, which stay whatever is dropped."""
+    """Of one piece of a tape, or several. ends: the storages that the model's own code lets go of in it. spans: of
+    those that it makes. piece: the number of the last. held: of those that it makes, which stay whatever is dropped."""
 
     ends: frozenset[int] = frozenset()
     spans: tuple[Span, ...] = ()

@@ -47,12 +47,13 @@ Result = Stored | Unread | Argument | Constant
 class Recipe:
     """How one form of a stage is made and redone.
 
-    kept: slots (numbers of tensors that autograd saves) that ``F_sel`` stores. views: how they lie in their storages. stop:
-    the redo ends when this many tensors have been saved. functions: the operations of the forward, in order. results: of the
-    operations that do not run, by position; a sole result is no tuple's where it is in `single`. keeps: what is stored, for people.
-    whole: every operation runs up to the end of the redo, so that nobody has to look at them one by one.
-    algorithms: by which convolutions run in this form, where not by those that the flags pick. sized: whether the views are those of
-    every step; else steps differ in sizes, and the operations that do not run tell what they would make.
+    kept: slots (numbers of tensors that autograd saves) that ``F_sel`` stores. views: how they lie in their storages.
+    stop: the redo ends when this many tensors have been saved. functions: the operations of the forward, in order.
+    results: of the operations that do not run, by position; a sole result is no tuple's where it is in `single`. keeps:
+    what is stored, for people. whole: every operation runs up to the end of the redo, so that nobody has to look at
+    them one by one. algorithms: by which convolutions run in this form, where not by those that the flags pick. sized:
+    whether the views are those of every step; else steps differ in sizes, and the operations that do not run tell what
+    they would make.
     """
 
     kept: frozenset[int]

@@ -52,7 +52,8 @@ class Generators:
         return [generator.clone_state() for generator in self._own]
 
     def mark(self, copies: Sequence[torch.Generator] | None = None) -> tuple[object, ...]:
-        """What tells the present states, or those of `copies`, from others; of the CPU's the next numbers, since its state is large."""
+        """What tells the present states, or those of `copies`, from others; of the CPU's the next numbers, since its
+        state is large."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return ()  # nothing is drawn
         own = self.copies() if copies is None else copies
@@ -65,9 +66,10 @@ class Generators:
     def begin(self) -> list[torch.Generator]:
         """`copies`, for a run that will be repeated from them.
 
-        They are put back at once on CUDA, since that draws more than it changes: cuDNN's recurrent layers take their dropout from
-        a buffer of their own that goes on from run to run, and is filled anew, by the generator, in the first run after its state
-        was put (`get_dropout_state` in PyTorch's cudnn/RNN.cpp). Every repetition puts it, so the first run must find it put too.
+        They are put back at once on CUDA, since that draws more than it changes: cuDNN's recurrent layers take their
+        dropout from a buffer of their own that goes on from run to run, and is filled anew, by the generator, in the
+        first run after its state was put (`get_dropout_state` in PyTorch's cudnn/RNN.cpp). Every repetition puts it, so
+        the first run must find it put too.
         """
         copies = self.copies()
         for generator, copy in list(zip(self._own, copies, strict=True))[1:]:

@@ -12,7 +12,8 @@ from ..errors import MeasureError
 
 
 def watch_saved(look: Callable[[torch.Tensor], object]) -> saved_tensors_hooks:
-    """Within this, `look` is called with each tensor that autograd saves, in order; what it returns stays in the graph in its place."""
+    """Within this, `look` is called with each tensor that autograd saves, in order; what it returns stays in the graph
+    in its place."""
     return saved_tensors_hooks(look, _never)
 
 
@@ -24,8 +25,8 @@ def _never(_: Any) -> torch.Tensor:
 
 
 def foreign_hooks() -> tuple[str, str] | None:
-    """What to say of saved-tensor hooks that are active and neither torch's nor rotoff's, as a predicate and its end: planned steps have
-    hooks of their own."""
+    """What to say of saved-tensor hooks that are active and neither torch's nor rotoff's, as a predicate and its end:
+    planned steps have hooks of their own."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or str(getattr(hooks[0], "__module__", "")).split(".")[0] in ("torch", "rotoff"):
         return None

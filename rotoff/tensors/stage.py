@@ -29,8 +29,8 @@ class Copy(nn.Module):
 class StageModule:
     """Modules run in order, the output of one being the only argument of the next.
 
-    name: for messages and tables, such as ``"blocks.3"`` or ``"relu..flatten"``. storages: of a recorded model, the number of the
-    storage of each output tensor. lives: how long the model itself holds what is made there.
+    name: for messages and tables, such as ``"blocks.3"`` or ``"relu..flatten"``. storages: of a recorded model, the
+    number of the storage of each output tensor. lives: how long the model itself holds what is made there.
     """
 
     name: str
@@ -46,7 +46,9 @@ class StageModule:
     def merged(self, following: StageModule) -> StageModule:
         """This stage and the one after it, as one."""
         name = f"{self.name.split('..')[0]}..{following.name.split('..')[-1]}"
-        return StageModule(name, self.modules + following.modules, following.storages, self.lives.and_then(following.lives))
+        return StageModule(
+            name, self.modules + following.modules, following.storages, self.lives.and_then(following.lives)
+        )
 
     @property
     def varying(self) -> bool:
@@ -59,8 +61,9 @@ class StageModule:
         return list(found.values())
 
     def modes(self) -> tuple[tuple[nn.Module, str, bool], ...]:
-        """(module, name, value) of what decides what a run saves and may be switched between a forward and its backward: of each
-        parameter whether it needs a gradient, and of each module whether it trains, which has the name "training"."""
+        """(module, name, value) of what decides what a run saves and may be switched between a forward and its
+        backward: of each parameter whether it needs a gradient, and of each module whether it trains, which has the
+        name "training"."""
         found: dict[tuple[nn.Module, str], bool] = {}
         for outer in self.modules:
             read = getattr(outer, "parameters_read", None)
@@ -103,15 +106,16 @@ class SavedKind(Enum):
 class Behaviour:
     """What a measured run of a stage showed, beyond costs.
 
-    saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor, whether
-    the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module, name) of
-    each buffer that the forward changes, or reads and another stage changes. changed_attributes: (module, name, bytes) of
-    other values of its modules that it sets, such as counters. draws: whether it draws random numbers. unmanaged_bytes: kept by
-    its graph past all hooks. cast_bytes: kept by autocast of its weights. modes: of `StageModule`. enough: a replay for its
-    backward alone may end when this many tensors have been saved; 0: it runs to its end. forms: how each smaller form of
-    ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`. kept: the outputs that lie in skip connections
-    kept in place; a replay hands on those of the first run. copied: the inputs whose gradients are copied where they lie in
-    a part of a larger storage. varying: what it saves follows from data, and was like that in the measured run alone.
+    saved: the kind of each tensor that autograd saves, in the order of saving. own_outputs: of each output tensor,
+    whether the stage made its bytes (else they were there before: a mask handed on, a table). changed_buffers: (module,
+    name) of each buffer that the forward changes, or reads and another stage changes. changed_attributes: (module,
+    name, bytes) of other values of its modules that it sets, such as counters. draws: whether it draws random numbers.
+    unmanaged_bytes: kept by its graph past all hooks. cast_bytes: kept by autocast of its weights. modes: of
+    `StageModule`. enough: a replay for its backward alone may end when this many tensors have been saved; 0: it runs to
+    its end. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`.
+    kept: the outputs that lie in skip connections kept in place; a replay hands on those of the first run. copied: the
+    inputs whose gradients are copied where they lie in a part of a larger storage. varying: what it saves follows from
+    data, and was like that in the measured run alone.
     """
 
     saved: tuple[SavedKind, ...]

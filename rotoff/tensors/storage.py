@@ -41,7 +41,8 @@ def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached copy with the same strides, which a forward may ask for: ``clone`` closes gaps and makes expanded tensors whole."""
+    """A detached copy with the same strides, which a forward may ask for: ``clone`` closes gaps and makes expanded
+    tensors whole."""
     tensor = tensor.detach()
     copy = tensor.clone()
     if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or not tensor.numel():
@@ -51,7 +52,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class View(NamedTuple):
-    """How a tensor lies in a storage. conj, neg: whether it is read as the complex conjugate, or negated (PyTorch's lazy views)."""
+    """How a tensor lies in a storage. conj, neg: whether it is read as the complex conjugate, or negated (PyTorch's
+    lazy views)."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -67,7 +69,8 @@ class View(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether the tensor starts where its storage does, and neither skips nor repeats an element up to its own end."""
+        """Whether the tensor starts where its storage does, and neither skips nor repeats an element up to its own
+        end."""
         rows = sorted((stride, size) for size, stride in zip(self.size, self.stride, strict=True) if size != 1)
         end = 1
         for stride, size in rows:

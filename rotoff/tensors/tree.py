@@ -13,7 +13,8 @@ from ..errors import MeasureError
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
-    """The tensors in `value` (a tensor, or tuples, lists and dicts of them), and the way to put others in their places."""
+    """The tensors in `value` (a tensor, or tuples, lists and dicts of them), and the way to put others in their
+    places."""
     if isinstance(value, torch.Tensor):  # nearly always
         return [value], _only
     if type(value) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in value):
@@ -36,7 +37,8 @@ def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_packed(value: Any, what: str) -> None:
-    """Raise MeasureError where `value`, which is `what`, holds a PackedSequence: it is none with anything else in its tensors' places."""
+    """Raise MeasureError where `value`, which is `what`, holds a PackedSequence: it is none with anything else in its
+    tensors' places."""
     if any(map(_packed, pytree.tree_leaves(value, is_leaf=_packed))):
         raise MeasureError(
             f"{what} is a PackedSequence, which rotoff cannot look into; pass the padded tensor and its lengths, and have one"

@@ -127,7 +127,9 @@ class _Attachment:
         memo[id(self)] = twin
         twin.model, twin._planned, twin._request = model, None, self.planned._courses.request
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
-        twin.original = MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
+        twin.original = (
+            MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
+        )
         return twin
 
 

@@ -109,7 +109,9 @@ class PlannedModes:
         save_json(path, self.to_dict())
 
     def __str__(self) -> str:
-        head = f"{'mode':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest limit':>15}"
+        head = (
+            f"{'mode':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest limit':>15}"
+        )
         lines = [
             f"{self.chain.name or 'model'} on {self.device} within {format_bytes(self.mem_limit)} (times are estimates)",
             f"keeping everything: {format_bytes(self.keep_all_bytes)}, {self.keep_all_time:.4g} s a step",

@@ -74,7 +74,9 @@ class FoundStages:
         cells = [head]
         for row in self.rows:
             sizes = (format_bytes(row.output_bytes), format_bytes(row.saved_bytes)) if row.number else ("", "")
-            times = (f"{row.forward_time * 1e3:.3f} ms", f"{row.backward_time * 1e3:.3f} ms") if row.number else ("", "")
+            times = (
+                (f"{row.forward_time * 1e3:.3f} ms", f"{row.backward_time * 1e3:.3f} ms") if row.number else ("", "")
+            )
             cells.append((str(row.number or "-"), row.module, *sizes, *times, " / ".join(map(format_bytes, row.forms))))
         widths = [max(len(line[n]) for line in cells) for n in range(len(head))]
         lines = [
@@ -119,5 +121,7 @@ def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> F
     if wrapped._courses.request is not None:
         wrapped._courses.ask(wrapped._courses.request)
     kept = wrapped.kept_skips
-    skips = [FoundSkip(s.first, s.last, s.nbytes, None if kept is None else n in kept) for n, s in enumerate(profile.skips)]
+    skips = [
+        FoundSkip(s.first, s.last, s.nbytes, None if kept is None else n in kept) for n, s in enumerate(profile.skips)
+    ]
     return FoundStages(wrapped.strategy, rows, skips)

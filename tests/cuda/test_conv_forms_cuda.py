@@ -1,7 +1,8 @@
-"""Convolutions by other algorithms on CUDA: within the bytes that the allocator counts, gradients close to plain's, flags put back.
+"""Convolutions by other algorithms on CUDA: within the bytes that the allocator counts, gradients close to plain's,
+flags put back.
 
-What cuDNN takes for a workspace is the GPU's own matter; the stand-in of tests/cuda_standin always takes one. The figures of each
-form (bytes and milliseconds of a step) are written beside the test's result.
+What cuDNN takes for a workspace is the GPU's own matter; the stand-in of tests/cuda_standin always takes one. The
+figures of each form (bytes and milliseconds of a step) are written beside the test's result.
 """
 
 from __future__ import annotations

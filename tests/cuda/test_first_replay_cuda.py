@@ -1,5 +1,5 @@
-"""The first replay of a training finds what measuring left on autograd's thread: cuDNN's choices of algorithms, workspaces. And no
-replay makes the host wait, but where cuDNN draws dropout of its own."""
+"""The first replay of a training finds what measuring left on autograd's thread: cuDNN's choices of algorithms,
+workspaces. And no replay makes the host wait, but where cuDNN draws dropout of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Forms on CUDA: bits of the plain model, within the bytes that the allocator counts, and no host synchronisation in a redo."""
+"""Forms on CUDA: bits of the plain model, within the bytes that the allocator counts, and no host synchronisation in a
+redo."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Block(nn.Module):
 
 def model_and_batch(dropout: float) -> tuple[nn.Sequential, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, SIZE), *[Block(SIZE, dropout=dropout) for _ in range(4)], nn.Linear(SIZE, 64)).cuda()
+    model = nn.Sequential(
+        nn.Linear(64, SIZE), *[Block(SIZE, dropout=dropout) for _ in range(4)], nn.Linear(SIZE, 64)
+    ).cuda()
     return model, torch.randn(8, SIZE, 64, device="cuda")
 
 

@@ -35,7 +35,9 @@ def test_values_come_back_rounded_within_the_staging_bytes(dtype: torch.dtype) -
 
 def test_a_step_with_values_in_half_precision() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(8))).cuda()
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(8))
+    ).cuda()
     x = torch.randn(65536 // SMALLER, 512, device="cuda")
     model(x).square().mean().backward()
     expected = [p.grad.clone() for p in model.parameters()]

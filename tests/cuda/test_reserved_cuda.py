@@ -1,4 +1,5 @@
-"""How many bytes of the device a planned step has the caching allocator reserve, above the limit: what docs/runtime.md says."""
+"""How many bytes of the device a planned step has the caching allocator reserve, above the limit: what docs/runtime.md
+says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole training steps on CUDA: gradients, the limit as the allocator counts it, overlap, and no host synchronisation."""
+"""Whole training steps on CUDA: gradients, the limit as the allocator counts it, overlap, and no host
+synchronisation."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class MeanSquare(nn.Module):
 def large() -> tuple[nn.Sequential, torch.Tensor]:
     """Stages of tens of megabytes on a GPU, so that the allocator's rounding does not decide."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, SIZE), *[Block(SIZE) for _ in range(10)], nn.Linear(SIZE, 64), MeanSquare()).cuda()
+    model = nn.Sequential(
+        nn.Linear(256, SIZE), *[Block(SIZE) for _ in range(10)], nn.Linear(SIZE, 64), MeanSquare()
+    ).cuda()
     return model, torch.randn(8 * SIZE, 256, device="cuda")
 
 
@@ -131,12 +134,14 @@ def test_the_peak_stays_below_the_prediction_and_the_limit(mode: str) -> None:
 
 
 def test_the_peak_of_odd_sizes_as_asked_for_and_as_the_allocator_gives_it(record_property: Any) -> None:
-    """The allocator does not split a block where at most 1 MiB would be left, and then counts all of it as allocated, so
-    each block above 1 MiB may be counted up to 1 MiB larger than it was asked for, as its history will have it. What is
-    asked for is the model's doing, and must be as predicted to the byte."""
+    """The allocator does not split a block where at most 1 MiB would be left, and then counts all of it as allocated,
+    so each block above 1 MiB may be counted up to 1 MiB larger than it was asked for, as its history will have it. What
+    is asked for is the model's doing, and must be as predicted to the byte."""
     torch.manual_seed(0)
     odd = SIZE * 3 // 4 + 9  # 777 on a GPU
-    module = nn.Sequential(nn.Linear(250, odd), *[Block(odd) for _ in range(8)], nn.Linear(odd, 61), MeanSquare()).cuda()
+    module = nn.Sequential(
+        nn.Linear(250, odd), *[Block(odd) for _ in range(8)], nn.Linear(odd, 61), MeanSquare()
+    ).cuda()
     x = torch.randn(4 * SIZE + 1, 250, device="cuda")
     model = rotoff.Checkpointable(module).measure(x)
     for fraction in (0.7, 0.4):
@@ -209,7 +214,8 @@ def test_copies_overlap_compute() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_late_compute_changes_nothing(mode: str) -> None:
-    """A sleep kernel before every stage's forward: a copy that waits for no compute would carry what is not there yet."""
+    """A sleep kernel before every stage's forward: a copy that waits for no compute would carry what is not there
+    yet."""
     plain, _ = large()
     module, x = large()
     model = rotoff.Checkpointable(module).measure(x)
@@ -225,7 +231,9 @@ def test_late_compute_changes_nothing(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_fragmentation_stays_flat_over_a_thousand_steps(mode: str, record_property: Any) -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(256, SIZE // 2), *[Block(SIZE // 2) for _ in range(6)], nn.Linear(SIZE // 2, 64)).cuda()
+    module = nn.Sequential(
+        nn.Linear(256, SIZE // 2), *[Block(SIZE // 2) for _ in range(6)], nn.Linear(SIZE // 2, 64)
+    ).cuda()
     x = torch.randn(2 * SIZE, 256, device="cuda")
     model = rotoff.Checkpointable(module).measure(x)
     model.compute_sequence(int(model.keep_all_memory * 0.6), mode=mode)

@@ -1,5 +1,5 @@
-"""What training on CUDA has beside forward and backward: autocast, a scaler, statistics, an optimizer; checked, recorded, and with no
-more memory on the device than the limit says."""
+"""What training on CUDA has beside forward and backward: autocast, a scaler, statistics, an optimizer; checked,
+recorded, and with no more memory on the device than the limit says."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def no_host_synchronisation(on: bool = True) -> Iterator[None]:
 
 
 def train(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None, strict: bool = False) -> list[torch.Tensor]:
-    """Three steps of SGD; losses, parameters, buffers. strict: forward and backward must not wait for the device from the second on."""
+    """Three steps of SGD; losses, parameters, buffers. strict: forward and backward must not wait for the device from
+    the second on."""
     torch.manual_seed(1)
     target = torch.randint(10, (len(x),), device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -139,7 +140,8 @@ def test_a_recorded_step_has_the_times_of_its_streams(record_property: Record) -
 @pytest.mark.concurrent
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 def test_steps_fit_where_the_device_has_little_more_than_the_limit(mode: str, record_property: Record) -> None:
-    """Out of memory comes of what is reserved, so the process is held to that: what is there, the limit, and some for the blocks."""
+    """Out of memory comes of what is reserved, so the process is held to that: what is there, the limit, and some for
+    the blocks."""
     model, x = convolutional()
     wrapped = rotoff.Checkpointable(model).measure(x)
     wrapped.compute_sequence(int(0.6 * wrapped.keep_all_memory), mode=mode)
@@ -160,7 +162,9 @@ def test_steps_fit_where_the_device_has_little_more_than_the_limit(mode: str, re
                 wrapped(x).sum().backward()
             torch.cuda.synchronize()
             most = share
-            record_property(f"retries within {share} of the limit", torch.cuda.memory_stats()["num_alloc_retries"] - retries)
+            record_property(
+                f"retries within {share} of the limit", torch.cuda.memory_stats()["num_alloc_retries"] - retries
+            )
     except torch.OutOfMemoryError as error:
         record_property(f"out of memory within {share} of the limit", str(error)[:300])
     finally:
@@ -192,7 +196,8 @@ def test_what_it_costs_to_pin_host_memory(record_property: Record) -> None:
 
 
 class Recurrent(nn.Module):
-    """Two layers with dropout in between, which cuDNN draws from a buffer of its own; the stand-in has no recurrent kernels."""
+    """Two layers with dropout in between, which cuDNN draws from a buffer of its own; the stand-in has no recurrent
+    kernels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

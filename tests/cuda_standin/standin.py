@@ -1,11 +1,12 @@
 """A pytest plugin that lets the tests marked `cuda` run without a GPU, on the stand-in of device.cpp:
 
     python tests/cuda_standin/standin.py OUT           # builds OUT/libstandin.so; needs a C++ compiler
-    PYTHONPATH=tests/cuda_standin STANDIN=OUT/libstandin.so python -m pytest -p standin -m "cuda and not concurrent" tests/cuda
+    PYTHONPATH=tests/cuda_standin STANDIN=OUT/libstandin.so python -m pytest -p standin -m "cuda and not concurrent"
+    tests/cuda
 
-It shows that the code for CUDA runs, on tensors that say so, with the right bits and bytes; not how fast, nor that streams
-are ordered (`tests/test_step_order.py` does that). Tests marked `concurrent` need streams that really run beside each other,
-or memory that is really pinned. To be loaded before anything imports torch.
+It shows that the code for CUDA runs, on tensors that say so, with the right bits and bytes; not how fast, nor that
+streams are ordered (`tests/test_step_order.py` does that). Tests marked `concurrent` need streams that really run
+beside each other, or memory that is really pinned. To be loaded before anything imports torch.
 """
 
 from __future__ import annotations
@@ -144,7 +145,10 @@ def stand_in(library: str) -> None:
         "current_stream": lambda _=None: current()[-1],
         "default_stream": lambda _=None: default,
         "synchronize": lambda _=None: None,
-        "mem_get_info": lambda _=None: (device.standin_capacity() - device.standin_reserved(), device.standin_capacity()),
+        "mem_get_info": lambda _=None: (
+            device.standin_capacity() - device.standin_reserved(),
+            device.standin_capacity(),
+        ),
         "memory_stats": statistics,
         "memory_allocated": lambda _=None: device.standin_allocated(),
         "memory_reserved": lambda _=None: device.standin_reserved(),

@@ -40,7 +40,8 @@ def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True) -
 
 @st.composite
 def groups(draw: st.DrawFn, chain: Chain) -> Chain:
-    """`chain` with a group of parameters for most stages: some tied, some frozen, some without a state, some never updated on the host."""
+    """`chain` with a group of parameters for most stages: some tied, some frozen, some without a state, some never
+    updated on the host."""
     L, made = len(chain), []
     for i in range(1, L + 1):
         kind = draw(st.sampled_from(["none", "frozen", "stateless", "plain", "plain", "plain"]))

@@ -1,8 +1,8 @@
 """The true optimum of a short chain, by search over the machine's own states; no recurrence, no plan, no lowering.
 
-A state is what the device and the host hold and what is still arriving; a label adds the times of the lanes and of every copy.
-Labels of one state are kept while no other is at least as early everywhere. Waits are taken where a value is first needed,
-which loses nothing. An upper bound prunes labels that cannot beat it.
+A state is what the device and the host hold and what is still arriving; a label adds the times of the lanes and of
+every copy. Labels of one state are kept while no other is at least as early everywhere. Waits are taken where a value
+is first needed, which loses nothing. An upper bound prunes labels that cannot beat it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rotoff import Chain
 
 
 class State(NamedTuple):
-    """device, host: sets of values (saved, stage), with the form of a saved one; arriving: those on the device not usable."""
+    """device, host: sets of values (saved, stage), with the form of a saved one; arriving: those on the device not
+    usable."""
 
     device: frozenset[tuple[bool, int]]
     host: frozenset[tuple[bool, int]]

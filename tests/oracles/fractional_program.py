@@ -1,6 +1,8 @@
-"""The fractional relaxation of Euro-Par 2020 as a linear program, and Problem 2 by trying every set; nothing shared with the product.
+"""The fractional relaxation of Euro-Par 2020 as a linear program, and Problem 2 by trying every set; nothing shared
+with the product.
 
-Time is cut where operations start and end. By Lemma 1 bytes are all alike: what counts is how many have left and returned.
+Time is cut where operations start and end. By Lemma 1 bytes are all alike: what counts is how many have left and
+returned.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from rotoff.solver import fractional
 def fractional_optimum(chain: Chain, limit: int) -> float | None:
     """Seconds of the fastest fractional schedule with one transfer at a time; None where none fits.
 
-    Variables, for each operation t = 0..2L-1 (F_1..F_L, B_L..B_1): idle seconds before it, and bytes out and back in that idle
-    time and in the operation itself.
+    Variables, for each operation t = 0..2L-1 (F_1..F_L, B_L..B_1): idle seconds before it, and bytes out and back in
+    that idle time and in the operation itself.
     """
     from scipy.optimize import linprog
 
@@ -81,7 +83,9 @@ def fractional_optimum(chain: Chain, limit: int) -> float | None:
 
 def interruptible_optimum(chain: Chain, limit: int) -> float | None:
     """Seconds of the fastest schedule with whole values and interruptible copies; None where none fits."""
-    times = [made.makespan for out in sets(len(chain)) if (made := fractional.timeline(chain, limit, whole(chain, out)))]
+    times = [
+        made.makespan for out in sets(len(chain)) if (made := fractional.timeline(chain, limit, whole(chain, out)))
+    ]
     return min(times, default=None)
 
 

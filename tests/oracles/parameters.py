@@ -1,7 +1,8 @@
-"""The machine with parameters once more, straight from the contract, on the JSON objects of the files and on texts alone.
+"""The machine with parameters once more, straight from the contract, on the JSON objects of the files and on texts
+alone.
 
-Nothing of the product is used. A state is two dicts (device, host) of texts such as ``"abar 3"`` or ``"w 1"``; times are kept
-per text. `judge` runs a sequence and returns what its operations hold and how long a steady step takes.
+Nothing of the product is used. A state is two dicts (device, host) of texts such as ``"abar 3"`` or ``"w 1"``; times
+are kept per text. `judge` runs a sequence and returns what its operations hold and how long a steady step takes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ class Illegal(Exception):
 
 
 class Verdict(NamedTuple):
-    """makespan: seconds. memory, host_memory: bytes while each operation runs; parameter_memory: those of w, g and o among the
-    first. rows: lane, start and end of each, last period."""
+    """makespan: seconds. memory, host_memory: bytes while each operation runs; parameter_memory: those of w, g and o
+    among the first. rows: lane, start and end of each, last period."""
 
     makespan: float
     memory: list[int]
@@ -131,7 +132,9 @@ class State:
         return sum(self.sizes[v] for v in self.device if v[0] in "wgo")
 
     def usable(self, value: str) -> bool:
-        return (self.sizes.get(value) == 0 and value[0] in "wgo") or (value in self.device and value not in self.arriving)
+        return (self.sizes.get(value) == 0 and value[0] in "wgo") or (
+            value in self.device and value not in self.arriving
+        )
 
     def charge(self, more: int) -> None:
         self.memory.append(self.held() + more)
@@ -160,7 +163,9 @@ class State:
         self.parameter_memory.append(max(theirs, self.of_parameters()))
 
     def _has_parameters(self, i: int) -> bool:
-        return all(self.usable(f"w {k}") or not group["bytes"] for k, group in self.groups.items() if i in group["stages"])
+        return all(
+            self.usable(f"w {k}") or not group["bytes"] for k, group in self.groups.items() if i in group["stages"]
+        )
 
     def _form(self, i: int, k: int) -> dict[str, Any]:
         return self.stages[i] if k == 0 else self.stages[i]["forms"][k - 1]
@@ -174,7 +179,9 @@ class State:
         _need(k <= len(stage.get("forms", ())), "no such form")
         saves = made.startswith("abar")
         size = self._form(i, k)["saved_bytes"] if saves else stage["output_bytes"]
-        self.charge(size + (self._form(i, k)["forward_transient_bytes"] if saves else stage["checkpoint_transient_bytes"]))
+        self.charge(
+            size + (self._form(i, k)["forward_transient_bytes"] if saves else stage["checkpoint_transient_bytes"])
+        )
         self.compute(stage["forward_time"], [f"a {i - 1}"] if word == "F_none" and i > 1 else [])
         self.sizes[made] = size
         self.device.add(made)
@@ -193,7 +200,9 @@ class State:
         self.compute(form["backward_time"], lost)
         self.host -= set(lost)
         self.device |= {f"g {k}" for k in begun} | ({f"a {i}"} if i == self.L else set())
-        self.whole |= {f"g {k}" for k, group in self.groups.items() if group["grad_bytes"] and min(group["stages"]) == i}
+        self.whole |= {
+            f"g {k}" for k, group in self.groups.items() if group["grad_bytes"] and min(group["stages"]) == i
+        }
         self.todo = i - 1
 
     def update(self, word: str, k: int) -> None:

@@ -1,8 +1,9 @@
-"""Instances of the reductions of Euro-Par 2020: 3-partition (Theorem 1, figure 2) and 2-partition (Theorem 3, figure 3).
+"""Instances of the reductions of Euro-Par 2020: 3-partition (Theorem 1, figure 2) and 2-partition (Theorem 3, figure
+3).
 
-x_i there is ā_i here. Where the text is read with care: x_0 is the caller's input here and cannot leave, so a stage comes first
-that makes the first number's value; and V appears with the operation *after* each forward of one second (the text's indices
-would have it appear with that forward, for which there is no room).
+x_i there is ā_i here. Where the text is read with care: x_0 is the caller's input here and cannot leave, so a stage
+comes first that makes the first number's value; and V appears with the operation *after* each forward of one second
+(the text's indices would have it appear with that forward, for which there is no room).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def _stage(saved: int, forward: float = 0.0, backward: float = 0.0, last: bool =
 
 
 def three_partition(numbers: Sequence[int]) -> tuple[Chain, int, float]:
-    """(chain, limit, T) for 3m numbers of sum mV: a schedule of T = 2m seconds exists if they split into triples of sum V."""
+    """(chain, limit, T) for 3m numbers of sum mV: a schedule of T = 2m seconds exists if they split into triples of sum
+    V."""
     m = len(numbers) // 3
     V = sum(numbers) // m
     stages = [_stage(u) for u in numbers] + [_stage(0)]
@@ -87,7 +89,8 @@ def ordered_out(chain: Chain, limit: int, order: Iterable[int]) -> tuple[Op, ...
 
 
 def times_of_all_orders(chain: Chain, limit: int, numbers: Sequence[int]) -> Iterator[float]:
-    """Step times of every order of the numbers' values, out of the device one by one; those that do not fit are left out."""
+    """Step times of every order of the numbers' values, out of the device one by one; those that do not fit are left
+    out."""
     for order in set(permutations(range(1, len(numbers) + 1))):
         try:
             yield simulate(chain, ordered_out(chain, limit, order), limit).makespan

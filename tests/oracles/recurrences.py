@@ -214,7 +214,9 @@ class Recurrences:
     def _opt_beside(self, i: int, j: int, m: int) -> float:
         """From the input of i, ā_j and δ_j to δ_{i-1}, in m slots beside ā_j, without the seconds of B j."""
         if i == j:
-            return 0.0 if all(self._need(self._b(i, k)) - self.abar[i][k] <= m for k in range(len(self.forms[i]))) else INF
+            return (
+                0.0 if all(self._need(self._b(i, k)) - self.abar[i][k] <= m for k in range(len(self.forms[i]))) else INF
+            )
         best = INF
         for k, form in enumerate(self.forms[i]):
             if self._need(max(self._all(i, k) + self._held(j), self._b(i, k))) <= m and self.abar[i][k] <= m:

@@ -1,5 +1,5 @@
-"""Bytes really allocated while something runs, by means that rotoff does not use: the profiler's flat list of memory events,
-a count of the storages alive, and one after every operation."""
+"""Bytes really allocated while something runs, by means that rotoff does not use: the profiler's flat list of memory
+events, a count of the storages alive, and one after every operation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def left_bytes(run: Callable[[], object]) -> int:
 
 
 def most_held(run: Callable[[], object]) -> int:
-    """The most bytes of storages made in `run` that were alive after one of its operations; goes with profilers in `run`."""
+    """The most bytes of storages made in `run` that were alive after one of its operations; goes with profilers in
+    `run`."""
     held: dict[int, tuple[StorageWeakRef, int]] = {}
     most = 0
 

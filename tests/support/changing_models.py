@@ -1,6 +1,7 @@
 """Models whose behaviour changes between steps, each with the change: the rows of the table in test_changing_models.py.
 
-``PYTHONPATH=. python tests/support/changing_models.py [part of a name ...]`` prints what becomes of each row in each mode.
+``PYTHONPATH=. python tests/support/changing_models.py [part of a name ...]`` prints what becomes of each row in each
+mode.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def batch(n: int) -> Call:
     return (drawn(n),), {}
 
 
-def row(name: str, change: Callable[[Any, int], object] = nothing, call: Callable[[int], Call] = batch, **more: Any) -> Any:
+def row(
+    name: str, change: Callable[[Any, int], object] = nothing, call: Callable[[int], Call] = batch, **more: Any
+) -> Any:
     """Enters a class of models (or what makes one) into the table."""
 
     def enter(make: Any) -> Any:
@@ -110,7 +113,9 @@ class ByKeyword(Trunk):
 row(
     "the same tensors under other keywords", call=lambda n: ((drawn(n),), {("mask", "bias")[n >= 2]: drawn(n, of=1)})
 )(ByKeyword)  # fmt: skip
-row("an argument that is None at first", call=lambda n: ((drawn(n),), {"bias": drawn(n, of=1)} if n >= 2 else {}))(ByKeyword)
+row("an argument that is None at first", call=lambda n: ((drawn(n),), {"bias": drawn(n, of=1)} if n >= 2 else {}))(
+    ByKeyword
+)
 row("keywords in another order", call=lambda n: (
     (drawn(n),), dict(list({"mask": drawn(n, of=1), "bias": drawn(n, of=2)}.items())[:: -1 if n >= 2 else 1])
 ))(ByKeyword)  # fmt: skip
@@ -154,7 +159,9 @@ class Power:
 
 
 @row("callables among the arguments that look alike", call=lambda n: ((drawn(n), Power(1.0 + n // 2)), {}))
-@row("lambdas among the arguments", call=lambda n: ((drawn(n), (lambda x: x.sin()) if n < 2 else lambda x: x.cos()), {}))
+@row(
+    "lambdas among the arguments", call=lambda n: ((drawn(n), (lambda x: x.sin()) if n < 2 else lambda x: x.cos()), {})
+)
 class Called(Trunk):
     def forward(self, x: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         for block in self.blocks:
@@ -197,7 +204,11 @@ class Tasks(Trunk):
 
 
 @row("a batch of other sizes", call=lambda n: ((drawn(n, LENGTH - 2 * n, WIDTH),), {}))
-@row("a batch that lies otherwise", call=lambda n: ((drawn(n).t().contiguous().t() if n % 2 else drawn(n),), {}), room=0.6)
+@row(
+    "a batch that lies otherwise",
+    call=lambda n: ((drawn(n).t().contiguous().t() if n % 2 else drawn(n),), {}),
+    room=0.6,
+)
 class Sizes(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         return torch.sin(x * (1 + len(x) / 100) + x.stride(0) / 10)
@@ -406,7 +417,10 @@ class Global(Trunk):
         return torch.sin(x * SCALE)
 
 
-@row("a setting in another module's namespace", lambda net, n: PATCH.setattr(F, "rotoff_scale", 1.0 + n // 2, raising=False))
+@row(
+    "a setting in another module's namespace",
+    lambda net, n: PATCH.setattr(F, "rotoff_scale", 1.0 + n // 2, raising=False),
+)
 class OtherNamespace(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         return torch.sin(x * getattr(F, "rotoff_scale", 1.0))
@@ -510,9 +524,10 @@ def of_blocks(name: str, value: Callable[[int], Any]) -> Callable[[Any, int], ob
 
 
 row("a lambda replaced", of_blocks("act", lambda n: (lambda x: x.sin()) if n < 2 else (lambda x: x.cos())))(ActBlocks)
-row("a functools.partial of another number", of_blocks("act", lambda n: functools.partial(torch.mul, other=1.0 + n // 2)))(
-    ActBlocks
-)
+row(
+    "a functools.partial of another number",
+    of_blocks("act", lambda n: functools.partial(torch.mul, other=1.0 + n // 2)),
+)(ActBlocks)
 row("a float attribute in each step another", of_blocks("scale", lambda n: 1.0 - 0.1 * n))(ActBlocks)
 
 
@@ -677,16 +692,23 @@ def to_double(net: Any, n: int) -> None:
         net.double()
 
 
-row("model.double() between steps", to_double, call=lambda n: ((drawn(n).double() if n >= 2 else drawn(n),), {}), room=0.8)(
-    Long
-)
+row(
+    "model.double() between steps",
+    to_double,
+    call=lambda n: ((drawn(n).double() if n >= 2 else drawn(n),), {}),
+    room=0.8,
+)(Long)
 
 
 def to_double_first(net: Any, n: int) -> None:
     net.double() if n < 2 else net.float()
 
 
-@row("model.float() after model.double()", to_double_first, call=lambda n: ((drawn(n).double() if n < 2 else drawn(n),), {}))
+@row(
+    "model.float() after model.double()",
+    to_double_first,
+    call=lambda n: ((drawn(n).double() if n < 2 else drawn(n),), {}),
+)
 class DoubleAtFirst(Trunk):
     def __init__(self) -> None:
         super().__init__()
@@ -694,7 +716,9 @@ class DoubleAtFirst(Trunk):
 
 
 @row(
-    "the default dtype changed", lambda net, n: torch.set_default_dtype(torch.float32 if n < 2 else torch.float64), room=0.7
+    "the default dtype changed",
+    lambda net, n: torch.set_default_dtype(torch.float32 if n < 2 else torch.float64),
+    room=0.7,
 )
 class DefaultType(Long):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
@@ -716,8 +740,13 @@ class NormBlock(Block):
 
 
 @row("batch norm")
-@row("batch norm of another momentum", lambda net, n: [setattr(b.norm, "momentum", (0.1, 0.5)[n >= 2]) for b in net.blocks])
-@row("batch norm without momentum, which counts", lambda net, n: [setattr(b.norm, "momentum", None) for b in net.blocks])
+@row(
+    "batch norm of another momentum",
+    lambda net, n: [setattr(b.norm, "momentum", (0.1, 0.5)[n >= 2]) for b in net.blocks],
+)
+@row(
+    "batch norm without momentum, which counts", lambda net, n: [setattr(b.norm, "momentum", None) for b in net.blocks]
+)
 @row("batch norm of some parts in eval()", lambda net, n: [b.train(n < 2) for b in net.blocks[:2]])
 class BatchNorms(Trunk):
     made_of = NormBlock
@@ -899,7 +928,9 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH)) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, chosen = self.router(x).softmax(-1).max(-1)
@@ -1118,9 +1149,11 @@ def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 
 
 row("a forward hook added", hooked("register_forward_hook", halves), room=0.8)(Long)
 row("a forward hook added and removed", hooked("register_forward_hook", halves, 1, 3), room=0.8)(Long)
-row("a forward pre-hook added", hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)), room=0.8)(
-    Long
-)
+row(
+    "a forward pre-hook added",
+    hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)),
+    room=0.8,
+)(Long)
 row("a full backward hook added", hooked("register_full_backward_hook", halves_gradients), room=0.8)(Long)
 row("a full backward hook from the first step", hooked(
     "register_full_backward_hook", halves_gradients, 0
@@ -1356,7 +1389,9 @@ def with_ctx_argument() -> type[Trunk]:
     return Applies
 
 
-row("a function of autograd given another number", lambda net, n: setattr(net, "scale", 1.0 + n / 10))(with_ctx_argument())
+row("a function of autograd given another number", lambda net, n: setattr(net, "scale", 1.0 + n / 10))(
+    with_ctx_argument()
+)
 
 
 @row("a forward that differentiates", may_refuse="differentiates")
@@ -1543,7 +1578,9 @@ def accumulated(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
 row("two forwards before one backward", step=two_forwards)(Trunk)
 row("two forwards before one backward, that count", step=two_forwards)(CallsBlocks)
 row("two forwards before two backwards", step=crossed, call=large)(Dropout)
-row("two forwards before two backwards, the global between them", step=lambda run, net, call, n: between(run, call))(Global)
+row("two forwards before two backwards, the global between them", step=lambda run, net, call, n: between(run, call))(
+    Global
+)
 row("gradients accumulated", step=accumulated, call=lambda n: ((drawn(n),), {}))(Trunk)
 
 

@@ -10,8 +10,9 @@ import torch
 
 
 class Peak(NamedTuple):
-    """Bytes above what there was before. asked: for. given: in the allocator's blocks. slack: what `given` may be more than the
-    same step takes at another time: a block above 1 MiB is not split where at most 1 MiB would be left, and counts as a whole."""
+    """Bytes above what there was before. asked: for. given: in the allocator's blocks. slack: what `given` may be more
+    than the same step takes at another time: a block above 1 MiB is not split where at most 1 MiB would be left, and
+    counts as a whole."""
 
     asked: int
     given: int

@@ -1,4 +1,5 @@
-"""Run by torchrun in each of two processes: one of them fails where plans are agreed on; both must say so, and go on."""
+"""Run by torchrun in each of two processes: one of them fails where plans are agreed on; both must say so, and go
+on."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ def model() -> nn.Sequential:
 
 
 def wrap(kind: str, mode: str | None) -> tuple[nn.Module, rotoff.Checkpointable | None]:
-    """The model under the wrapper `kind`, plain or within a limit half-way between the smallest and keeping everything."""
+    """The model under the wrapper `kind`, plain or within a limit half-way between the smallest and keeping
+    everything."""
     stages = model()
     inner: nn.Module = stages
     planned = None

@@ -1,5 +1,6 @@
-"""Run by torchrun in each of two processes that are unequal in their batches: under every limit both must do the same. Arguments: names of
-models. Prints a line for each that `test_distributed` reads; a process that waits for one that does not come fails after a while."""
+"""Run by torchrun in each of two processes that are unequal in their batches: under every limit both must do the same.
+Arguments: names of models. Prints a line for each that `test_distributed` reads; a process that waits for one that does
+not come fails after a while."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def gradients(model: torch.nn.Module, x: Any) -> list[torch.Tensor]:
 
 
 def limits_of(alone: rotoff.Checkpointable, both: rotoff.Checkpointable) -> list[int]:
-    """From the smallest one to above what both need, with what keeping everything takes in each by itself and by the common account."""
+    """From the smallest one to above what both need, with what keeping everything takes in each by itself and by the
+    common account."""
     marks = {both.min_mem_limit(mode) for mode in MODES} | {both.keep_all_memory, *everyone(alone.keep_all_memory)}
     low, *higher = sorted(marks)
     within = [low + (high - low) * n // POINTS for high in higher for n in range(POINTS)]

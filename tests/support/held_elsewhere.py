@@ -1,7 +1,8 @@
-"""Models in which something beside autograd's saved tensors holds what stages make: attributes of ``ctx``, closures of hooks, attributes
-of modules, globals. The rows of test_held_elsewhere.py.
+"""Models in which something beside autograd's saved tensors holds what stages make: attributes of ``ctx``, closures of
+hooks, attributes of modules, globals. The rows of test_held_elsewhere.py.
 
-``PYTHONPATH=. python tests/support/held_elsewhere.py [part of a name ...]`` prints bytes predicted and measured for each row, mode and limit.
+``PYTHONPATH=. python tests/support/held_elsewhere.py [part of a name ...]`` prints bytes predicted and measured for
+each row, mode and limit.
 """
 
 from __future__ import annotations

@@ -140,7 +140,9 @@ def mlp() -> tuple[nn.Sequential, Batch]:
 
 
 def residual() -> tuple[nn.Sequential, Batch]:
-    return nn.Sequential(nn.Linear(16, 32), *[Residual(32) for _ in range(4)], nn.Linear(32, 8)), lambda: torch.randn(64, 16)
+    return nn.Sequential(nn.Linear(16, 32), *[Residual(32) for _ in range(4)], nn.Linear(32, 8)), lambda: torch.randn(
+        64, 16
+    )
 
 
 def convolutional() -> tuple[nn.Sequential, Batch]:
@@ -162,7 +164,9 @@ def tuples() -> tuple[nn.Sequential, Batch]:
 
 def stateful() -> tuple[nn.Sequential, Batch]:
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
-    model = nn.Sequential(nn.Linear(8, 16), Counter(), spectral, Stasher(), nn.RReLU(), Mask(16), Scale(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(8, 16), Counter(), spectral, Stasher(), nn.RReLU(), Mask(16), Scale(), nn.Linear(16, 4)
+    )
     return model, lambda: torch.randn(32, 8)
 
 
@@ -171,9 +175,9 @@ def recurrent() -> tuple[nn.Sequential, Batch]:
         def forward(self, result: Any) -> torch.Tensor:
             return result[0][:, -1] + result[1][0].sum()
 
-    return nn.Sequential(nn.Linear(6, 12), nn.LSTM(12, 12, batch_first=True), Last(), nn.Linear(12, 3)), lambda: torch.randn(
-        8, 5, 6
-    )
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.LSTM(12, 12, batch_first=True), Last(), nn.Linear(12, 3)
+    ), lambda: torch.randn(8, 5, 6)
 
 
 def frozen() -> tuple[nn.Sequential, Batch]:
@@ -203,11 +207,15 @@ def aliasing() -> tuple[nn.Sequential, Batch]:
 
 def overwriting() -> tuple[nn.Sequential, Batch]:
     """The first stage changes the batch in place."""
-    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), lambda: torch.randn(32, 16)
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), lambda: torch.randn(
+        32, 16
+    )
 
 
 def differentiable_input() -> tuple[nn.Sequential, Batch]:
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), lambda: torch.randn(32, 16, requires_grad=True)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), lambda: torch.randn(
+        32, 16, requires_grad=True
+    )
 
 
 class Masked(nn.Module):
@@ -274,7 +282,8 @@ ALL: dict[str, Callable[[], tuple[nn.Sequential, Batch]]] = {
 
 
 def train(model: nn.Module, batch: Batch, steps: int = 3, seed: int = 1) -> list[torch.Tensor]:
-    """Train a few steps; everything that must not differ: losses, gradients, buffers, inputs' gradients, generator states."""
+    """Train a few steps; everything that must not differ: losses, gradients, buffers, inputs' gradients, generator
+    states."""
     torch.manual_seed(seed)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     seen: list[torch.Tensor] = []

@@ -1,14 +1,15 @@
 """Proof of order: every copy, event and use of memory of a run, as recorded, and the check that nothing races.
 
-A lane is what runs in order by itself: the compute stream, a copy stream, the thread of a file link, the host program that
-issues everything. Lane A's work happens before lane B's only where an event recorded on A is waited for on B (Lamport's
-happens-before; the check carries a vector clock per lane, as race detectors such as FastTrack do). What was issued after
-the host itself had waited comes after what it waited for. The order in which operations were issued, or happened to run,
-proves nothing.
+A lane is what runs in order by itself: the compute stream, a copy stream, the thread of a file link, the host program
+that issues everything. Lane A's work happens before lane B's only where an event recorded on A is waited for on B
+(Lamport's happens-before; the check carries a vector clock per lane, as race detectors such as FastTrack do). What was
+issued after the host itself had waited comes after what it waited for. The order in which operations were issued, or
+happened to run, proves nothing.
 
 Rules:
 
-1. Of two accesses from different lanes to the same bytes, one of them a write, the first issued happens before the other.
+1. Of two accesses from different lanes to the same bytes, one of them a write, the first issued happens before the
+  other.
 2. Memory that is taken from the allocator is touched only after the point of the lane that took it, since it may be
    recycled; memory that is given back is given back after all accesses to it, and never touched again.
 3. Bytes whose birth was recorded are written before they are read.
@@ -108,7 +109,8 @@ class Recording:
         return number
 
     def buffer(self, storage: torch.UntypedStorage) -> int:
-        """The number of the buffer that `storage` is; held weakly, and never confused with a later one at its address."""
+        """The number of the buffer that `storage` is; held weakly, and never confused with a later one at its
+        address."""
         key = storage._cdata
         if key not in self._storages:
             number = self.new_buffer(f"storage {len(self._storages)} ({storage.nbytes()} bytes)")
@@ -206,7 +208,8 @@ class _Checker:
         return self.violations
 
     def advance(self, lane: str) -> Clock:
-        """The clock of `lane` at its next operation, which comes after all that the host had waited for at its issue."""
+        """The clock of `lane` at its next operation, which comes after all that the host had waited for at its
+        issue."""
         clock = self.clocks.setdefault(lane, {})
         _join(clock, self.clocks.get(HOST, {}))
         clock[lane] = clock.get(lane, 0) + 1
@@ -253,12 +256,15 @@ class _Checker:
         known = clock if home == entry.lane else self.advance(home)
         for past in buffer.past:
             if not past.before(known):
-                self.violations.append(f"{entry.what} gives back {name} on lane {home} without waiting for {past.said()}")
+                self.violations.append(
+                    f"{entry.what} gives back {name} on lane {home} without waiting for {past.said()}"
+                )
         buffer.released = entry.what
 
 
 def check(recording: Recording) -> list[str]:
-    """All races of a recorded run, each a sentence that names both operations and the buffer; none where order is proved."""
+    """All races of a recorded run, each a sentence that names both operations and the buffer; none where order is
+    proved."""
     return _Checker(recording).run()
 
 

@@ -1,8 +1,9 @@
 """Links that record what they do for the check of `order`, and that let a missing wait do its worst, on any machine.
 
-`RecordingLink` is the CUDA link's own code over streams that exist in name only: compute runs as the CPU always does, and
-each copy runs as late as the recorded waits allow (or at a random moment before). Fresh memory, released memory and new
-host memory are filled with garbage. So an order that is not enforced is seen twice: by `check`, and in wrong numbers.
+`RecordingLink` is the CUDA link's own code over streams that exist in name only: compute runs as the CPU always does,
+and each copy runs as late as the recorded waits allow (or at a random moment before). Fresh memory, released memory and
+new host memory are filled with garbage. So an order that is not enforced is seen twice: by `check`, and in wrong
+numbers.
 """
 
 from __future__ import annotations
@@ -87,7 +88,11 @@ class RecordingStreams:
         return self._current[-1]
 
     def side(self) -> Lane:
-        name = ("device to host", "host to device")[len(self._lanes)] if len(self._lanes) < 2 else f"side {len(self._lanes)}"
+        name = (
+            ("device to host", "host to device")[len(self._lanes)]
+            if len(self._lanes) < 2
+            else f"side {len(self._lanes)}"
+        )
         self._lanes.append(Lane(name, eager=False))
         return self._lanes[-1]
 
@@ -148,8 +153,8 @@ class RecordingSegment:
 class RecordingLink(StreamLink):
     """The CUDA link over `RecordingStreams`.
 
-    recording: always true; `log` has the run so far. eagerness, seed: see `RecordingStreams`. scribble: whether memory that
-    is given back is overwritten at once, as its next owner would.
+    recording: always true; `log` has the run so far. eagerness, seed: see `RecordingStreams`. scribble: whether memory
+    that is given back is overwritten at once, as its next owner would.
     """
 
     recording = True

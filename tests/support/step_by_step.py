@@ -51,10 +51,11 @@ def nothing(net: Any, n: int) -> None:
 class Row:
     """A model and what changes between its steps.
 
-    call: what the model is called with in step n, always of the same contents. change: what is done before step n. step: forward
-    and backward. refused: the sentence that rotoff must answer with in place of the plain model's step. may_refuse: one that it may
-    answer with. raises: what the plain model raises in some steps, and so must rotoff. room: which part of the way from the
-    smallest limit to keeping everything is given. again: done once the model is measured, to what no run of it can put back.
+    call: what the model is called with in step n, always of the same contents. change: what is done before step n.
+    step: forward and backward. refused: the sentence that rotoff must answer with in place of the plain model's step.
+    may_refuse: one that it may answer with. raises: what the plain model raises in some steps, and so must rotoff.
+    room: which part of the way from the smallest limit to keeping everything is given. again: done once the model is
+    measured, to what no run of it can put back.
     """
 
     name: str
@@ -190,7 +191,8 @@ def _plain(row: Row) -> list[dict[str, Any]]:
 
 
 def plan(run: rotoff.Checkpointable, mode: str, room: float) -> bool:
-    """Plan for a limit a little above the smallest, at which values are moved or made again; False where none are at any limit."""
+    """Plan for a limit a little above the smallest, at which values are moved or made again; False where none are at
+    any limit."""
     try:
         run.compute_sequence(1, mode=mode, refine=False)
     except rotoff.InfeasibleError as error:

@@ -1,4 +1,5 @@
-"""Layers of AlexNet and ResNet as SuperNeurons (PPoPP 2018) counts them: bytes of each layer's output, cheap ones in time."""
+"""Layers of AlexNet and ResNet as SuperNeurons (PPoPP 2018) counts them: bytes of each layer's output, cheap ones in
+time."""
 
 from __future__ import annotations
 
@@ -39,10 +40,16 @@ def alexnet() -> list[tuple[str, int]]:
 def resnet(blocks: tuple[int, int, int, int]) -> list[tuple[str, int]]:
     """Bottlenecks as segments (BN, ReLU), (BN, ReLU), (BN) and a join, which two branches read, so that it is kept.
 
-    The same holds for the pooled stem. Nothing branches off after the last join: its ReLU and the pooling are a segment.
-    This is the reading under which the counts of table 1 come out; projections run beside and are not in the chain.
+    The same holds for the pooled stem. Nothing branches off after the last join: its ReLU and the pooling are a
+    segment. This is the reading under which the counts of table 1 come out; projections run beside and are not in the
+    chain.
     """
-    layers = [("conv1", 64 * 112 * 112), ("bn1", 64 * 112 * 112), ("relu1", 64 * 112 * 112), ("kept pool1", 64 * 56 * 56)]
+    layers = [
+        ("conv1", 64 * 112 * 112),
+        ("bn1", 64 * 112 * 112),
+        ("relu1", 64 * 112 * 112),
+        ("kept pool1", 64 * 56 * 56),
+    ]
     for group, count in enumerate(blocks):
         side, width = 56 >> group, 64 << group
         narrow, wide = width * side * side, 4 * width * side * side

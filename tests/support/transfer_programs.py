@@ -1,8 +1,9 @@
-"""Random programs of values made, moved, used and dropped, for any link; they play the interpreter's part without a model.
+"""Random programs of values made, moved, used and dropped, for any link; they play the interpreter's part without a
+model.
 
-Each program keeps what every value must hold, compares all that compute reads, and ends with everything given back. One of
-its waits (`without`, counted from 0) can be left out; that is a mistake unless another wait happens to order the same copy,
-as waiting for a later copy in the same direction does.
+Each program keeps what every value must hold, compares all that compute reads, and ends with everything given back. One
+of its waits (`without`, counted from 0) can be left out; that is a mistake unless another wait happens to order the
+same copy, as waiting for a later copy in the same direction does.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class TransferProgram:
     without: the number of the wait to leave out. elsewhere: a context in which compute runs on another stream.
     """
 
-    def __init__(self, link: Any, seed: int, without: int | None = None, elsewhere: Any = None, sizes: Sequence[int] = ()):
+    def __init__(
+        self, link: Any, seed: int, without: int | None = None, elsewhere: Any = None, sizes: Sequence[int] = ()
+    ):
         self.link = link
         self.random = random.Random(seed)
         self.without = without
@@ -58,7 +61,9 @@ class TransferProgram:
         self.made = 0
         self.values: list[Value] = []
         self.taken: list[tuple[int, int]] = []  # host ranges in use
-        self.seen: list[tuple[torch.Tensor, tuple[int, int]]] = []  # (a clone of what compute read, the pattern expected)
+        self.seen: list[
+            tuple[torch.Tensor, tuple[int, int]]
+        ] = []  # (a clone of what compute read, the pattern expected)
 
     def run(self, steps: int = 40) -> list[int]:
         """Run the program; returns the indices of the reads that saw wrong bytes."""

@@ -1,12 +1,13 @@
 """Where a tape of operations is cut into stages, and what flows from one to the next.
 
-A cut after an operation is crossed by all variables made before and used after it; what crosses becomes the tuple that flows
-from stage to stage, skip connections included (they are handed on by every stage in between, and charged in each, as the
-chain's contract says). Cuts are placed greedily: after about one n-th of all bytes that the operations make, where the fewest
-bytes cross. A block's end, where only its output is alive, wins over its middle, where the skip connection is alive too.
+A cut after an operation is crossed by all variables made before and used after it; what crosses becomes the tuple that
+flows from stage to stage, skip connections included (they are handed on by every stage in between, and charged in each,
+as the chain's contract says). Cuts are placed greedily: after about one n-th of all bytes that the operations make,
+where the fewest bytes cross. A block's end, where only its output is alive, wins over its middle, where the skip
+connection is alive too.
 
-What needs no gradient, draws nothing and follows from the batch and constants alone (masks, positions, rotary tables) is made
-first where several stages use it: then it is there all along, like the batch, and charged once.
+What needs no gradient, draws nothing and follows from the batch and constants alone (masks, positions, rotary tables)
+is made first where several stages use it: then it is there all along, like the batch, and charged once.
 
 A cut never separates an operation that overwrites a tensor from the one that made it.
 """
@@ -97,14 +98,15 @@ def _made(op: Operation) -> list[int]:
 
 @dataclass(frozen=True)
 class _Cost:
-    """made: bytes of the storages that an operation adds. alive: (birth, bytes) of every storage that is needed after it, its
-    birth being the position of the operation that made it; None where no cut may be."""
+    """made: bytes of the storages that an operation adds. alive: (birth, bytes) of every storage that is needed after
+    it, its birth being the position of the operation that made it; None where no cut may be."""
 
     made: int
     alive: tuple[tuple[int, int], ...] | None
 
     def price(self, last: int) -> int:
-        """Bytes that cross a cut here; those that crossed the one at `last` already count twice, being charged again."""
+        """Bytes that cross a cut here; those that crossed the one at `last` already count twice, being charged
+        again."""
         assert self.alive is not None
         return sum(size if birth > last else 2 * size for birth, size in self.alive)
 
@@ -149,7 +151,9 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
     views = 0
     for position in range(len(operations)):
         views += sum(_inner_view(tape, n, changed) and last.get(n, -1) > position for n in starts.get(position, ()))
-        views -= sum(_inner_view(tape, n, changed) and first.get(n, position) < position for n in ends.get(position, ()))
+        views -= sum(
+            _inner_view(tape, n, changed) and first.get(n, position) < position for n in ends.get(position, ())
+        )
         for n in starts.get(position, ()):
             storage = tape.variables[n].storage
             if n not in lasting and storage is not None and last.get(n, -1) > position:
@@ -171,7 +175,8 @@ def _inner_view(tape: Tape, n: int, changed: set[Owned]) -> bool:
 
 
 def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
-    """Positions after which to cut: those of `after`, or around every n-th part of all bytes made, where the fewest cross.
+    """Positions after which to cut: those of `after`, or around every n-th part of all bytes made, where the fewest
+    cross.
 
     Where much crosses, beside what a stage makes, cuts are spread further apart, up to a `COARSE`-th of all bytes.
     """
@@ -183,7 +188,11 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
     last, best, made = -1, None, 0
     for position, cost in enumerate(costs[:-1]):
         made += cost.made
-        if cost.alive is not None and made >= share / 2 and (best is None or cost.price(last) <= costs[best].price(last)):
+        if (
+            cost.alive is not None
+            and made >= share / 2
+            and (best is None or cost.price(last) <= costs[best].price(last))
+        ):
             best = position
         if made < 1.5 * share or best is None:
             continue

@@ -1,7 +1,7 @@
 """Which tensors of a recorded forward have sizes that follow from data, such as the rows that a mask picks.
 
-Experts that work on the tokens sent to them, anchors that match a box: how many there are is known only when all before has been
-computed. Python that asks for such a size goes on with a number which a recording would hold for good.
+Experts that work on the tokens sent to them, anchors that match a box: how many there are is known only when all before
+has been computed. Python that asks for such a size goes on with a number which a recording would hold for good.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How long the plain model holds what it makes, seen while its forward was recorded: longer than its stages do, or less long.
+"""How long the plain model holds what it makes, seen while its forward was recorded: longer than its stages do, or less
+long.
 
-A forward's local variables may outlive their last use, and it may compute what nobody uses. What autograd saves stays into the
-backward, and is known when stages are measured; here are the storages that it does not save.
+A forward's local variables may outlive their last use, and it may compute what nobody uses. What autograd saves stays
+into the backward, and is known when stages are measured; here are the storages that it does not save.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ def lifetimes(
 ) -> list[Lifetimes]:
     """Of each of `count` pieces.
 
-    used: the operations that somebody needs the outcome of. moved: those that no longer run where they do in the model. place: of an
-    operation (its id), the piece that ends no sooner than it does in the model; the others follow those before them.
+    used: the operations that somebody needs the outcome of. moved: those that no longer run where they do in the model.
+    place: of an operation (its id), the piece that ends no sooner than it does in the model; the others follow those
+    before them.
     """
     needed = {id(op) for op in used} - {id(op) for op in moved}
     pieces = list(accumulate((place.get(id(op), 0) for op in tape.operations), max))
@@ -29,7 +31,9 @@ def lifetimes(
     # a graph that leads to nothing saves them for as long as a variable holds its end
     saved_for_nothing = {storage for op in tape.operations for storage, _ in op.saves} - saved
     last = {
-        storage: leads[id(op)] for op in sorted(tape.operations, key=lambda op: leads[id(op)]) for storage, _ in op.saves
+        storage: leads[id(op)]
+        for op in sorted(tape.operations, key=lambda op: leads[id(op)])
+        for storage, _ in op.saves
     }
     made: dict[int, tuple[int, int]] = {}  # storage -> position, bytes
     begins: dict[int, int] = {}  # where it is in the way: made for nothing here, or past its last use
@@ -79,11 +83,14 @@ def _leading(tape: Tape) -> set[int]:
 
 
 def _leads(tape: Tape, used: Collection[int], pieces: Sequence[int]) -> dict[int, int]:
-    """Of each operation (its id) the last piece in which something `used` reads a tensor that holds its graph, -1 where nothing does.
+    """Of each operation (its id) the last piece in which something `used` reads a tensor that holds its graph, -1 where
+    nothing does.
 
     What is computed for nothing is used all the same where random numbers are drawn on the way.
     """
-    read: dict[int, int] = {}  # the last piece that reads a variable, or something whose graph holds that of the variable
+    read: dict[
+        int, int
+    ] = {}  # the last piece that reads a variable, or something whose graph holds that of the variable
     found = {}
     for op, piece in zip(reversed(tape.operations), reversed(pieces), strict=True):
         holding = [n for n in op.outputs if n is not None and tape.variables[n].needs_grad]

@@ -1,4 +1,5 @@
-"""A run of recorded operations as a module: written out as one Python function, so that a replay costs what the calls cost."""
+"""A run of recorded operations as a module: written out as one Python function, so that a replay costs what the calls
+cost."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from ..tape import Operation, Owned, Ref, Tape
 class Segment(nn.Module):
     """Operations in order: takes the tensors that `enters` names, in any structure, and returns those of `leaves`.
 
-    Parameters and buffers are those of the recorded model, looked up in their modules at each call. varying: whether it calls a
-    module whose work depends on data.
+    Parameters and buffers are those of the recorded model, looked up in their modules at each call. varying: whether it
+    calls a module whose work depends on data.
 
     Args:
         leaves: variables to return, as a tuple. None: what the model returns.
@@ -62,13 +63,15 @@ class Segment(nn.Module):
             yield from module.named_parameters(prefix, recurse, remove_duplicate)
 
     def parameters_read(self) -> Iterator[tuple[nn.Module, str]]:
-        """(module, name) of the parameters that the operations use, and of those of modules that are called as a whole."""
+        """(module, name) of the parameters that the operations use, and of those of modules that are called as a
+        whole."""
         yield from ((module, name) for module, table, name in self._owned if table == "_parameters")
         for outer in self._whole:
             yield from ((module, name) for module in outer.modules() for name in module._parameters)
 
     def buffers_read(self) -> Iterator[tuple[nn.Module, str]]:
-        """(module, name) of the buffers that the operations read or write, and of those of modules that are called as a whole."""
+        """(module, name) of the buffers that the operations read or write, and of those of modules that are called as a
+        whole."""
         yield from ((module, name) for module, table, name in self._owned if table == "_buffers")
         for outer in self._whole:
             yield from ((module, name) for module in outer.modules() for name in module._buffers)
@@ -156,7 +159,8 @@ class _Writer:
             yield f"{indent}del _"
 
     def _called(self, function: Any) -> str:
-        """Custom and scripted functions are called as the model's own code does, so that whoever follows calls sees them as one."""
+        """Custom and scripted functions are called as the model's own code does, so that whoever follows calls sees
+        them as one."""
         of = getattr(function, "__self__", None)
         if isinstance(of, type) and issubclass(of, torch.autograd.Function):
             return f"{self._named(of)}.apply"

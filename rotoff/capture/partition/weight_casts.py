@@ -1,8 +1,8 @@
 """Casts of weights that an autocast region within the model shares.
 
-Autocast casts a float32 weight once for all its uses until the outermost region is left, so that the parts of its gradient are added in
-the narrow type. Recorded operations run in regions of their own; a weight that several of one region use is cast by an operation
-of its own then, and what that makes is a value like any other.
+Autocast casts a float32 weight once for all its uses until the outermost region is left, so that the parts of its
+gradient are added in the narrow type. Recorded operations run in regions of their own; a weight that several of one
+region use is cast by an operation of its own then, and what that makes is a value like any other.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default:
-            weights = [one for one in self._tensors.owners(args[0]) if one.table == "_parameters" and one.tensor is args[0]]
+            weights = [
+                one for one in self._tensors.owners(args[0]) if one.table == "_parameters" and one.tensor is args[0]
+            ]
             self.found += [(one, result.dtype, result.nbytes) for one in weights[:1] if args[0].requires_grad]
         return result
 

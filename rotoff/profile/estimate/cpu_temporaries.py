@@ -1,13 +1,14 @@
 """What kernels on the CPU take and give back inside, as the profiler's memory events show it.
 
 oneDNN's convolutions in float32: a convolution reorders its input, weight and output into a layout blocked by channels,
-padded to whole blocks (8 numbers with AVX2, 16 with AVX-512): the blocked copies stand beside each other while it computes,
-then its output is allocated and filled from the blocked one. Inputs of up to 3 channels stay as they are. The backward does
-so twice: for the input's gradient and for the weight's. 1×1 convolutions of stride 1 are one matrix product and need no
-copies. Scratch beyond these (up to a few copies of the weight, for some shapes) is not known from outside, nor is that of
-convolutions and matrix products in half precision.
+padded to whole blocks (8 numbers with AVX2, 16 with AVX-512): the blocked copies stand beside each other while it
+computes, then its output is allocated and filled from the blocked one. Inputs of up to 3 channels stay as they are. The
+backward does so twice: for the input's gradient and for the weight's. 1×1 convolutions of stride 1 are one matrix
+product and need no copies. Scratch beyond these (up to a few copies of the weight, for some shapes) is not known from
+outside, nor is that of convolutions and matrix products in half precision.
 
-Batch norm's backward makes the input's gradient twice and lets the first go. Fused attention has blocks for each thread.
+Batch norm's backward makes the input's gradient twice and lets the first go. Fused attention has blocks for each
+thread.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def _convolution(args: Any, y: torch.Tensor) -> list[Step] | None:
     if _pointwise(weight, *args[3:]):
         return [("output", 0), ("hidden", copy)] if copy else None
     return [
-        (kind, n + copy * (kind == "hidden")) for kind, n in _forward(_padded(x, _PLAIN), _padded_weight(weight), _padded(y))
+        (kind, n + copy * (kind == "hidden"))
+        for kind, n in _forward(_padded(x, _PLAIN), _padded_weight(weight), _padded(y))
     ]
 
 
@@ -70,14 +72,21 @@ def _copy(tensor: torch.Tensor) -> int:
 
 
 def _pointwise(
-    weight: torch.Tensor, stride: list[int], padding: list[int], dilation: list[int], transposed: bool, _: Any, groups: int
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    _: Any,
+    groups: int,
 ) -> bool:
     """Whether a convolution is one matrix product over the tensors as they lie."""
     return max(weight.shape[2:]) == max(stride) == groups == 1 and not max(padding) and not transposed
 
 
 def _attention(func: Any, args: Any) -> int:
-    """Bytes that fused attention (ATen/native/cpu/FlashAttentionKernel.cpp) takes: blocks for each thread, beside a copy."""
+    """Bytes that fused attention (ATen/native/cpu/FlashAttentionKernel.cpp) takes: blocks for each thread, beside a
+    copy."""
     query, key = args[:2] if func is _ATTENTION else args[1:3]
     length, width = query.shape[2], query.shape[3]
     rows = min(length, next(size for least, size in _ROWS if length >= least))

@@ -1,9 +1,9 @@
 """What CUDA runs where the CPU runs something else: an estimate for a CUDA device runs on fake CPU tensors.
 
-PyTorch built without CUDA can differentiate no tensor that says it is on a GPU, not even a fake one. Nearly all operations
-make the same tensors on both; these do not, because their C++ looks at the device: dropout keeps a mask of one byte an
-element, attention runs in a fused kernel that saves its rows' log-sum-exp. While `cuda_variants` is open, such calls on fake
-tensors become the operations that CUDA would run.
+PyTorch built without CUDA can differentiate no tensor that says it is on a GPU, not even a fake one. Nearly all
+operations make the same tensors on both; these do not, because their C++ looks at the device: dropout keeps a mask of
+one byte an element, attention runs in a fused kernel that saves its rows' log-sum-exp. While `cuda_variants` is open,
+such calls on fake tensors become the operations that CUDA would run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from .devices import Device
 
 _aten = torch.ops.aten
 _FLASH_WIDTH = 256  # the widest head of the flash kernels
-_CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # capabilities where PyTorch asks cuDNN before them, with a cuDNN above 9.15.0
+_CUDNN_FIRST = (
+    (9, 0),
+    (10, 0),
+    (10, 3),
+)  # capabilities where PyTorch asks cuDNN before them, with a cuDNN above 9.15.0
 _BIAS_ALIGNMENT = 16  # elements, of a mask's rows in the memory-efficient kernels
 
 
@@ -97,7 +101,8 @@ def _attention_kernel(
     mask: torch.Tensor | None,
     dropout_p: float,
 ) -> str:
-    """Which kernel PyTorch's rules take (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), the user's switches heeded."""
+    """Which kernel PyTorch's rules take (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), the user's switches
+    heeded."""
     from torch.backends import cuda
 
     same = query.dtype == key.dtype == value.dtype

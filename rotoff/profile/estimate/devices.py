@@ -28,8 +28,8 @@ class Device:
             "float16", "bfloat16", "float8"); a type that is missing runs as fast as float32.
         d2h_bandwidth, h2d_bandwidth: B/s of the link to the host, each direction by itself. duplex: both at once.
         capability: of CUDA, (major, minor), which decides what kernels attention runs in; None: no CUDA device.
-        launch_time: seconds that an operation takes at least. compute_efficiency, memory_efficiency, link_efficiency: the
-            share of each peak that is taken to be reached.
+        launch_time: seconds that an operation takes at least. compute_efficiency, memory_efficiency, link_efficiency:
+            the share of each peak that is taken to be reached.
         source: where the numbers are from.
 
     Raises:
@@ -116,7 +116,8 @@ def _key(name: str) -> str:
 
 
 def _pcie(generation: int) -> float:
-    """B/s of 16 lanes in one direction: 8, 16, 32 GT/s a lane, coded 128b/130b (PCI-SIG base specifications 3.0 to 5.0)."""
+    """B/s of 16 lanes in one direction: 8, 16, 32 GT/s a lane, coded 128b/130b (PCI-SIG base specifications 3.0 to
+    5.0)."""
     return {3: 8e9, 4: 16e9, 5: 32e9}[generation] * 16 / 8 * 128 / 130
 
 
@@ -145,8 +146,18 @@ def _add(
 
 
 # Half precision counts sums in float32, as training takes them. Where a sheet gives sparse rates, half of them.
-_add("K40", 12, 288, {"float64": 1.43, "float32": 4.29}, 3, (3, 5), "NVIDIA Tesla K40 GPU accelerator, board specification")
-_add("Titan X", 12, 336.5, {"float64": 0.192, "float32": 6.144}, 3, (5, 2), "NVIDIA GeForce GTX Titan X, specifications")
+_add(
+    "K40",
+    12,
+    288,
+    {"float64": 1.43, "float32": 4.29},
+    3,
+    (3, 5),
+    "NVIDIA Tesla K40 GPU accelerator, board specification",
+)
+_add(
+    "Titan X", 12, 336.5, {"float64": 0.192, "float32": 6.144}, 3, (5, 2), "NVIDIA GeForce GTX Titan X, specifications"
+)
 _add(
     "P100",
     16,
@@ -156,8 +167,18 @@ _add(
     (6, 0),
     "NVIDIA Tesla P100 data sheet (SXM2 16 GB)",
 )
-_add("V100", 16, 900, {"float64": 7.8, "float32": 15.7, "float16": 125}, 3, (7, 0), "NVIDIA V100 data sheet (SXM2, 16 GB)")
-_add("V100 32GB", 32, 900, {"float64": 7.8, "float32": 15.7, "float16": 125}, 3, (7, 0), "NVIDIA V100 data sheet (SXM2)")
+_add(
+    "V100",
+    16,
+    900,
+    {"float64": 7.8, "float32": 15.7, "float16": 125},
+    3,
+    (7, 0),
+    "NVIDIA V100 data sheet (SXM2, 16 GB)",
+)
+_add(
+    "V100 32GB", 32, 900, {"float64": 7.8, "float32": 15.7, "float16": 125}, 3, (7, 0), "NVIDIA V100 data sheet (SXM2)"
+)
 _add("T4", 16, 300, {"float32": 8.1, "float16": 65}, 3, (7, 5), "NVIDIA T4 data sheet")
 _A100 = {"float64": 9.7, "float32": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312}
 _add("A100", 80, 2039, _A100, 4, (8, 0), "NVIDIA A100 80GB data sheet (SXM)")

@@ -55,8 +55,8 @@ def estimate_profile(
     forms: Forms = True,
     backward_from: BackwardFrom = None,
 ) -> Profile:
-    """What `measure` would return on `device`, over a fake copy of the model. wanted, forms, backward_from: as `stages`, `forms` and
-    `backward_from` of `Checkpointable`."""
+    """What `measure` would return on `device`, over a fake copy of the model. wanted, forms, backward_from: as
+    `stages`, `forms` and `backward_from` of `Checkpointable`."""
     wanted = strategy.named(model, wanted) or wanted  # modules would be those of the model, not of its copy
     mode = fake_mode(device.capability is not None)
     copied = fake_copy(model, mode).train()

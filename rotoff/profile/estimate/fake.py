@@ -1,8 +1,8 @@
 """A model and its sample as fake tensors (shapes, no bytes), and what an allocator would do while they run.
 
-A dispatch mode sees every operation's outputs. A storage counts from the operation that made it to the moment when nothing
-refers to it any more, which a weak reference tells: the same log of events as `allocations` reads from a real allocator, but
-for the temporaries inside kernels, which `temporaries` knows for the kernels where they matter.
+A dispatch mode sees every operation's outputs. A storage counts from the operation that made it to the moment when
+nothing refers to it any more, which a weak reference tells: the same log of events as `allocations` reads from a real
+allocator, but for the temporaries inside kernels, which `temporaries` knows for the kernels where they matter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def fake_mode(cuda: bool = False) -> FakeTensorMode:
 
 
 def fake_copy(thing: T, mode: FakeTensorMode) -> T:
-    """A copy of a module, or of a structure of tensors, whose tensors are fake ones on the CPU, whatever device they were on.
+    """A copy of a module, or of a structure of tensors, whose tensors are fake ones on the CPU, whatever device they
+    were on.
 
     The original's tensors may be real, on ``meta``, or fake themselves; what they share, the copies share.
 
@@ -207,16 +208,19 @@ def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
 
 
 def _accumulated(args: Any) -> torch.Tensor | None:
-    """Where the autograd engine adds two gradients of one value: the one that it would overwrite if the tensors were real.
+    """Where the autograd engine adds two gradients of one value: the one that it would overwrite if the tensors were
+    real.
 
-    The engine overwrites what nobody else holds, but never a subclass of Tensor, so that here it asks for a new sum. It is
-    told from a backward written in Python by its references, of which there are fewer.
+    The engine overwrites what nobody else holds, but never a subclass of Tensor, so that here it asks for a new sum. It
+    is told from a backward written in Python by its references, of which there are fewer.
     """
     if torch.is_grad_enabled() or len(args) != 2:
         return None
     alone = _engine_references()
     for place in (0, 1):
-        if isinstance(args[place], FakeTensor) and all(a <= b for a, b in zip(_references(args, place), alone, strict=True)):
+        if isinstance(args[place], FakeTensor) and all(
+            a <= b for a, b in zip(_references(args, place), alone, strict=True)
+        ):
             tensor: torch.Tensor = args[place]
             if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
                 return tensor
@@ -231,7 +235,8 @@ def _references(args: Any, place: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _engine_references() -> tuple[int, int, int]:
-    """References to a gradient that the engine is about to add to and that nobody else holds, seen at one such moment."""
+    """References to a gradient that the engine is about to add to and that nobody else holds, seen at one such
+    moment."""
     seen: list[tuple[int, int, int]] = []
 
     class Watch(EagerMode):

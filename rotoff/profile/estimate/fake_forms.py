@@ -1,8 +1,8 @@
 """Forms of a stage with no device: the interpreter runs them on fake tensors, operations take what the data sheet says.
 
-The same code finds and runs them as on a device (`form_meter`), so choices and bytes follow the same rules. What cannot be had
-is the proof that a redo gives what the first run gave: fake tensors have no bits. The log is trusted; where the model is
-measured, a form that fails there is left out, and a plan that needs it says so.
+The same code finds and runs them as on a device (`form_meter`), so choices and bytes follow the same rules. What cannot
+be had is the proof that a redo gives what the first run gave: fake tensors have no bits. The log is trusted; where the
+model is measured, a form that fails there is left out, and a plan that needs it says so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Where PyTorch's fake tensors say something else than the kernels do.
 
-A `FakeTensorMode` answers most operations as the device would. These it does not: statistics of norms over half precision (what the
-CPU keeps in float32 where the weight is, and CUDA always, is half precision on a fake CPU tensor), and grouped products of
-matrices (mixtures of experts), whose fakes are refused in other types than bfloat16 though both devices take them.
+A `FakeTensorMode` answers most operations as the device would. These it does not: statistics of norms over half
+precision (what the CPU keeps in float32 where the weight is, and CUDA always, is half precision on a fake CPU tensor),
+and grouped products of matrices (mixtures of experts), whose fakes are refused in other types than bfloat16 though both
+devices take them.
 """
 
 from __future__ import annotations

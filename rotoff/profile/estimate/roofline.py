@@ -2,8 +2,8 @@
 
     time = max(operations / (peak of the type x efficiency), bytes / (memory bandwidth x efficiency)) + launch
 
-(Williams, Waterman, Patterson: Roofline, CACM 2009). Operations are counted by ``torch.utils.flop_counter``; what it has no
-formula for is taken to be bound by memory: every input read once, every output written once.
+(Williams, Waterman, Patterson: Roofline, CACM 2009). Operations are counted by ``torch.utils.flop_counter``; what it
+has no formula for is taken to be bound by memory: every input read once, every output written once.
 """
 
 from __future__ import annotations
@@ -83,4 +83,6 @@ def _only_views(func: Any) -> bool:
 
 def _touched(tensors: list[torch.Tensor]) -> int:
     """Bytes of `tensors`, those of expanded ones once."""
-    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for whole in tensors for t in pieces(whole))
+    return sum(
+        min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for whole in tensors for t in pieces(whole)
+    )

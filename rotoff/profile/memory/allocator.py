@@ -74,7 +74,8 @@ class AllocationLog:
         return AllocationLog(tuple(kept), self.drew)
 
     def by_itself(self) -> AllocationLog:
-        """The events without releases of what was there before: what a module left in an attribute in its last run, say."""
+        """The events without releases of what was there before: what a module left in an attribute in its last run,
+        say."""
         taken: set[int] = set()
         kept = []
         for event in self.events:
@@ -85,8 +86,8 @@ class AllocationLog:
         return AllocationLog(tuple(kept), self.drew)
 
     def sized(self, sizes: Mapping[int, int]) -> AllocationLog:
-        """The events as they would be if the blocks at these addresses that are alive at the end had these `sizes`, where they are
-        larger by no more than `UNSPLIT`."""
+        """The events as they would be if the blocks at these addresses that are alive at the end had these `sizes`,
+        where they are larger by no more than `UNSPLIT`."""
         left, events = dict(sizes), []
         for event in reversed(self.events):
             size = left.pop(event.ptr, None) if event.size else None
@@ -131,7 +132,8 @@ class Allocator(Protocol):
         """What is taken for `nbytes`."""
 
     def as_asked(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
-        """`log`, where the storages of `tensors`, alive at its end, take what is taken for their bytes, whatever block each got."""
+        """`log`, where the storages of `tensors`, alive at its end, take what is taken for their bytes, whatever block
+        each got."""
 
 
 class DeviceAllocator:
@@ -175,7 +177,8 @@ def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog
     quiet = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "99"  # else it prints two lines a run
     try:
-        # The profiler's tree leaves out a device's events that are within no operation: frees as a Python frame ends, say.
+        # The profiler's tree leaves out a device's events that are within no operation: frees as a Python frame ends,
+        # say.
         with profile(profile_memory=True, use_cpu=True) as profiler, record_function(_WHOLE):
             result = run()
         assert profiler.kineto_results is not None
@@ -196,7 +199,9 @@ def _walk(roots: Iterable[Any], device: torch.device) -> Iterable[tuple[int, All
         todo.extend(node.children)
         if node.tag.name == "Allocation":
             fields = node.extra_fields
-            if fields.device.type == device.type and (device.index is None or fields.device.index in (device.index, -1)):
+            if fields.device.type == device.type and (
+                device.index is None or fields.device.index in (device.index, -1)
+            ):
                 yield node.start_time_ns, Allocation(fields.ptr, fields.alloc_size)
         elif node.name.startswith(_MARK):
             yield node.start_time_ns, Allocation(0, 0, node.name[len(_MARK) :])

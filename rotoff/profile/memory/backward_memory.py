@@ -22,8 +22,8 @@ def log_backward(
 ) -> tuple[Gradients, AllocationLog, dict[int, str]]:
     """Log a `step`, a backward that gives gradients of which those of `parameters` come last.
 
-    The third result goes with `AllocationLog.peak`: parameter gradients are resident, but each one's fresh value is there until
-    it has been added to them, so it counts from its making to the mark that its hook leaves.
+    The third result goes with `AllocationLog.peak`: parameter gradients are resident, but each one's fresh value is
+    there until it has been added to them, so it counts from its making to the mark that its hook leaves.
     """
     hooks = [p.register_hook(lambda _, n=n: allocator.mark(str(n))) for n, p in enumerate(parameters)]
     try:
@@ -40,8 +40,9 @@ def log_backward(
 
 
 class BackwardBytes(NamedTuple):
-    """Bytes above what ā and δ_i hold. peak: from the start of ``B``. begun: once it has let go of the outputs, which may be
-    below 0. staying: the most where those stay. places: where it leaves the gradient of each input; None for those without."""
+    """Bytes above what ā and δ_i hold. peak: from the start of ``B``. begun: once it has let go of the outputs, which
+    may be below 0. staying: the most where those stay. places: where it leaves the gradient of each input; None for
+    those without."""
 
     peak: int
     begun: int

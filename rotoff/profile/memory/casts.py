@@ -1,8 +1,8 @@
 """What autocast keeps: a cast of every float32 weight that a forward uses, until the outermost region is left.
 
-With its cache on (the default) autocast makes such a cast where a weight is first used, and autograd saves it like a tensor that was
-there all along. In a step these bytes come with the forward and stay into the backward; a replay in the backward, where the user's
-region has been left, makes those of its stage once more.
+With its cache on (the default) autocast makes such a cast where a weight is first used, and autograd saves it like a
+tensor that was there all along. In a step these bytes come with the forward and stay into the backward; a replay in the
+backward, where the user's region has been left, makes those of its stage once more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .allocator import Allocator
 
 
 def kept_casts(run: Run, allocator: Allocator) -> dict[int, int]:
-    """Storages of the weights that a forward of `run` has autocast keep a cast of, and the bytes of that cast; none outside of autocast."""
+    """Storages of the weights that a forward of `run` has autocast keep a cast of, and the bytes of that cast; none
+    outside of autocast."""
     if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
         return {}
     torch.clear_autocast_cache()

@@ -1,7 +1,8 @@
 """What stays of a stage's forward when all is let go that autograd saved and that the stage hands on.
 
-An attribute of ``ctx`` in a custom Function, a closure that is a hook, an attribute of a module, a global: none of them goes with what a
-plan drops. So these bytes are there from the stage's first run to the end of the step, whatever the plan says.
+An attribute of ``ctx`` in a custom Function, a closure that is a hook, an attribute of a module, a global: none of them
+goes with what a plan drops. So these bytes are there from the stage's first run to the end of the step, whatever the
+plan says.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from .allocator import AllocationLog, Allocator
 
 
 class Dropped(NamedTuple):
-    """log: of a forward that keeps its outputs. staying: bytes made in it that stay when these go, too. outputs, inputs: the places of
-    those that stay. Of a recorded stage the results of its operations are left out: what holds them was seen when the model's own code
-    ran (`capture.partition.eager_lifetimes`)."""
+    """log: of a forward that keeps its outputs. staying: bytes made in it that stay when these go, too. outputs,
+    inputs: the places of those that stay. Of a recorded stage the results of its operations are left out: what holds
+    them was seen when the model's own code ran (`capture.partition.eager_lifetimes`)."""
 
     log: AllocationLog
     staying: int

@@ -1,7 +1,7 @@
 """In what the plain model's bytes differ from those of its chain with everything kept.
 
-The machine keeps every value until its backward; the plain model lets go in its forward of what autograd does not save, as soon as its
-own code does, which may be later than a stage would.
+The machine keeps every value until its backward; the plain model lets go in its forward of what autograd does not save,
+as soon as its own code does, which may be later than a stage would.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .skips import StorageAliasing, handed_on
 class FreedEarly(NamedTuple):
     """One storage that nobody saves and the plain model lets go in its forward, where the machine keeps it.
 
-    first, last: of the values that hold it, as of `Skip`. nbytes: of it. until: the stage in whose forward the model's own code lets
-    go of it.
+    first, last: of the values that hold it, as of `Skip`. nbytes: of it. until: the stage in whose forward the model's
+    own code lets go of it.
     """
 
     first: int
@@ -27,15 +27,17 @@ class FreedEarly(NamedTuple):
 
 
 class HeldLate(NamedTuple):
-    """Bytes that are in no value, and that the plain model's own code holds after stage `first` until stage `until`: a variable of a
-    forward that is still under way, or what it computes for nothing."""
+    """Bytes that are in no value, and that the plain model's own code holds after stage `first` until stage `until`: a
+    variable of a forward that is still under way, or what it computes for nothing."""
 
     first: int
     until: int
     nbytes: int
 
 
-def find_passing(runs: Sequence[tuple[StorageAliasing, Behaviour]], stages: Sequence[StageModule]) -> tuple[FreedEarly, ...]:
+def find_passing(
+    runs: Sequence[tuple[StorageAliasing, Behaviour]], stages: Sequence[StageModule]
+) -> tuple[FreedEarly, ...]:
     """The storages that the plain model lets go in its forward; of recorded models, since their code was seen to do so.
 
     What autograd saves was seen when the stages ran; a stage that may save other tensors another time says nothing.
@@ -54,8 +56,8 @@ def find_passing(runs: Sequence[tuple[StorageAliasing, Behaviour]], stages: Sequ
 def find_lingering(
     prefix: Sequence[StageModule], stages: Sequence[StageModule], rounded: Callable[[int], int]
 ) -> tuple[HeldLate, ...]:
-    """What the plain model holds in its forward longer than the `stages` of a chain do. prefix: those before. rounded: what is taken
-    for a number of bytes."""
+    """What the plain model holds in its forward longer than the `stages` of a chain do. prefix: those before. rounded:
+    what is taken for a number of bytes."""
     until = _ends(stages) | dict.fromkeys((storage for stage in prefix for storage in stage.lives.ends), 0)
     charged = {storage for stage in (*prefix, *stages) for storage in stage.storages if storage is not None}
     found: dict[tuple[int, int], int] = {}

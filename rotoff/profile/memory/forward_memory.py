@@ -1,7 +1,7 @@
 """What a stage's forward leaves behind where everything is kept: outputs, and what autograd saves.
 
-Autograd's graph alone holds what it saves, as it does in a step. A part of the graph that nothing leads to any more (a norm of a
-weight that is detached, a figure for the log) goes before the forward ends, and its tensors with it.
+Autograd's graph alone holds what it saves, as it does in a step. A part of the graph that nothing leads to any more (a
+norm of a weight that is detached, a figure for the log) goes before the forward ends, and its tensors with it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Saved(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A recorded forward with everything kept. saved: what autograd saved, in order. gathered: which storages of those are parameters',
-    that may be there only while the stage runs (FSDP)."""
+    """A recorded forward with everything kept. saved: what autograd saved, in order. gathered: which storages of those
+    are parameters', that may be there only while the stage runs (FSDP)."""
 
     outputs: list[torch.Tensor]
     saved: list[Saved]

@@ -1,10 +1,10 @@
 """Bytes of gradients as they really lie: several in one storage, or a part of one that is larger than it.
 
-The backward of a concatenation hands out views of one gradient, and each keeps all of it alive; a stage that passes a value
-on passes its gradient on as it lies. So what δ_i holds follows from the stages after i.
+The backward of a concatenation hands out views of one gradient, and each keeps all of it alive; a stage that passes a
+value on passes its gradient on as it lies. So what δ_i holds follows from the stages after i.
 
-Where a part waits for long, as the gradient of a U-Net's skip connection does, a copy of it lets the rest go: a little time
-for many bytes, in every ``B`` until then.
+Where a part waits for long, as the gradient of a U-Net's skip connection does, a copy of it lets the rest go: a little
+time for many bytes, in every ``B`` until then.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 
 class GradientPlace(NamedTuple):
-    """The storage that holds one gradient. incoming: the output whose gradient it came in with, None for a fresh one. strange:
-    whether it is permuted or expanded though the gradients given were contiguous; passed_on: where those were permuted."""
+    """The storage that holds one gradient. incoming: the output whose gradient it came in with, None for a fresh one.
+    strange: whether it is permuted or expanded though the gradients given were contiguous; passed_on: where those were
+    permuted."""
 
     storage: int
     nbytes: int
@@ -26,10 +27,10 @@ class GradientPlace(NamedTuple):
 
 
 class Charge(NamedTuple):
-    """Bytes that one δ keeps alive. shared: of those, what lies in one storage with another tensor's gradient, and so may stay
-    when the first of them has been used. copied: the tensors whose gradients are copies; copied_bytes: of those. fresh_bytes:
-    what the backward had made before it copied. strange: whether some of it is not contiguous: a mean's gradient is expanded, and so
-    may be those before it. Kernels that want it contiguous copy it first."""
+    """Bytes that one δ keeps alive. shared: of those, what lies in one storage with another tensor's gradient, and so
+    may stay when the first of them has been used. copied: the tensors whose gradients are copies; copied_bytes: of
+    those. fresh_bytes: what the backward had made before it copied. strange: whether some of it is not contiguous: a
+    mean's gradient is expanded, and so may be those before it. Kernels that want it contiguous copy it first."""
 
     nbytes: int
     shared: int = 0
@@ -46,8 +47,8 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
     """What δ_0 to δ_L keep alive.
 
     Args:
-        stages: of stages 1 to L, where the backward leaves each input's gradient, and the bytes of each output's gradient
-            by itself. compact: whether parts of storages that are handed on further are copied.
+        stages: of stages 1 to L, where the backward leaves each input's gradient, and the bytes of each output's
+            gradient by itself. compact: whether parts of storages that are handed on further are copied.
     """
     L = len(stages)
     lying = {(L, n): size for n, size in enumerate(stages[-1][1])}  # storage -> bytes, of the present boundary

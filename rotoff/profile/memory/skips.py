@@ -1,10 +1,10 @@
 """Bytes that several values carry, and the chain in which they are kept in place instead.
 
-A skip connection that crosses cuts is part of every value between its making and its use, and the machine charges it to each
-(a value may go alone to the host or be made again, and takes along what it needs). Kept in place, a skip stays on the device
-for the whole step: it is a constant, taken off the limit once, and the values pass it by. Where memory is plenty that is what the
-plain model does; where it is scarce, carrying wins, for then it can be moved and recomputed. So both are chains of the
-same stages, made from one measurement, and the planner asks for both.
+A skip connection that crosses cuts is part of every value between its making and its use, and the machine charges it to
+each (a value may go alone to the host or be made again, and takes along what it needs). Kept in place, a skip stays on
+the device for the whole step: it is a constant, taken off the limit once, and the values pass it by. Where memory is
+plenty that is what the plain model does; where it is scarce, carrying wins, for then it can be moved and recomputed. So
+both are chains of the same stages, made from one measurement, and the planner asks for both.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...tensors.storage import storage_key
 class StorageAliasing(NamedTuple):
     """In which storages the tensors of one run of a stage lie.
 
-    outputs: of each output tensor, (bytes of its storage, the first input in that storage or None, the first output in it).
-    saved: of each tensor that autograd saves, (the first input in its storage or None, the first output or None).
-    written: the inputs that the stage changed in place. spare: bytes by which what is charged while the stage runs, as ``F_all``
-    and as ``F_ck``, is above what it takes, since bytes that it hands on are charged to its input as well.
+    outputs: of each output tensor, (bytes of its storage, the first input in that storage or None, the first output in
+    it). saved: of each tensor that autograd saves, (the first input in its storage or None, the first output or None).
+    written: the inputs that the stage changed in place. spare: bytes by which what is charged while the stage runs, as
+    ``F_all`` and as ``F_ck``, is above what it takes, since bytes that it hands on are charged to its input as well.
     """
 
     outputs: tuple[tuple[int, int | None, int], ...]
@@ -44,13 +44,14 @@ def lying(
 ) -> StorageAliasing:
     """How the tensors of a run lie.
 
-    output_bytes: of each output's storage, as the device's allocator counts them. saved: the storage of each tensor saved, None for one
-    that is gone.
+    output_bytes: of each output's storage, as the device's allocator counts them. saved: the storage of each tensor
+    saved, None for one that is gone.
     """
     given, made = _first(inputs), _first(outputs)
     return StorageAliasing(
         tuple(
-            (size, given.get(storage_key(t)), made[storage_key(t)]) for t, size in zip(outputs, output_bytes, strict=True)
+            (size, given.get(storage_key(t)), made[storage_key(t)])
+            for t, size in zip(outputs, output_bytes, strict=True)
         ),
         tuple((None, None) if key is None else (given.get(key), made.get(key)) for key in saved),
         frozenset(written),
@@ -68,9 +69,9 @@ def _first(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 class Skip:
     """One storage that values carry on.
 
-    first: the stage that makes it. last: the last whose output holds it; the next one uses it, or the caller does. nbytes: of
-    it. outputs: of stages `first` to `last`, which output tensors lie in it. saved: of stages `first` to `last` + 1, which of
-    the tensors that autograd saves do.
+    first: the stage that makes it. last: the last whose output holds it; the next one uses it, or the caller does.
+    nbytes: of it. outputs: of stages `first` to `last`, which output tensors lie in it. saved: of stages `first` to
+    `last` + 1, which of the tensors that autograd saves do.
     """
 
     first: int
@@ -86,8 +87,9 @@ class Skip:
 
 
 class Found:
-    """One storage of outputs, while it is followed. first, last: of the stages whose outputs hold it. output: its number among those of the
-    first. saved: by stage, the numbers of the tensors in it that autograd saves. written: whether a stage changes it."""
+    """One storage of outputs, while it is followed. first, last: of the stages whose outputs hold it. output: its
+    number among those of the first. saved: by stage, the numbers of the tensors in it that autograd saves. written:
+    whether a stage changes it."""
 
     def __init__(self, first: int, output: int, nbytes: int) -> None:
         self.first = self.last = first
@@ -157,15 +159,18 @@ def handed_on(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> list[Found]:
     return found
 
 
-def keep_in_place(chain: Chain, skips: Sequence[Skip], spare: Sequence[tuple[int, int]], staying: Sequence[int]) -> Chain:
+def keep_in_place(
+    chain: Chain, skips: Sequence[Skip], spare: Sequence[tuple[int, int]], staying: Sequence[int]
+) -> Chain:
     """`chain` with the bytes of `skips` in no value; they are to be taken off the limit.
 
-    A replay of the stage that makes one makes it anew, beside the one that stays, and lets it go at its end. In the others
-    those bytes were charged twice while the stage ran, and are so no more. Its ``B`` cannot use their room once they have no
-    reader left.
+    A replay of the stage that makes one makes it anew, beside the one that stays, and lets it go at its end. In the
+    others those bytes were charged twice while the stage ran, and are so no more. Its ``B`` cannot use their room once
+    they have no reader left.
 
     Args:
-        spare: of each stage, `StorageAliasing.spare`. staying: of each, the bytes that its ``B`` needs more where all outputs stay.
+        spare: of each stage, `StorageAliasing.spare`. staying: of each, the bytes that its ``B`` needs more where all
+            outputs stay.
     """
     fewer = [0] * len(chain)
     handed = [0] * len(chain)  # of those, what the stage did not make
@@ -204,7 +209,8 @@ def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int], sta
 
 
 def gone_in_place(gone: Sequence[int], skips: Sequence[Skip], staying: Sequence[int]) -> tuple[int, ...]:
-    """Of each stage, what `gone` bytes of its ``B`` are left where `skips` stay in place: it never lets go of those that it made.
+    """Of each stage, what `gone` bytes of its ``B`` are left where `skips` stay in place: it never lets go of those
+    that it made.
 
     Args:
         staying: as of `keep_in_place`, which charges it.

@@ -1,8 +1,10 @@
-"""Forms in which convolutions run by other algorithms: as much is stored, fewer bytes pass while the stage runs, and it takes longer.
+"""Forms in which convolutions run by other algorithms: as much is stored, fewer bytes pass while the stage runs, and it
+takes longer.
 
-Nothing is known of an algorithm before it has run: under each that can be chosen (`tensors.convolutions`) the stage is run by the
-interpreter, in its two ways (for the first time, and again), and its transients and times are measured. What frees too few bytes is
-left out, and so is an algorithm whose results lie otherwise in memory, since the next stage's views would find other numbers.
+Nothing is known of an algorithm before it has run: under each that can be chosen (`tensors.convolutions`) the stage is
+run by the interpreter, in its two ways (for the first time, and again), and its transients and times are measured. What
+frees too few bytes is left out, and so is an algorithm whose results lie otherwise in memory, since the next stage's
+views would find other numbers.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def find_conv_forms(
     """Forms of `stage` with other `algorithms`: of the whole stage with each, of its smallest form with the leanest.
 
     Args:
-        stage: as the flags have its convolutions run. smallest: its form of fewest bytes, if any. known: seconds of backward by
-            `Recipe.identity`; where there are some, no other form is tried.
+        stage: as the flags have its convolutions run. smallest: its form of fewest bytes, if any. known: seconds of
+            backward by `Recipe.identity`; where there are some, no other form is tried.
     """
     own = frozenset(n for n, kind in enumerate(stage.behaviour.saved) if kind is SavedKind.OWN)
     whole = stage.costs.form(0), Recipe(own, {}, 0, (), {})
@@ -111,7 +113,8 @@ def _layout(run: Run, algorithms: Algorithms | None) -> list[Any]:
 
 
 def _more_seconds(bench: MeasurementContext, plain: VariantRun, trials: Sequence[VariantRun]) -> list[float]:
-    """Of each trial, the median seconds that forward and backward together take more than those of `plain`; runs in turn."""
+    """Of each trial, the median seconds that forward and backward together take more than those of `plain`; runs in
+    turn."""
     if not trials:
         return []
     ticks = clock(bench.device)

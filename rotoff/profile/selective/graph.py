@@ -113,7 +113,8 @@ class _Walk:
         return f"{type(value).__qualname__}@{id(value)}"
 
     def _closure(self, function: types.FunctionType) -> str:
-        """A function that was made by another, as ``torch.nn.functional.max_pool2d`` is: its code, and what it closes over."""
+        """A function that was made by another, as ``torch.nn.functional.max_pool2d`` is: its code, and what it closes
+        over."""
         head = f"{function.__module__}.{function.__qualname__}#{self._number(function)}"
         if id(function) in self._told:
             return head
@@ -142,8 +143,8 @@ class _Walk:
 
 
 def _code(forward: Any, owner: type) -> str:
-    """A digest of the instructions and constants of `forward` and of what it calls, as far as that is found by name: methods of
-    its class `owner`, and functions of the package that the calling function stands in."""
+    """A digest of the instructions and constants of `forward` and of what it calls, as far as that is found by name:
+    methods of its class `owner`, and functions of the package that the calling function stands in."""
     digest = hashlib.sha256()
     seen: set[int] = set()
     todo = [forward]

@@ -1,7 +1,7 @@
 """Forms of a stage, found and measured: what each one stores, what its redo and backward take, in bytes and seconds.
 
-First each form has to prove itself: what its redo makes is compared bit for bit with what autograd saved, with whatever nobody
-should read filled with NaN. What it takes is measured as the interpreter runs it (`form_trial`).
+First each form has to prove itself: what its redo makes is compared bit for bit with what autograd saved, with whatever
+nobody should read filled with NaN. What it takes is measured as the interpreter runs it (`form_trial`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,18 @@ class FormMeter:
     """Finds and measures forms on one bench; stages of the same structure share the work.
 
     Args:
-        policy: the user's word on what is kept, if any. partial: whether to look for forms that store a part. algorithms: other
-            ones that convolutions may run by (`conv_forms`).
+        policy: the user's word on what is kept, if any. partial: whether to look for forms that store a part.
+            algorithms: other ones that convolutions may run by (`conv_forms`).
     """
 
     recorded = 2  # runs under the recorder, of which each operation's faster time counts
 
     def __init__(
-        self, bench: MeasurementContext, policy: Policy | None, partial: bool = True, algorithms: Sequence[Algorithms] = ()
+        self,
+        bench: MeasurementContext,
+        policy: Policy | None,
+        partial: bool = True,
+        algorithms: Sequence[Algorithms] = (),
     ) -> None:
         self.bench = bench
         self._policy = policy
@@ -83,7 +87,9 @@ class FormMeter:
             return FoundForms(reason=no_parts)
         try:
             logs = [self.bench.recorded(run) for _ in range(self.recorded)]
-        except Exception as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
+        except (
+            Exception
+        ) as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
             return FoundForms(reason=f"its operations could not be recorded ({type(error).__name__}: {error})")
         log = _fastest(logs)
         if log is None or len(log.packs) != len(behaviour.saved):
@@ -130,7 +136,9 @@ class FormMeter:
             else:
                 reason = "a redo does not give what the first run gave"
         known = [times.get(trial.recipe.identity) for trial in trials]
-        redos = iter(self._redo_seconds(stage.run, [trial for trial, at in zip(trials, known, strict=True) if at is None]))
+        redos = iter(
+            self._redo_seconds(stage.run, [trial for trial, at in zip(trials, known, strict=True) if at is None])
+        )
         pairs: list[tuple[Form, Recipe]] = []
         for trial, seconds in zip(trials, known, strict=True):
             saved_bytes, forward_transient = trial.forward_bytes()
@@ -147,8 +155,8 @@ class FormMeter:
     def _redo_seconds(self, run: Run, trials: Sequence[VariantRun]) -> list[float]:
         """Of each trial, the median seconds that its ``B`` takes more than the one of everything kept.
 
-        The two run in turn, and it is the differences that count: with times from different moments of a busy machine a redo
-        might seem to take less than nothing.
+        The two run in turn, and it is the differences that count: with times from different moments of a busy machine a
+        redo might seem to take less than nothing.
         """
         if not trials:
             return []
@@ -181,8 +189,8 @@ class FormMeter:
 def _faithful(stage: WholeStage, recipe: Recipe, device: torch.device) -> bool:
     """Whether a redo makes, bit for bit, what autograd saved in the first run.
 
-    Where a second plain run does not make the same bits either, there are none to compare with: fused attention saves memory that
-    nobody has written (its random state, without dropout), and some kernels add up in any order.
+    Where a second plain run does not make the same bits either, there are none to compare with: fused attention saves
+    memory that nobody has written (its random state, without dropout), and some kernels add up in any order.
     """
     run, behaviour = stage.run, stage.behaviour
     state = ReplayState(Surroundings(device), behaviour.changed_buffers, behaviour.changed_attributes)
@@ -212,7 +220,8 @@ def _faithful(stage: WholeStage, recipe: Recipe, device: torch.device) -> bool:
 
 
 class _Compared:
-    """Looks at what autograd saves in a later run. others: by number, the stage's own tensors with other bits than in the first."""
+    """Looks at what autograd saves in a later run. others: by number, the stage's own tensors with other bits than in
+    the first."""
 
     def __init__(self, saved: Sequence[torch.Tensor], kinds: Sequence[SavedKind]) -> None:
         self._saved = saved
@@ -236,7 +245,8 @@ def _akin(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _dirty(tensors: Sequence[torch.Tensor]) -> None:
-    """Leave some of the allocator's free memory, in blocks as of `tensors`, with other content than theirs, bit by bit."""
+    """Leave some of the allocator's free memory, in blocks as of `tensors`, with other content than theirs, bit by
+    bit."""
     for tensor in tensors:
         if 0 < tensor.nbytes <= 4096:
             content = bytes_of(tensor.clone(memory_format=torch.contiguous_format).untyped_storage())
@@ -262,8 +272,8 @@ def _fastest(logs: Sequence[OperationLog]) -> OperationLog | None:
 
 
 def _alike(a: Stage, b: Stage, slack: int = 0) -> bool:
-    """Whether stages that do the same take the same bytes. slack: bytes by which what they take while they run may differ, since each
-    block that the allocator does not split is larger than asked for by what happened to be there."""
+    """Whether stages that do the same take the same bytes. slack: bytes by which what they take while they run may
+    differ, since each block that the allocator does not split is larger than asked for by what happened to be there."""
     if (a.saved_bytes, a.output_bytes) != (b.saved_bytes, b.output_bytes):
         return False
     forward = abs(a.forward_transient_bytes - b.forward_transient_bytes)

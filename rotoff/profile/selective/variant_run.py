@@ -1,7 +1,7 @@
 """One form of one stage, run by the interpreter itself, and what that takes in bytes.
 
-The plan that runs is ``F_sel 1 k``, ``B 1`` of a chain of that one stage, so that times and bytes include all that the interpreter
-does.
+The plan that runs is ``F_sel 1 k``, ``B 1`` of a chain of that one stage, so that times and bytes include all that the
+interpreter does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class VariantRun:
         self._leaves: list[torch.Tensor] = []
 
     def forward(self, again: bool = False) -> tuple[list[torch.Tensor], Step]:
-        """``F_sel``: the outputs, and the step that waits for their gradients. again: ``F_ck``; the step will do ``F_sel``."""
+        """``F_sel``: the outputs, and the step that waits for their gradients. again: ``F_ck``; the step will do
+        ``F_sel``."""
         self._leaves = self._run.leaves()
         plan = self._again if again else self._plan
         step = Step(plan, [self._run.stage], [self._behaviour], self._bench.device, None, lambda _: None)

@@ -1,15 +1,17 @@
 """Which of a stage's saved tensors to store, and which to redo: forms from the log of one forward.
 
-A form keeps a set of storages among those that autograd saves; the stage's outputs are there anyway. What the redo then has
-to run follows from who reads what: the operations that write a storage which is neither kept nor given, and in turn what those
-read. Its cost is the sum of their times. Beginning with everything kept, the storage whose loss costs the fewest seconds a
-byte goes next, until nothing is left; that walk passes through the forms of a stage, and its lower convex hull in (bytes,
-seconds) is where the good ones lie. Of the hull at most `MOST` are taken, those that it would miss most.
+A form keeps a set of storages among those that autograd saves; the stage's outputs are there anyway. What the redo then
+has to run follows from who reads what: the operations that write a storage which is neither kept nor given, and in turn
+what those read. Its cost is the sum of their times. Beginning with everything kept, the storage whose loss costs the
+fewest seconds a byte goes next, until nothing is left; that walk passes through the forms of a stage, and its lower
+convex hull in (bytes, seconds) is where the good ones lie. Of the hull at most `MOST` are taken, those that it would
+miss most.
 
-Must not be redone, or only with care: an operation that writes what was there before (a buffer), or returns something that
-Python may look at, always runs in a redo. A storage that something reads before its last writer has run is not stored.
-Nothing draws random numbers after a draw that was left out. A stage gets no forms at all where collectives run in it, where it
-holds compiled modules (a dispatch mode would run them uncompiled), or where something writes past the dispatcher.
+Must not be redone, or only with care: an operation that writes what was there before (a buffer), or returns something
+that Python may look at, always runs in a redo. A storage that something reads before its last writer has run is not
+stored. Nothing draws random numbers after a draw that was left out. A stage gets no forms at all where collectives run
+in it, where it holds compiled modules (a dispatch mode would run them uncompiled), or where something writes past the
+dispatcher.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from ...tensors.recipe import Argument, Constant, Recipe, Result, Stored, Unread
 from ...tensors.stage import SavedKind, StageModule
 
 MOST = 4
-# Operations that look at no more than the shape of what they are given; and those whose first result alone depends on it.
+# Operations that look at no more than the shape of what they are given; and those whose first result alone depends on
+# it.
 LIKE = frozenset(
     {f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
     | {f"new_{what}" for what in ("empty", "empty_strided", "zeros", "ones", "full")}
@@ -125,7 +128,9 @@ class StageGraph:
     def _must_run(self, op: Operation, made: list[int]) -> bool:
         if any(s not in self._log.made for s in op.writes):
             return True  # a buffer
-        plain = all(leaf.storage is not None or leaf.constant is None or type(leaf.constant) is int for leaf in op.leaves)
+        plain = all(
+            leaf.storage is not None or leaf.constant is None or type(leaf.constant) is int for leaf in op.leaves
+        )
         if not plain or not any(leaf.storage is not None for leaf in op.leaves):
             return True
         for leaf in op.leaves:
@@ -139,7 +144,9 @@ class StageGraph:
     @property
     def given(self) -> frozenset[int]:
         """Storages that are there in any form: the outputs'."""
-        return frozenset(p.storage for p in self._packs.values() if p.storage is not None and p.storage in self._log.outputs)
+        return frozenset(
+            p.storage for p in self._packs.values() if p.storage is not None and p.storage in self._log.outputs
+        )
 
     @property
     def saved(self) -> frozenset[int]:
@@ -251,7 +258,8 @@ class StageGraph:
     # -- the forms
 
     def front(self, policy: Policy | None = None) -> list[tuple[frozenset[int], int, float]]:
-        """(kept storages, their bytes beyond the outputs, seconds of the redo) from most to fewest bytes, the hull only."""
+        """(kept storages, their bytes beyond the outputs, seconds of the redo) from most to fewest bytes, the hull
+        only."""
         given = self.given
         always, never = self._ruled(policy)
         kept = self.saved - never | given
@@ -318,7 +326,8 @@ def _turns(a: Any, b: Any, c: Any) -> bool:
 
 
 def _thinned(points: list[Point], full: tuple[int, float], most: int) -> list[Point]:
-    """`most` of `points`; each time the one goes whose triangle with its neighbours is the smallest. The last one stays."""
+    """`most` of `points`; each time the one goes whose triangle with its neighbours is the smallest. The last one
+    stays."""
     points = list(points)
     while len(points) > max(1, most):
         ends = [(None, *full), *points]

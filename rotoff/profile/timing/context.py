@@ -17,8 +17,8 @@ from .harness import Run
 
 @dataclass(frozen=True)
 class MeasurementContext:
-    """repeats: how often something is timed; the median counts. seconds: of an operation, its arguments and its result, in place of
-    a clock."""
+    """repeats: how often something is timed; the median counts. seconds: of an operation, its arguments and its result,
+    in place of a clock."""
 
     device: torch.device
     allocator: Allocator

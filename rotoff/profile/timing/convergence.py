@@ -1,8 +1,8 @@
 """How often something is timed: until the median is known well enough, for long enough, or a fixed number of times.
 
 How well a median is known is told by the distribution-free interval of the sign test (Conover, Practical Nonparametric
-Statistics, 3rd ed., section 3.2): of n sorted times t_1 <= ... <= t_n the median lies between t_(1+k) and t_(n-k) but for a
-chance of 2 * P(Binomial(n, 1/2) <= k). So a single slow run, however slow, widens nothing once there are nine.
+Statistics, 3rd ed., section 3.2): of n sorted times t_1 <= ... <= t_n the median lies between t_(1+k) and t_(n-k) but
+for a chance of 2 * P(Binomial(n, 1/2) <= k). So a single slow run, however slow, widens nothing once there are nine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 
 from ...errors import OptionError
 
-CONFIDENCE = 0.95  # of the interval; below six runs it is from the least to the most, which is as sure as there are runs
+CONFIDENCE = (
+    0.95  # of the interval; below six runs it is from the least to the most, which is as sure as there are runs
+)
 FIXED = 5  # runs, where several processes must run stages equally often
 BATCH = 3  # runs between two looks, since a look waits for the device
 
@@ -48,7 +50,8 @@ class Series:
 
 
 def more_than_first(seconds: Sequence[float], width: int) -> list[Series]:
-    """Of `width` things timed in turn, round after round, what each but the first takes more than the first in the same round.
+    """Of `width` things timed in turn, round after round, what each but the first takes more than the first in the same
+    round.
 
     With times from different moments of a busy machine, what takes a little more might seem to take less.
     """
@@ -59,7 +62,8 @@ def more_than_first(seconds: Sequence[float], width: int) -> list[Series]:
 
 @dataclass(frozen=True)
 class Repeats:
-    """least, most: runs. seconds: that may go by after the least. width: of the interval's half, relative to the median."""
+    """least, most: runs. seconds: that may go by after the least. width: of the interval's half, relative to the
+    median."""
 
     least: int = 3
     most: int = 15
@@ -76,7 +80,9 @@ class Repeats:
         if repeats is None:
             return Repeats(FIXED, FIXED) if _in_company() else Repeats()
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise OptionError(f"repeats is {repeats!r}; give a whole number of at least 1, or None to time until steady")
+            raise OptionError(
+                f"repeats is {repeats!r}; give a whole number of at least 1, or None to time until steady"
+            )
         return Repeats(repeats, repeats)
 
     @property

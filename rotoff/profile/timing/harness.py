@@ -53,14 +53,17 @@ def ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def like_values(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs' own numbers as their gradients: devices are faster on numbers that are all the same than on those of training."""
+    """The outputs' own numbers as their gradients: devices are faster on numbers that are all the same than on those of
+    training."""
     return [t.detach().clone(memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
 
 
 def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As `ones`, but with the first dimension's numbers side by side."""
     return [
-        _reversed(torch.ones_like(_reversed(t), memory_format=torch.contiguous_format)) for t in outputs if t.requires_grad
+        _reversed(torch.ones_like(_reversed(t), memory_format=torch.contiguous_format))
+        for t in outputs
+        if t.requires_grad
     ]
 
 

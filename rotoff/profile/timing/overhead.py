@@ -1,11 +1,11 @@
 """What the runtime itself takes of the compute lane: its parts timed where they are as slow as in a step.
 
-In a step kernels run between two saved tensors, and the interpreter's code and data are as cold after them as anything: 20
-microseconds for a stage in a loop of nothing else become 200. So stages of the very model run under the interpreter, and a clock
-is read where that begins and ends: as a stage is entered and left, and around each of its calls, less the call itself. What PyTorch
-takes to get to the interpreter and back is not seen, nor what it takes to compare a call with the one expected; a replay, whose calls
-nobody follows, takes less than a first run, and is charged the same. What moves take is timed on tensors of no size, with memory gone
-through before each.
+In a step kernels run between two saved tensors, and the interpreter's code and data are as cold after them as anything:
+20 microseconds for a stage in a loop of nothing else become 200. So stages of the very model run under the interpreter,
+and a clock is read where that begins and ends: as a stage is entered and left, and around each of its calls, less the
+call itself. What PyTorch takes to get to the interpreter and back is not seen, nor what it takes to compare a call with
+the one expected; a replay, whose calls nobody follows, takes less than a first run, and is charged the same. What moves
+take is timed on tensors of no size, with memory gone through before each.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class UpkeepMeter:
         self._spans: list[_Spans] = []
 
     def sample(self, run: Run, behaviour: Behaviour) -> None:
-        """Run a stage under the interpreter, where not enough have been and it is like most: something of its input is differentiated."""
+        """Run a stage under the interpreter, where not enough have been and it is like most: something of its input is
+        differentiated."""
         fit = len(self._spans) < STAGES and any(t.requires_grad for t in run.tensors)
         if not fit or run.last or behaviour.varying or any(gathers(module) for module in run.stage.modules):
             return
@@ -87,8 +88,8 @@ class UpkeepMeter:
 
 @dataclass
 class _Spans:
-    """Seconds. forward: of the interpreter in a stage's forward, without hooks; so_far: of that, in the stage that is open. backward:
-    between two stages' backwards. pack, unpack: of one tensor."""
+    """Seconds. forward: of the interpreter in a stage's forward, without hooks; so_far: of that, in the stage that is
+    open. backward: between two stages' backwards. pack, unpack: of one tensor."""
 
     forward: list[float] = field(default_factory=list)
     so_far: float = 0.0

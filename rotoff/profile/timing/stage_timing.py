@@ -65,8 +65,8 @@ def clock(device: torch.device) -> HostClock | CudaClock:
 
 
 class End(NamedTuple):
-    """Where a replay for its own backward alone may end. enough: `Behaviour.enough`. share: of the seconds of the stage's operations,
-    those behind, as they took when they were recorded."""
+    """Where a replay for its own backward alone may end. enough: `Behaviour.enough`. share: of the seconds of the
+    stage's operations, those behind, as they took when they were recorded."""
 
     enough: int = 0
     share: float = 0.0
@@ -74,8 +74,8 @@ class End(NamedTuple):
 
 @dataclass
 class Timings:
-    """Seconds that the stages of one kind took, run by run. tails: shares that what a replay may leave out has of a forward. host: what
-    the host took to launch a forward and a backward, where it is not the device."""
+    """Seconds that the stages of one kind took, run by run. tails: shares that what a replay may leave out has of a
+    forward. host: what the host took to launch a forward and a backward, where it is not the device."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -95,15 +95,16 @@ class Timings:
     def medians(self) -> tuple[float, float, float]:
         """Of the forward, the backward and the tail.
 
-        The tail is the median share of one forward: the difference of two, each with its own noise, would be of no use where it
-        is small.
+        The tail is the median share of one forward: the difference of two, each with its own noise, would be of no use
+        where it is small.
         """
         forward, backward = statistics.median(self.forward), statistics.median(self.backward)
         return forward, backward, forward * statistics.median(self.tails) if self.tails else 0.0
 
 
 def time_stage(run: Run, end: End, repeats: Repeats, device: torch.device, timings: Timings) -> None:
-    """Run the stage's forward and backward, and its forward with the tail apart, until `timings` are steady, and add to them."""
+    """Run the stage's forward and backward, and its forward with the tail apart, until `timings` are steady, and add to
+    them."""
     tailed = end.share >= LEAST_TAIL and not run.last  # nobody takes the last stage's output from a replay
     width = 7 if tailed else 4
     ticks = clock(device)
@@ -153,7 +154,8 @@ def _run_with_tail(run: Run, enough: int, tick: Callable[[], None]) -> None:
 
 
 def copy_bandwidth(nbytes: float, device: torch.device) -> float:
-    """B/s at which a tensor of `nbytes`, or of `MOST_COPIED`, is copied on `device`: the median of five, after a first that does not count."""
+    """B/s at which a tensor of `nbytes`, or of `MOST_COPIED`, is copied on `device`: the median of five, after a first
+    that does not count."""
     nbytes = max(1, min(int(nbytes), MOST_COPIED))
     source, ticks = torch.zeros(nbytes, dtype=torch.uint8, device=device), clock(device)
     source.clone()

@@ -1,8 +1,9 @@
-"""Times of a model's stages and of its link, kept on disk: what is slow to measure, and the same again in another process.
+"""Times of a model's stages and of its link, kept on disk: what is slow to measure, and the same again in another
+process.
 
 Bytes are measured anew in every process, since the promise on the peak rests on them and one run shows them. Times only
-steer the plan; they are known again by all that they depend on: the stages' structure and code, the shapes, autocast, the device,
-versions and the number of threads.
+steer the plan; they are known again by all that they depend on: the stages' structure and code, the shapes, autocast,
+the device, versions and the number of threads.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ KnownForms = tuple[KnownForm, ...]
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage and of its tail (`runtime.early_stop`), in seconds, which forms it has, and whether the device waits for the host."""
+    """Times of one stage and of its tail (`runtime.early_stop`), in seconds, which forms it has, and whether the device
+    waits for the host."""
 
     name: str
     forward_time: float
@@ -53,8 +55,9 @@ class StageTimes(NamedTuple):
 
 
 class KnownTimes(NamedTuple):
-    """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured. copy_bandwidth: of copies on the
-    device, B/s, likewise. upkeep: what the runtime itself takes, likewise. checked: whether to look at one of them again."""
+    """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured. copy_bandwidth: of copies
+    on the device, B/s, likewise. upkeep: what the runtime itself takes, likewise. checked: whether to look at one of
+    them again."""
 
     stages: tuple[StageTimes, ...]
     link: tuple[float, float, bool] | None

@@ -1,8 +1,9 @@
 """How fast a link copies: what a chain's two bandwidths are measured with.
 
-A link whose copies run through the processor's caches moves the same few bytes again two to three times as fast as a step, which
-comes back to a value only after all the others. There the copies go round as many bytes as a step may move, or as no cache
-holds, on the device as on the host: those of one value to many places of the host are still faster than a step's.
+A link whose copies run through the processor's caches moves the same few bytes again two to three times as fast as a
+step, which comes back to a value only after all the others. There the copies go round as many bytes as a step may move,
+or as no cache holds, on the device as on the host: those of one value to many places of the host are still faster than
+a step's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .base import Link
 
 # Many times what a core's own caches hold.
 COLD_BYTES = 64 << 20
-# What is copied between two looks at the clock where copies queue: asking for a copy and seeing it done takes tens of microseconds.
+# What is copied between two looks at the clock where copies queue: asking for a copy and seeing it done takes tens of
+# microseconds.
 QUEUED_BYTES, QUEUED = 32 << 20, 32
 # More makes a copy that queues no faster, and takes as much pinned memory and as much of the device.
 MOST_QUEUED_BYTES = 256 << 20
@@ -29,8 +31,8 @@ BESIDE_BYTES = 32 << 20  # of the copies by which `beside` judges: asking for th
 def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
-    link: idle, since its first host bytes are reserved and overwritten. nbytes: the size of the copies that count, of which a link
-    where they queue needs no more than `MOST_QUEUED_BYTES`. step_bytes: that a step may move in all.
+    link: idle, since its first host bytes are reserved and overwritten. nbytes: the size of the copies that count, of
+    which a link where they queue needs no more than `MOST_QUEUED_BYTES`. step_bytes: that a step may move in all.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
@@ -64,8 +66,8 @@ def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int
 
 
 def beside(link: Link, repeats: int = 3) -> float:
-    """How far copies out and in run beside each other on a link where copies queue: 1 where together they take as long as the slower
-    by itself, 0 where they take as long as one after the other.
+    """How far copies out and in run beside each other on a link where copies queue: 1 where together they take as long
+    as the slower by itself, 0 where they take as long as one after the other.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for 2 * `BESIDE_BYTES`, or a copy fails.
@@ -93,7 +95,8 @@ def beside(link: Link, repeats: int = 3) -> float:
 
 
 def both_at_once(link: Link, nbytes: int, copies: int = 8) -> tuple[float, float]:
-    """(device to host, host to device) in bytes per second, each while the other one is busy, by the times of the copies themselves.
+    """(device to host, host to device) in bytes per second, each while the other one is busy, by the times of the
+    copies themselves.
 
     link: idle, as for `measure_bandwidth`. nbytes: of each of the `copies` that go each way.
 
@@ -129,7 +132,8 @@ def mark(device: torch.device) -> Any:
 
 
 def _least_reserved(link: Link, nbytes: int) -> int:
-    """Reserve `nbytes`, or less where the host has no room for that, since plans without moves need none; how many it is."""
+    """Reserve `nbytes`, or less where the host has no room for that, since plans without moves need none; how many it
+    is."""
     while nbytes > LEAST_BYTES:
         try:
             link.reserve(nbytes)

@@ -1,8 +1,8 @@
 """What the interpreter asks of a link between device and host; one implementation for CUDA, one for CPU and file.
 
-A link moves bytes, nothing else: which value, when, and where on the host it lies is the plan's business. The host side is
-one slab per plan, reserved once, addressed by offset. The compute lane is whatever executes the stages (the current CUDA
-stream, or the thread that runs forward and backward).
+A link moves bytes, nothing else: which value, when, and where on the host it lies is the plan's business. The host side
+is one slab per plan, reserved once, addressed by offset. The compute lane is whatever executes the stages (the current
+CUDA stream, or the thread that runs forward and backward).
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class Link(ABC):
     * `wait` makes all compute issued after it come after the copy; it is called before a target is used, and before
       a source or a target is released.
 
-    A ticket that dies unawaited is as good as awaited: its memory goes back to the allocator only when that is safe. So a
-    step that is given up, on whatever thread, may just let go of all that it holds.
+    A ticket that dies unawaited is as good as awaited: its memory goes back to the allocator only when that is safe. So
+    a step that is given up, on whatever thread, may just let go of all that it holds.
     """
 
     device: torch.device
     duplex: bool
     capacity: int  # host bytes that `reserve` has secured
-    timed = False  # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
+    # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
+    timed = False
     recording = False  # whether `access` wants to be told what compute touches
     cached = False  # whether copies run through the processor's caches, so that the same bytes again are copied faster
     queues = False  # whether copies are asked for ahead and done by the device, without the host
@@ -50,16 +51,17 @@ class Link(ABC):
         """
 
     def begin(self) -> None:
-        """Another step begins, whose compute may be ordered after nothing of the last one's: that has been issued, and may not have
-        ended. Its copies to the host must come after all copies from there, whose host bytes they overwrite."""
+        """Another step begins, whose compute may be ordered after nothing of the last one's: that has been issued, and
+        may not have ended. Its copies to the host must come after all copies from there, whose host bytes they
+        overwrite."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` uninitialised bytes on the device, a 1-d uint8 tensor with a storage of its own, for `copy_in`."""
 
     def stand_in(self, nbytes: int) -> torch.Tensor:
-        """Bytes that copies run from and to as fast as from and to the device's, and that take none of the device's where there are
-        such; for measuring. A 1-d uint8 tensor.
+        """Bytes that copies run from and to as fast as from and to the device's, and that take none of the device's
+        where there are such; for measuring. A 1-d uint8 tensor.
 
         Raises:
             rotoff.ExecutionError: where there is no room for them.
@@ -75,7 +77,8 @@ class Link(ABC):
         """Start copying host bytes from `offset` into 1-d uint8 device tensors; `after` wrote those host bytes."""
 
     def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Host bytes as a 1-d uint8 tensor that anybody may read and write, for as long as it lives; a storage of its own.
+        """Host bytes as a 1-d uint8 tensor that anybody may read and write, for as long as it lives; a storage of its
+        own.
 
         Raises:
             rotoff.ExecutionError: where the link cannot show them.
@@ -91,7 +94,8 @@ class Link(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Block the host until all copies begun so far have ended; for measuring and for giving up, never within a step."""
+        """Block the host until all copies begun so far have ended; for measuring and for giving up, never within a
+        step."""
 
     @abstractmethod
     def close(self) -> None:
@@ -101,4 +105,5 @@ class Link(ABC):
         """Told by the interpreter which storages compute is about to touch, where `recording` is true."""
 
     def release(self, what: str, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Told by the interpreter which storages it is about to give back to the allocator, where `recording` is true."""
+        """Told by the interpreter which storages it is about to give back to the allocator, where `recording` is
+        true."""

@@ -1,13 +1,13 @@
 """The link for CUDA: a side stream for each direction, pinned host memory of exact size, order kept by events alone.
 
-For each copy (design, section 5): an event of the compute stream is recorded at issue and the copy's stream waits for it,
-since the source is not written, or the target still used for what it held before, until then; a copy back waits for the
-copy out that filled its host bytes; the copy's own event is what `wait` makes the compute stream wait for. Once that is
-done, memory may go back to the allocator, which hands it out again in the order of the compute stream. So the allocator
-needs no `record_stream`, whose blocks come back late, and the host never waits within a step.
+For each copy (design, section 5): an event of the compute stream is recorded at issue and the copy's stream waits for
+it, since the source is not written, or the target still used for what it held before, until then; a copy back waits for
+the copy out that filled its host bytes; the copy's own event is what `wait` makes the compute stream wait for. Once
+that is done, memory may go back to the allocator, which hands it out again in the order of the compute stream. So the
+allocator needs no `record_stream`, whose blocks come back late, and the host never waits within a step.
 
-`StreamLink` is all of that, written against `Streams`; `CudaStreams` is the real thing, and `link_recording` has one for
-tensors on the CPU, so the code whose order is proved is the code that runs.
+`StreamLink` is all of that, written against `Streams`; `CudaStreams` is the real thing, and `link_recording` has one
+for tensors on the CPU, so the code whose order is proved is the code that runs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class CudaStreams:
         stream.synchronize()
 
     def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        # Contiguous bytes on both sides: torch issues one cudaMemcpyAsync each, which is asynchronous because the driver
+        # Contiguous bytes on both sides: torch issues one cudaMemcpyAsync each, which is asynchronous because the
+        # driver
         # knows the host side as pinned; torch itself does not look.
         with torch.cuda.stream(stream):
             for target, source in pairs:
@@ -125,7 +126,9 @@ class StreamTicket:
 
     __slots__ = ("_pool", "_streams", "_tensors", "begin", "compute", "done")
 
-    def __init__(self, streams: Streams, pool: list[Event], compute: Stream, done: Event, tensors: Sequence[torch.Tensor]):
+    def __init__(
+        self, streams: Streams, pool: list[Event], compute: Stream, done: Event, tensors: Sequence[torch.Tensor]
+    ):
         self._streams = streams
         self._pool = pool
         self._tensors: tuple[torch.Tensor, ...] | None = tuple(tensors)
@@ -134,7 +137,8 @@ class StreamTicket:
         self.begin: Event | None = None  # where the link is timed
 
     def span(self, zero: Event) -> tuple[float, float]:
-        """Seconds from `zero`, a timed event of the compute stream, to the copy's begin and end; both must have passed."""
+        """Seconds from `zero`, a timed event of the compute stream, to the copy's begin and end; both must have
+        passed."""
         assert self.begin is not None
         return zero.elapsed_time(self.begin) / 1e3, zero.elapsed_time(self.done) / 1e3
 

@@ -1,7 +1,8 @@
-"""The link for the CPU: RAM is the device, a private file on a real disk is the host, one thread does the copies in order.
+"""The link for the CPU: RAM is the device, a private file on a real disk is the host, one thread does the copies in
+order.
 
-The copies leave and enter the tensors' own memory, so an offload costs no second copy in RAM. What the kernel keeps of the
-file in its page cache is not the process's memory and goes when others need it.
+The copies leave and enter the tensors' own memory, so an offload costs no second copy in RAM. What the kernel keeps of
+the file in its page cache is not the process's memory and goes when others need it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class FileTicket:
 
     __slots__ = ("_after", "_finished", "_tensors", "began", "ended", "failure", "nbytes", "offset", "out", "process")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], offset: int, out: bool, after: FileTicket | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], offset: int, out: bool, after: FileTicket | None = None
+    ) -> None:
         self._tensors = tuple(tensors)
         self._after = after
         self._finished = threading.Event()
@@ -59,7 +62,9 @@ class FileTicket:
     def join(self) -> None:
         """Block until the copy has ended; an interrupt gets through."""
         if self.process != os.getpid():
-            raise ExecutionError("a copy begun before the process forked cannot be awaited in the child; fork between steps")
+            raise ExecutionError(
+                "a copy begun before the process forked cannot be awaited in the child; fork between steps"
+            )
         self._finished.wait()
 
     def _move(self, file: HostFile) -> None:
@@ -143,7 +148,9 @@ class FileLink(Link):
     def _submit(self, ticket: FileTicket) -> FileTicket:
         if ticket.offset < 0 or ticket.offset + ticket.nbytes > self.capacity:
             end = ticket.offset + ticket.nbytes
-            raise ExecutionError(f"a copy at host bytes {ticket.offset} to {end} leaves the {self.capacity} bytes reserved")
+            raise ExecutionError(
+                f"a copy at host bytes {ticket.offset} to {end} leaves the {self.capacity} bytes reserved"
+            )
         self._live_worker().submit(ticket)
         return ticket
 
@@ -158,7 +165,8 @@ class FileLink(Link):
 
 
 class _Worker:
-    """The thread that copies, its queue and its file; ended by `close`, with the link itself and at interpreter exit."""
+    """The thread that copies, its queue and its file; ended by `close`, with the link itself and at interpreter
+    exit."""
 
     def __init__(self, directory: str | os.PathLike[str], nbytes: int) -> None:
         self.process = os.getpid()
@@ -171,7 +179,9 @@ class _Worker:
 
     def submit(self, ticket: FileTicket) -> None:
         if not self._threads:
-            thread = threading.Thread(target=_serve, args=(self._tickets, self.file), name="rotoff-file-link", daemon=True)
+            thread = threading.Thread(
+                target=_serve, args=(self._tickets, self.file), name="rotoff-file-link", daemon=True
+            )
             try:
                 thread.start()
             except RuntimeError as error:

@@ -22,6 +22,8 @@ def free_memory(device: torch.device) -> int:
     else:
         available = available_bytes()
         if available is None:
-            raise LimitError('mem_limit "auto" needs a system that says how much memory is free; give a number of bytes')
+            raise LimitError(
+                'mem_limit "auto" needs a system that says how much memory is free; give a number of bytes'
+            )
         free = available
     return int(free * (1 - MARGIN))

@@ -1,11 +1,12 @@
-"""Half precision on the way: float32 values cross the link, and wait on the host, in 16 bits. Lossy, and off by default.
+"""Half precision on the way: float32 values cross the link, and wait on the host, in 16 bits. Lossy, and off by
+default.
 
-Source: Hascoet et al., *Reducing the Memory Cost of Training Convolutional Neural Networks by CPU Offloading* (JSEA 2019),
-sections 4.3 and 5.2, where converting "the hidden activations to FP16 before sending them" is proposed.
+Source: Hascoet et al., *Reducing the Memory Cost of Training Convolutional Neural Networks by CPU Offloading* (JSEA
+2019), sections 4.3 and 5.2, where converting "the hidden activations to FP16 before sending them" is proposed.
 
-The conversion is a part of the copy: it runs on the copy's own stream, piece by piece, so it holds up no compute and needs
-one piece of device memory for each direction (`STAGING_BYTES`), whatever the size of the value. Nothing else changes: order,
-events and host addresses are the `StreamLink`'s. What is not float32 crosses as it is.
+The conversion is a part of the copy: it runs on the copy's own stream, piece by piece, so it holds up no compute and
+needs one piece of device memory for each direction (`STAGING_BYTES`), whatever the size of the value. Nothing else
+changes: order, events and host addresses are the `StreamLink`'s. What is not float32 crosses as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ...errors import OptionError
 from .cuda import CudaStreams, StreamLink, Streams
 
 PIECE = 2 << 20  # elements that are converted at a time
-# Each direction's stream has one piece in 16 bits at a time: the allocator gives it back to the same stream, in order, and
+# Each direction's stream has one piece in 16 bits at a time: the allocator gives it back to the same stream, in order,
+# and
 # rounds what it takes for a stream of its own up to 20 MiB at most.
 STAGING_BYTES = 2 * (20 << 20)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -33,8 +35,8 @@ def check_offload_dtype(dtype: torch.dtype | None) -> None:
 class HalfLink(StreamLink):
     """A `StreamLink` that keeps float32 tensors in `dtype` on the host.
 
-    Sources and targets may be 1-d float32 tensors beside 1-d uint8 ones (`typed`); a value's tensors must come back with the
-    types that they left with.
+    Sources and targets may be 1-d float32 tensors beside 1-d uint8 ones (`typed`); a value's tensors must come back
+    with the types that they left with.
     """
 
     typed = True
@@ -44,7 +46,8 @@ class HalfLink(StreamLink):
         self._dtype = dtype
 
     def _places(self, tensors: Sequence[torch.Tensor], offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(host, device) for `tensors`; each keeps the host bytes that it would have unconverted, of which it needs half."""
+        """(host, device) for `tensors`; each keeps the host bytes that it would have unconverted, of which it needs
+        half."""
         places: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.element_size()

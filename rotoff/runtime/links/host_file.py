@@ -1,4 +1,5 @@
-"""A private file on a real disk as host memory: where it may lie, reserving bytes in it, writing and reading at an offset.
+"""A private file on a real disk as host memory: where it may lie, reserving bytes in it, writing and reading at an
+offset.
 
 The file has no name once it is open, so nothing is left of it when the process ends, however it ends.
 """
@@ -14,14 +15,17 @@ from pathlib import Path
 
 from ...errors import ExecutionError
 
-IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})  # a file there is RAM, which offloading is meant to free
+IN_RAM = frozenset(
+    {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+)  # a file there is RAM, which offloading is meant to free
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MOUNTS = Path("/proc/self/mountinfo")
 _CURE = 'give a directory on a disk with room, such as host_directory="/data/tmp", or ask for mode="remat"'
 
 
 def filesystem_of(directory: str | os.PathLike[str]) -> str:
-    """The type of the file system that holds `directory`, such as "ext4" or "tmpfs"; "" where the system does not say."""
+    """The type of the file system that holds `directory`, such as "ext4" or "tmpfs"; "" where the system does not
+    say."""
     try:
         rows = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -58,7 +62,9 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
         )
     kind = filesystem_of(path)
     if kind in IN_RAM:
-        raise ExecutionError(f"the offload directory {path} is in RAM ({kind}), where offloading frees nothing; {_CURE}")
+        raise ExecutionError(
+            f"the offload directory {path} is in RAM ({kind}), where offloading frees nothing; {_CURE}"
+        )
     if not os.access(path, os.W_OK | os.X_OK):
         raise ExecutionError(f"the offload directory {path} is not writable; {_CURE}")
     return path
@@ -104,7 +110,9 @@ class HostFile:
         try:
             self._descriptor = open_private(directory)
         except OSError as error:
-            raise ExecutionError(f"no file for offloading can be made in {directory} ({error.strerror}); {_CURE}") from error
+            raise ExecutionError(
+                f"no file for offloading can be made in {directory} ({error.strerror}); {_CURE}"
+            ) from error
 
     def reserve(self, nbytes: int) -> None:
         """Secure `nbytes` bytes on the disk; what was written before stays.

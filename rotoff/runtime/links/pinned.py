@@ -71,7 +71,8 @@ class Slab:
             segment.close()
 
 
-# No operation may run when memory is let go: a garbage collection may do it amid a redo, which would take it for one of its own.
+# No operation may run when memory is let go: a garbage collection may do it amid a redo, which would take it for one of
+# its own.
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -157,9 +158,9 @@ def _check_room(nbytes: int, needed: str) -> None:
 
 
 def room_for_plan(device: torch.device) -> int | None:
-    """Host bytes that a plan for `device` may use: what there is, with what this process has pinned already, shared among the
-    processes that the environment's LOCAL_WORLD_SIZE says are on this host. None where the device's host tier is no memory of the
-    host's, or the system does not say.
+    """Host bytes that a plan for `device` may use: what there is, with what this process has pinned already, shared
+    among the processes that the environment's LOCAL_WORLD_SIZE says are on this host. None where the device's host tier
+    is no memory of the host's, or the system does not say.
     """
     free = available_bytes() if device.type == "cuda" else None
     if free is None:
@@ -171,8 +172,8 @@ def room_for_plan(device: torch.device) -> int | None:
 def available_bytes() -> int | None:
     """Host bytes that this process can still take without swapping or being killed; None where the system does not say.
 
-    The environment's ROTOFF_HOST_MEMORY, such as "100 GiB", is taken at its word where it is set, less what this process has pinned:
-    a virtual machine that grows as it is used says less than it has.
+    The environment's ROTOFF_HOST_MEMORY, such as "100 GiB", is taken at its word where it is set, less what this
+    process has pinned: a virtual machine that grows as it is used says less than it has.
     """
     if said := os.environ.get("ROTOFF_HOST_MEMORY"):
         return max(parse_bytes(said, "ROTOFF_HOST_MEMORY") - _pinned, 0)
@@ -183,7 +184,8 @@ def available_bytes() -> int | None:
 
 def _anonymous(nbytes: int) -> torch.Tensor:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked child (a data loader's worker) must neither see these pages nor make the parent copy a locked one on write.
+    # A forked child (a data loader's worker) must neither see these pages nor make the parent copy a locked one on
+    # write.
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             with suppress(OSError):  # a kernel without the one shares a little more, without the other locks slower

@@ -69,10 +69,12 @@ class LinkPool:
         link.close()
 
     def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
-        """(device to host, host to device) in bytes per second for copies of `nbytes`, each alone, and whether both can run at once: where
-        they hinder each other so much that both take nearly as long as one after the other, they are planned so.
+        """(device to host, host to device) in bytes per second for copies of `nbytes`, each alone, and whether both can
+        run at once: where they hinder each other so much that both take nearly as long as one after the other, they are
+        planned so.
 
-        step_bytes: as of `measure_bandwidth`. Pinned memory that was taken for it is given back, since plans without moves need none.
+        step_bytes: as of `measure_bandwidth`. Pinned memory that was taken for it is given back, since plans without
+        moves need none.
         """
         link = self.take(device, 0)
         had = link.capacity

@@ -1,4 +1,5 @@
-"""A parameter in what the plan has brought of it: a tensor that calls are given in its place, whose gradient arrives where it lies."""
+"""A parameter in what the plan has brought of it: a tensor that calls are given in its place, whose gradient arrives
+where it lies."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class _Brought(torch.autograd.Function):
 
 
 def bring(parameter: nn.Parameter, content: torch.Tensor, earlier: torch.Tensor | None = None) -> torch.Tensor:
-    """What stands for `parameter` in the forward of a step; `content`: its numbers, on the device. earlier: what stood for it before, and
-    is given the gradient in its place."""
+    """What stands for `parameter` in the forward of a step; `content`: its numbers, on the device. earlier: what stood
+    for it before, and is given the gradient in its place."""
     if not parameter.requires_grad or not torch.is_grad_enabled():
         return content.detach()
     brought: torch.Tensor = _Brought.apply(parameter if earlier is None else earlier, content)

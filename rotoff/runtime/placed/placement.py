@@ -1,7 +1,8 @@
-"""Where the groups of parameters lie while steps run and between them: what the operations on ``w``, ``g`` and ``o`` do.
+"""Where the groups of parameters lie while steps run and between them: what the operations on ``w``, ``g`` and ``o``
+do.
 
-Between steps, and whenever the caller can look, each tensor lies where the plan has it at rest. A step that ends early, or an update
-that the caller leaves out, is no special case: the next step begins by bringing everything to rest.
+Between steps, and whenever the caller can look, each tensor lies where the plan has it at rest. A step that ends early,
+or an update that the caller leaves out, is no special case: the next step begins by bringing everything to rest.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class PlacedGroup:
 class PlacedPlan:
     """What a plan says of parameters.
 
-    groups: in the chain's order. resident: the values that the device holds between steps. on_both: those of which the host has a valid
-    copy, too. moved: the groups whose parameters come or go within a step.
+    groups: in the chain's order. resident: the values that the device holds between steps. on_both: those of which the
+    host has a valid copy, too. moved: the groups whose parameters come or go within a step.
     """
 
     groups: tuple[PlacedGroup, ...]
@@ -106,7 +107,10 @@ class Placement:
         self._hooks = [
             hook
             for optimizer in self.optimizers
-            for hook in (optimizer.register_step_pre_hook(_weakly(me[0])), optimizer.register_step_post_hook(_weakly(me[1])))
+            for hook in (
+                optimizer.register_step_pre_hook(_weakly(me[0])),
+                optimizer.register_step_post_hook(_weakly(me[1])),
+            )
         ]
 
     # -- between steps
@@ -282,7 +286,8 @@ class Placement:
                 gradient.release()
 
     def _update_as_they_lie(self, k: int, chunks: _Chunks) -> None:
-        """``H k``, where they lie on the host. What a first update makes goes there before the next parameter's is made."""
+        """``H k``, where they lie on the host. What a first update makes goes there before the next parameter's is
+        made."""
         assert self._plan is not None
         for parameter in self._parameters(k):
             chunks.step([parameter])
@@ -312,7 +317,8 @@ class Placement:
 
 
 class _Chunks:
-    """Steps of an optimizer on some of its parameters; an error in one tells which have been updated, and which may be in part."""
+    """Steps of an optimizer on some of its parameters; an error in one tells which have been updated, and which may be
+    in part."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

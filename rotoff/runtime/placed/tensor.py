@@ -1,7 +1,9 @@
-"""One tensor of the caller's that lies on the device, on the host, or on both: a parameter, its gradient, a part of its state.
+"""One tensor of the caller's that lies on the device, on the host, or on both: a parameter, its gradient, a part of its
+state.
 
-What the caller finds in ``parameter.data``, ``parameter.grad`` or ``optimizer.state`` is always the whole tensor with its newest
-numbers. It lies over the link's host bytes, or in a storage of its own on the device. Whatever the caller puts there counts.
+What the caller finds in ``parameter.data``, ``parameter.grad`` or ``optimizer.state`` is always the whole tensor with
+its newest numbers. It lies over the link's host bytes, or in a storage of its own on the device. Whatever the caller
+puts there counts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def room_of(tensor: torch.Tensor) -> int:
 
 
 def placeable(tensor: torch.Tensor | None) -> bool:
-    """Whether a tensor can lie anywhere: it is a plain, dense one, and its bytes are all of its storage, but for what aligns them."""
+    """Whether a tensor can lie anywhere: it is a plain, dense one, and its bytes are all of its storage, but for what
+    aligns them."""
     if tensor is None or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
     lies_alone = tensor.untyped_storage().nbytes() <= room_of(tensor) and tensor.storage_offset() == 0
@@ -123,7 +126,8 @@ class PlacedTensor(ABC):
             self._leaving = self._coming = None
 
     def release(self) -> None:
-        """Give the device bytes back; the caller's tensor lies on the host then, written there now where its bytes are not."""
+        """Give the device bytes back; the caller's tensor lies on the host then, written there now where its bytes are
+        not."""
         if not self.look() or self.device is None:
             return
         self.settle()
@@ -151,7 +155,8 @@ class PlacedTensor(ABC):
             self._remember()
 
     def rest(self, resident: bool, on_both: bool = False) -> None:
-        """Have it lie where it does between steps: on the device where `resident`, and on the host too where `on_both`."""
+        """Have it lie where it does between steps: on the device where `resident`, and on the host too where
+        `on_both`."""
         self.settle()
         if not self.look():
             return
@@ -182,7 +187,8 @@ class PlacedTensor(ABC):
 
 
 def _sum(tensor: torch.Tensor) -> int:
-    """Tells whether somebody has changed a tensor, also past autograd's version counter, as ``parameter.data.mul_`` does."""
+    """Tells whether somebody has changed a tensor, also past autograd's version counter, as ``parameter.data.mul_``
+    does."""
     content = bytes_of(tensor.untyped_storage())
     whole = content.numel() // 8 * 8
     return int(content[:whole].view(torch.int64).sum()) + int(content[whole : tensor.nbytes].sum())

@@ -1,8 +1,9 @@
-"""The systems of the papers as policies: each is a function (chain, mem_limit in bytes, **options) -> Sequence, in a file of its own.
+"""The systems of the papers as policies: each is a function (chain, mem_limit in bytes, **options) -> Sequence, in a
+file of its own.
 
-A policy raises `InfeasibleError` where its own rules fit nothing into the limit, whatever other systems could do there; its
-`min_mem_limit` is then the smallest limit that this policy is known to work in. What it returns is judged by the one machine
-in `run`, like any other sequence, and says by ``meta["source"]`` which of the policy's own choices it is.
+A policy raises `InfeasibleError` where its own rules fit nothing into the limit, whatever other systems could do there;
+its `min_mem_limit` is then the smallest limit that this policy is known to work in. What it returns is judged by the
+one machine in `run`, like any other sequence, and says by ``meta["source"]`` which of the policy's own choices it is.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
 """AUTOSWAP: offload by a weighted average of four priority scores, with the best weights found.
 
-Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training* (Euro-Par
-2020), section 6.1, on AutoSwap (Zhang, Yeung, Shu, He, Wang, 2019): "a score-based heuristic uses a weighted average of 4
-priority scores to decide which activations should be offloaded in priority. The best weight combination is obtained with
-Bayesian Optimization."
+Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training*
+(Euro-Par 2020), section 6.1, on AutoSwap (Zhang, Yeung, Shu, He, Wang, 2019): "a score-based heuristic uses a weighted
+average of 4 priority scores to decide which activations should be offloaded in priority. The best weight combination is
+obtained with Bayesian Optimization."
 
-Where interpreted: the four scores are AutoSwap's own. Of ā_i, absent from the end of its last use in the forward phase to the
-start of its first one in the backward phase of a step that keeps everything:
+Where interpreted: the four scores are AutoSwap's own. Of ā_i, absent from the end of its last use in the forward phase
+to the start of its first one in the backward phase of a step that keeps everything:
 
 1. duration of absence: the seconds of it, less those of both copies;
 2. area of absence: that duration times the size (over the size where the duration is below 0);
-3. weighted duration of absence: the area of the memory above the limit during it, in byte seconds, at most the size at once;
+3. weighted duration of absence: the area of the memory above the limit during it, in byte seconds, at most the size at
+  once;
 4. the same, submodular: counted anew after each choice, of what is then still above the limit.
 
-Each score is divided by the largest one of its kind. ā are taken by falling average until what stays fits at every operation;
-the schedule is ordered and no-wait, as all in that paper. Weights are searched by a seeded plain search instead of Bayesian
-optimization: the corners and the centre of the simplex, then random ones, half of them near the best so far.
+Each score is divided by the largest one of its kind. ā are taken by falling average until what stays fits at every
+operation; the schedule is ordered and no-wait, as all in that paper. Weights are searched by a seeded plain search
+instead of Bayesian optimization: the corners and the centre of the simplex, then random ones, half of them near the
+best so far.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The fastest of several sequences that the machine accepts at a limit; or the smallest limit at which one of them fits."""
+"""The fastest of several sequences that the machine accepts at a limit; or the smallest limit at which one of them
+fits."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def largest_size(chain: Chain) -> int:
 
 
 def too_few_slots(slots: int) -> OptionError:
-    """The error of a program that rounds every size up to a slot and has fewer slots than one operation has operands."""
+    """The error of a program that rounds every size up to a slot and has fewer slots than one operation has
+    operands."""
     return OptionError(
         f"slots is {slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or so"
     )

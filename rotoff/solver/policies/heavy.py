@@ -11,7 +11,8 @@ from ..arrays import arrays
 
 
 def heavy_stages(chain: Chain) -> list[int]:
-    """Stages named after a convolution, where there are any; else those whose u_F is above the chain's average for |ā_i|."""
+    """Stages named after a convolution, where there are any; else those whose u_F is above the chain's average for
+    |ā_i|."""
     named = [i for i, stage in enumerate(chain.stages, start=1) if "conv" in stage.name.lower()]
     if named:
         return named

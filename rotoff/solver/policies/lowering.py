@@ -1,13 +1,17 @@
-"""From a set of ā that leave the device to operations: every stage runs forward once, and who goes when is settled here.
+"""From a set of ā that leave the device to operations: every stage runs forward once, and who goes when is settled
+here.
 
-The model of Euro-Par 2020 (its x_i is ā_i here, x_0 is a_0, which stays), on the machine's terms: whole values, and two lanes
-where the chain is duplex. A schedule is *ordered* (out by rising stages, back by falling ones) and *no-wait* (everything as
-early as it can be). `lower` walks over the 2L compute operations with the machine's three lanes as clocks:
+The model of Euro-Par 2020 (its x_i is ā_i here, x_0 is a_0, which stays), on the machine's terms: whole values, and two
+lanes where the chain is duplex. A schedule is *ordered* (out by rising stages, back by falling ones) and *no-wait*
+(everything as early as it can be). `lower` walks over the 2L compute operations with the machine's three lanes as
+clocks:
 
 - ``offload`` follows the forward that makes the value;
-- ``free`` comes before the first operation at which the copy out has ended (it costs nothing then), or as soon as memory
+- ``free`` comes before the first operation at which the copy out has ended (it costs nothing then), or as soon as
+  memory
   asks for it, and compute waits; the value that left first goes first;
-- ``prefetch`` goes by order of need, as early as every operation up to that need fits with it, but not before all of the set
+- ``prefetch`` goes by order of need, as early as every operation up to that need fits with it, but not before all of
+  the set
   has left or the last forward has run; from the first one on, nothing more is freed that memory does not ask for;
 - ``wait`` comes just before the need.
 """
@@ -57,10 +61,10 @@ def lower(
 
     Args:
         out: stages from 1 to L - 1.
-        release: "copied" as above; "needed" frees only what memory asks for; "next" frees ā_i right after the forward of
-            stage i+1, and compute waits for the copy.
-        ahead: compute operations between the start of a prefetch and its need (0: just before it), whatever memory says; None
-            for as early as memory allows.
+        release: "copied" as above; "needed" frees only what memory asks for; "next" frees ā_i right after the forward
+            of stage i+1, and compute waits for the copy.
+        ahead: compute operations between the start of a prefetch and its need (0: just before it), whatever memory
+            says; None for as early as memory allows.
         delay: whether compute may wait for a copy out where memory asks for it; without, such a schedule does not fit.
     """
     return _Walk(chain, mem_limit, frozenset(out)).run(release, ahead, delay)
@@ -136,7 +140,9 @@ class _Walk:
             if ahead is not None:
                 if due - t > ahead:
                     return
-            elif (self.left and t < self.L) or (max(self.need[t : due + 1]) - self.away_bytes + self.size[v] > self.limit):
+            elif (self.left and t < self.L) or (
+                max(self.need[t : due + 1]) - self.away_bytes + self.size[v] > self.limit
+            ):
                 return
             self._prefetch(v)
 

@@ -1,9 +1,10 @@
-"""The non-persistent optimum of recompute on short chains: a checkpoint may be dropped before its backward and made again.
+"""The non-persistent optimum of recompute on short chains: a checkpoint may be dropped before its backward and made
+again.
 
-Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), where rotor's optimum is among the
-persistent sequences; ``drop`` makes the others expressible. There is no dynamic program for these: this is a shortest path
-through the machine's own states (which values are held, in which form, and the next backward), of which a chain of L stages
-has about 3^L · L. It answers what persistence costs, on chains of up to `MOST_STATES` states.
+Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), where rotor's optimum is among
+the persistent sequences; ``drop`` makes the others expressible. There is no dynamic program for these: this is a
+shortest path through the machine's own states (which values are held, in which form, and the next backward), of which a
+chain of L stages has about 3^L · L. It answers what persistence costs, on chains of up to `MOST_STATES` states.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""Offload of each layer's saved set with a naive overlap: the next forward hides the copy out, the previous backward the copy back.
+"""Offload of each layer's saved set with a naive overlap: the next forward hides the copy out, the previous backward
+the copy back.
 
-Source: Hascoet, Zhuang, Febvre, Ariki, Takiguchi, *Reducing the Memory Cost of Training Convolutional Neural Networks by CPU
-Offloading* (JSEA 2019), section 4.2, algorithms 1 and 2. Forward: z_i leaves once layer i has made it; its buffer "must await
-both the data transfer to CPU and the next layer computation". Backward: the copy back of what layer i needs starts "with the
-beginning of the backpropagation through" layer i+1, and layer i awaits it. So at most one copy is in flight with each
-operation, and the overhead is Σ max(0, copy − computation) at most.
+Source: Hascoet, Zhuang, Febvre, Ariki, Takiguchi, *Reducing the Memory Cost of Training Convolutional Neural Networks
+by CPU Offloading* (JSEA 2019), section 4.2, algorithms 1 and 2. Forward: z_i leaves once layer i has made it; its
+buffer "must await both the data transfer to CPU and the next layer computation". Backward: the copy back of what layer
+i needs starts "with the beginning of the backpropagation through" layer i+1, and layer i awaits it. So at most one copy
+is in flight with each operation, and the overhead is Σ max(0, copy − computation) at most.
 
 Where interpreted:
 
-- What leaves is ā_i (z_i is in it); ``free abar i`` follows ``F_all i+1``. ``B i`` needs ā_i and its input in ā_{i−1}: what
+- What leaves is ā_i (z_i is in it); ``free abar i`` follows ``F_all i+1``. ``B i`` needs ā_i and its input in ā_{i−1}:
+  what
   the paper brings in during the backward of layer i+1 is ā_{i−1} here.
-- "Different subsets of hidden layers" are searched "extensively" in the paper. Here: the first k stages for every k, and for
+- "Different subsets of hidden layers" are searched "extensively" in the paper. Here: the first k stages for every k,
+  and for
   every k the k stages of most forward time per byte; the fastest that fits. `layers` fixes the subset.
 - `parallel` false is the ablation of its table 2: each copy is waited for at once.
 
@@ -68,7 +71,9 @@ def overlap(chain: Chain, mem_limit: int, layers: Iterable[int] | None = None, p
     if layers is not None:
         chosen = check_stages(chain, layers, "layers")
         if len(chain) in chosen:
-            raise OptionError(f"layers has {len(chain)}, the last stage: its backward follows at once, so it never moves")
+            raise OptionError(
+                f"layers has {len(chain)}, the last stage: its backward follows at once, so it never moves"
+            )
         return fastest(chain, mem_limit, "overlap", [(_name(chosen), operations(len(chain), chosen, parallel))])
     made = ((_name(out), operations(len(chain), out, parallel)) for out in subsets(chain))
     return fastest(chain, mem_limit, "overlap", made)

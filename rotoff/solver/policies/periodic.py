@@ -1,8 +1,8 @@
 """Checkpoints at equal distances: PyTorch's ``checkpoint_sequential``, and the square root of Chen et al.
 
-Sources: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), where both are what rotor is compared
-with; ``torch.utils.checkpoint.checkpoint_sequential`` for how L stages are cut; Chen, Xu, Zhang, Guestrin, *Training deep
-nets with sublinear memory cost* (arXiv 1604.06174), section 4.2, for √L segments.
+Sources: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), where both are what rotor is
+compared with; ``torch.utils.checkpoint.checkpoint_sequential`` for how L stages are cut; Chen, Xu, Zhang, Guestrin,
+*Training deep nets with sublinear memory cost* (arXiv 1604.06174), section 4.2, for √L segments.
 
 Where interpreted: a segment counts stages, as in PyTorch, and not bytes or seconds. The last segment is kept and not
 recomputed, as in PyTorch (and in Chen et al.'s cost, which counts one extra forward at most).
@@ -33,7 +33,9 @@ def periodic(chain: Chain, mem_limit: int, segments: int | None = None) -> Seque
     """
     L = len(chain)
     counts = range(1, L + 1) if segments is None else [_checked(segments, L)]
-    return fastest(chain, mem_limit, "periodic", ((f"{s} segments", tuple(periods(L, cut_evenly(L, s)))) for s in counts))
+    return fastest(
+        chain, mem_limit, "periodic", ((f"{s} segments", tuple(periods(L, cut_evenly(L, s)))) for s in counts)
+    )
 
 
 def chen(chain: Chain, mem_limit: int) -> Sequence:

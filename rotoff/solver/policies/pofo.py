@@ -1,23 +1,26 @@
 """POFO as published: recompute and offload by one dynamic program of N = 50 slots.
 
-Source: the supplement of the NeurIPS 2021 paper on combining both, B.1 (forward phase, OC), B.2 (loss) and B.3 (backward
-phase, C_A); `solver/kernels/pofo.pyx` has the recurrences beside their equations. Assumptions of the paper: what is kept stays until its
-backward; only stage inputs move, out in the forward phase and back in the backward phase; one bandwidth β both ways; memory
-is released while it leaves and taken while it comes; "N = 50 values is enough".
+Source: the supplement of the NeurIPS 2021 paper on combining both, B.1 (forward phase, OC), B.2 (loss) and B.3
+(backward phase, C_A); `solver/kernels/pofo.pyx` has the recurrences beside their equations. Assumptions of the paper:
+what is kept stays until its backward; only stage inputs move, out in the forward phase and back in the backward phase;
+one bandwidth β both ways; memory is released while it leaves and taken while it comes; "N = 50 values is enough".
 
 Where interpreted:
 
-- Slots are M_GPU / N bytes and *every* size is rounded up by itself: values, gradients, transients, and what is left of the
+- Slots are M_GPU / N bytes and *every* size is rounded up by itself: values, gradients, transients, and what is left of
+  the
   backlogs A_F, A_B and Δ after each step (the supplement says "discretized" and no more; this keeps every state sound).
-- a_0 is the input I of stage 1, is kept and never moves. a_L stays with the caller, so it is added to the gradient in every
+- a_0 is the input I of stage 1, is kept and never moves. a_L stays with the caller, so it is added to the gradient in
+  every
   backward-phase need but stage L's own. β is the slower direction's.
 - No smaller forms of stages: the paper has none.
-- The program's answer says what is kept, moved and recomputed. It becomes operations by the decoder that `solve` uses, whole
-  values at exact bytes on a link of both directions; a value that the program moves leaves only if its room is needed. The
-  machine's time is therefore not the program's (`predicted_time` in the sequence's meta).
+- The program's answer says what is kept, moved and recomputed. It becomes operations by the decoder that `solve` uses,
+  whole
+  values at exact bytes on a link of both directions; a value that the program moves leaves only if its room is needed.
+  The machine's time is therefore not the program's (`predicted_time` in the sequence's meta).
 
-How `solve` differs: `solver.slots` rounds running sums and needs once, drains backlogs by running clocks, has a β for each
-direction, and starts a search on exact bytes from what comes out.
+How `solve` differs: `solver.slots` rounds running sums and needs once, drains backlogs by running clocks, has a β for
+each direction, and starts a search on exact bytes from what comes out.
 """
 
 from __future__ import annotations
@@ -194,7 +197,8 @@ def _decoded(chain: Chain, mem_limit: int, codes: np.ndarray) -> tuple[Op, ...] 
 
 
 def least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
-    """The smallest limit above `mem_limit` found to have an answer: where every operation fits, then up a slot at a time."""
+    """The smallest limit above `mem_limit` found to have an answer: where every operation fits, then up a slot at a
+    time."""
     low, high = mem_limit, 2 * mem_limit
     while not _operations_fit(costs(chain, high, slots)):
         if high > slots * largest_size(chain):
@@ -209,7 +213,8 @@ def least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
 
 
 def _operations_fit(t: Costs) -> bool:
-    """Whether some choice lets every operation fit with nothing in transit: the recurrences with maxima in place of times."""
+    """Whether some choice lets every operation fit with nothing in transit: the recurrences with maxima in place of
+    times."""
     L, N = t.L, t.N
     P = np.zeros((L + 2, L + 1), dtype=np.int64)  # slots that C_A(i, j) needs beyond A
     for i in range(L - 1, 0, -1):

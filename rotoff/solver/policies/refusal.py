@@ -20,7 +20,8 @@ def refusal(policy: str, mem_limit: int, least: int) -> InfeasibleError:
 
 
 def limit_that_works(fits: Callable[[int], bool], low: int, high: int, steps: int = STEPS) -> int:
-    """A limit in (low, high] that fits, `high` being one: the smallest but for (high - low) / 2^steps where limits behave."""
+    """A limit in (low, high] that fits, `high` being one: the smallest but for (high - low) / 2^steps where limits
+    behave."""
     for _ in range(steps):
         middle = (low + high) // 2
         if middle == low:

@@ -1,19 +1,20 @@
 """Revolve: the optimal checkpoints of a homogeneous chain, as a program and in closed form.
 
-Sources: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), "Single Adjoint Chain Computation
-problem"; Griewank and Walther, *Algorithm 799: Revolve* (2000), for the closed form.
+Sources: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), "Single Adjoint Chain
+Computation problem"; Griewank and Walther, *Algorithm 799: Revolve* (2000), for the closed form.
 
-Symbols: ℓ forwards that can be swept (stages 1..ℓ; stage ℓ + 1 is the turn, so a chain of L stages has ℓ = L − 1), c slots
-for a_i, that of the segment's input included; u_f one forward, u_b one backward, the forward that records for it included
-(``F_all i`` and ``B i`` run back to back: nothing of the record outlives them).
+Symbols: ℓ forwards that can be swept (stages 1..ℓ; stage ℓ + 1 is the turn, so a chain of L stages has ℓ = L − 1), c
+slots for a_i, that of the segment's input included; u_f one forward, u_b one backward, the forward that records for it
+included (``F_all i`` and ``B i`` run back to back: nothing of the record outlives them).
 
 Opt_0(ℓ, 1) = ℓ(ℓ+1)/2 u_f + (ℓ+1) u_b; Opt_0(0, c) = u_b;
 Opt_0(ℓ, c) = min over 1 ≤ i ≤ ℓ of i u_f + Opt_0(ℓ − i, c − 1) + Opt_0(i − 1, c).
 (The slides begin at Opt_0(1, c) = u_f + 2 u_b, which is the same.)
-In closed form, with the least r for which C(c + r, c) ≥ ℓ + 1: Opt_0(ℓ, c) = (r (ℓ+1) − C(c + r, c + 1)) u_f + (ℓ+1) u_b.
+In closed form, with the least r for which C(c + r, c) ≥ ℓ + 1: Opt_0(ℓ, c) = (r (ℓ+1) − C(c + r, c + 1)) u_f + (ℓ+1)
+u_b.
 
-Where interpreted: stages of a network differ, and the program does not look: it counts slots, each as large as need be. The
-number of slots is the one whose sequence is the fastest that the machine accepts.
+Where interpreted: stages of a network differ, and the program does not look: it counts slots, each as large as need be.
+The number of slots is the one whose sequence is the fastest that the machine accepts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Persistent recompute as operations: what is checkpointed stays until its backward, so that a tree of segments says all.
+"""Persistent recompute as operations: what is checkpointed stays until its backward, so that a tree of segments says
+all.
 
 Segment i..j begins with its input and δ_j held and ends with δ_{i-1}. It runs in one of three ways: ``F_all i``, then
 segment i+1..j, then ``B i``; or ``F_ck i``, ``F_none`` i+1..k, then segment k+1..j (whose last ``B`` drops a_k), then

@@ -1,28 +1,36 @@
 """SuperNeurons: liveness, a tensor pool on the host behind an LRU cache on the device, and cost-aware recomputation.
 
-Source: Wang et al., *SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks* (PPoPP 2018), sections
-3.2 to 3.4. *Checkpoints* are the compute-heavy layers (CONV, FC); the layers between two of them form a segment.
+Source: Wang et al., *SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks* (PPoPP 2018),
+sections 3.2 to 3.4. *Checkpoints* are the compute-heavy layers (CONV, FC); the layers between two of them form a
+segment.
 
 - Liveness analysis is what the machine does by itself: ``B i`` drops ā_i and δ_i. Alone, it is keeping everything.
-- Unified tensor pool: ā of CONV layers may leave. Without the cache each one does: out behind the forwards up to the next
-  checkpoint, back behind the backwards from one checkpoint to the one before. With the cache (algorithm 2) an operation that
-  does not fit evicts the least recently used ā of a CONV layer that is not its operand, so nothing moves where all fits; what
-  was evicted comes back when a checkpoint's backward is about to use it, one checkpoint ahead where there is room.
-- Cost-aware recomputation: layers between checkpoints are not kept. *Speed-centric*: a segment runs again once and is kept,
+- Unified tensor pool: ā of CONV layers may leave. Without the cache each one does: out behind the forwards up to the
+  next
+  checkpoint, back behind the backwards from one checkpoint to the one before. With the cache (algorithm 2) an operation
+  that does not fit evicts the least recently used ā of a CONV layer that is not its operand, so nothing moves where all
+  fits; what was evicted comes back when a checkpoint's backward is about to use it, one checkpoint ahead where there is
+  room.
+- Cost-aware recomputation: layers between checkpoints are not kept. *Speed-centric*: a segment runs again once and is
+  kept,
   O(N) forwards. *Memory-centric*: it runs again for each of its backwards and keeps one layer, n(n+1)/2 forwards for n.
   *Cost-aware*: speed-centric where |ā_s| + Σ |ā_q| + δ_e + δ_{e−1} + o_B(e) ≤ l_peak over the segment q = s+1..e after
-  checkpoint s (`segment_bytes`), l_peak = max_i l_i and l_i = |ā_i| + |input of i| + δ_i + δ_{i−1} + o_B(i) (`layer_bytes`).
+  checkpoint s (`segment_bytes`), l_peak = max_i l_i and l_i = |ā_i| + |input of i| + δ_i + δ_{i−1} + o_B(i)
+  (`layer_bytes`).
 
 Where interpreted:
 
-- The unit is the stage. Checkpoints are `heavy.heavy_stages` unless given; all of them may move, since a chain does not say
+- The unit is the stage. Checkpoints are `heavy.heavy_stages` unless given; all of them may move, since a chain does not
+  say
   which is FC and those are small. The stages after the last checkpoint are kept: their backward follows at once (the
   paper's table 1 does not count Softmax either).
-- The runtime is "dynamic": here the first technique that fits is used, in the paper's order: liveness, cache, cache with
+- The runtime is "dynamic": here the first technique that fits is used, in the paper's order: liveness, cache, cache
+  with
   cost-aware recomputation, and with the memory-centric form of every segment. `techniques` fixes one.
 - A convolution's backward needs no output of its own in cuDNN; a stage's backward here holds ā_i, its output included.
   So B of a checkpoint after a speed-centric segment may hold more than the paper counts.
-- Execution order of fans and joins (algorithm 1), memory pool and workspaces are not a plan's business; see docs/papers.md.
+- Execution order of fans and joins (algorithm 1), memory pool and workspaces are not a plan's business; see
+  docs/papers.md.
 """
 
 from __future__ import annotations
@@ -157,7 +165,8 @@ class Pool:
         self.ops.append(op)
 
     def run(self, op: Op, ahead: Value | None = None) -> bool:
-        """Have the operands there, make room, run `op`, with the copy back of `ahead` begun if it fits; False if it cannot."""
+        """Have the operands there, make room, run `op`, with the copy back of `ahead` begun if it fits; False if it
+        cannot."""
         operands = self._operands(op)
         need = self._need(op)
         for v in operands:
@@ -235,12 +244,14 @@ def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[i
 
 
 def _checkpoint_before(checkpoints: list[int]) -> dict[int, Value]:
-    """What the backward of each checkpoint fetches for the checkpoint before it: the ā from which that one's input comes."""
+    """What the backward of each checkpoint fetches for the checkpoint before it: the ā from which that one's input
+    comes."""
     return {i: abar(checkpoints[n - 2]) for n, i in enumerate(checkpoints) if n >= 2}
 
 
 def _eagerly(pool: Pool, compute: list[Op], checkpoints: list[int]) -> tuple[Op, ...] | None:
-    """Section 3.3.1, no cache: each checkpoint leaves while the forward runs to the next one, and is fetched one ahead."""
+    """Section 3.3.1, no cache: each checkpoint leaves while the forward runs to the next one, and is fetched one
+    ahead."""
     leaving: Value | None = None
     for op in compute:
         checkpoint = op.stage in checkpoints
@@ -269,8 +280,9 @@ def superneurons(
     """SuperNeurons within `mem_limit` bytes.
 
     Args:
-        technique: "liveness", "pool" (every checkpoint moves), "cache", and with the cache the recomputations "speed-centric",
-            "memory-centric" and "cost-aware"; None for the first of liveness, cache, cost-aware, memory-centric that fits.
+        technique: "liveness", "pool" (every checkpoint moves), "cache", and with the cache the recomputations
+            "speed-centric", "memory-centric" and "cost-aware"; None for the first of liveness, cache, cost-aware,
+            memory-centric that fits.
         checkpoints: the compute-heavy stages; None for `heavy.heavy_stages`.
 
     Raises:
@@ -293,7 +305,9 @@ def superneurons(
     return Sequence(ops, meta={"source": f"superneurons, {name}"})
 
 
-def _first(chain: Chain, limit: int, technique: str | None, checkpoints: list[int]) -> tuple[str, tuple[Op, ...]] | None:
+def _first(
+    chain: Chain, limit: int, technique: str | None, checkpoints: list[int]
+) -> tuple[str, tuple[Op, ...]] | None:
     for name in TECHNIQUES[:4] if technique is None else (technique,):
         ops = operations(chain, limit, name, checkpoints)
         if ops is not None and _fits(chain, ops, limit):

@@ -1,16 +1,16 @@
 """TFLMS: swap the first tensors out as they are made, and back in a fixed number of layers ahead.
 
-Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training* (Euro-Par
-2020), sections 6.1 and 6.2, on TFLMS (Le, Imai, Negishi, Kawachiya, 2018): it "is parameterized with the number of tensors to
-be offloaded and how many layers in advance the data should be prefetched. We present results with the parameters which, for a
-given memory size, achieve the lowest makespan among all possible values"; it "is unable to delay forward computations until
-enough memory is made available through offloading".
+Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training*
+(Euro-Par 2020), sections 6.1 and 6.2, on TFLMS (Le, Imai, Negishi, Kawachiya, 2018): it "is parameterized with the
+number of tensors to be offloaded and how many layers in advance the data should be prefetched. We present results with
+the parameters which, for a given memory size, achieve the lowest makespan among all possible values"; it "is unable to
+delay forward computations until enough memory is made available through offloading".
 
-Where interpreted: TFLMS takes tensors by the distance between the operations that make and use them, the longest first, which
-in a chain is the order of stages. A swapped tensor's memory is free once its copy out has ended; where the next operation does
-not fit by then, these parameters do not fit. How far ahead counts operations, forwards included: 0 is just before the need. A
-longer way ahead starts copies earlier and holds memory for longer, so for each number of tensors the longest one that fits is
-taken, found by doubling and bisection.
+Where interpreted: TFLMS takes tensors by the distance between the operations that make and use them, the longest first,
+which in a chain is the order of stages. A swapped tensor's memory is free once its copy out has ended; where the next
+operation does not fit by then, these parameters do not fit. How far ahead counts operations, forwards included: 0 is
+just before the need. A longer way ahead starts copies earlier and holds memory for longer, so for each number of
+tensors the longest one that fits is taken, found by doubling and bisection.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """VDNN: offload what is computed upon for long, all of it or every other one.
 
-Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training* (Euro-Par
-2020), section 6.1, after vDNN++ (Shriram, Garg, Kulkarni, IPDPS 2019), which offloads the inputs of convolutions, of all or
-of every other one. "We first compute the ratio u_F/|x_i| for all operations, and then for all possible thresholds, we compute
-the no-wait, ordered schedule which offloads all the activations whose ratio is above the threshold, and the one which
-offloads half of them. VDNN outputs the best schedule out of all these choices."
+Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training*
+(Euro-Par 2020), section 6.1, after vDNN++ (Shriram, Garg, Kulkarni, IPDPS 2019), which offloads the inputs of
+convolutions, of all or of every other one. "We first compute the ratio u_F/|x_i| for all operations, and then for all
+possible thresholds, we compute the no-wait, ordered schedule which offloads all the activations whose ratio is above
+the threshold, and the one which offloads half of them. VDNN outputs the best schedule out of all these choices."
 
-Where interpreted: x_i is the input of the operation whose time stands above it, so ā_i takes the forward time of stage i+1.
-A threshold lies between two ratios or above all (nothing moves). Half is every other one by rising stage, the first included.
-What a schedule is, `lowering.lower` says: a copy that has not ended when the first prefetch starts frees nothing.
+Where interpreted: x_i is the input of the operation whose time stands above it, so ā_i takes the forward time of stage
+i+1. A threshold lies between two ratios or above all (nothing moves). Half is every other one by rising stage, the
+first included. What a schedule is, `lowering.lower` says: a copy that has not ended when the first prefetch starts
+frees nothing.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def vdnn(chain: Chain, mem_limit: int) -> Sequence:
     found = best(chain, mem_limit)
     if found is None:
         most = peak_bytes(chain)
-        raise refusal("vdnn", mem_limit, limit_that_works(lambda limit: best(chain, limit) is not None, mem_limit, most))
+        raise refusal(
+            "vdnn", mem_limit, limit_that_works(lambda limit: best(chain, limit) is not None, mem_limit, most)
+        )
     made, out = found
     return Sequence(made.ops, meta={"source": f"vdnn, {len(out)} of {len(chain) - 1} offloaded"})

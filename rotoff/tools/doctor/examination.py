@@ -51,7 +51,9 @@ def find_device(name: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def examine(device: torch.device, seconds: float = SECONDS, told: Callable[[Report, Finding], None] | None = None) -> Report:
+def examine(
+    device: torch.device, seconds: float = SECONDS, told: Callable[[Report, Finding], None] | None = None
+) -> Report:
     """Run all checks on `device`.
 
     seconds: of timed steps at each limit. told: called after each check with all that is known, and with its finding.

@@ -16,8 +16,9 @@ OK, ATTENTION, FAILED = VERDICTS = ("ok", "attention", "failed")  # from best to
 class Finding:
     """The result of one check.
 
-    verdict: one of `VERDICTS`. sentence: what was found, and what to do where that is not ok. figures: JSON values; bytes, seconds,
-    bytes per second. error: what the check raised, with where. check, seconds: its name and how long it took.
+    verdict: one of `VERDICTS`. sentence: what was found, and what to do where that is not ok. figures: JSON values;
+    bytes, seconds, bytes per second. error: what the check raised, with where. check, seconds: its name and how long it
+    took.
     """
 
     verdict: str

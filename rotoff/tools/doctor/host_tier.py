@@ -40,7 +40,8 @@ def pinned_memory(device: torch.device) -> Finding:
 
 
 def pinning(nbytes: int, device: torch.device) -> dict[str, Any]:
-    """nbytes. pin, unpin: seconds. segments, registered: how many there are, and how many of them the driver took as they are."""
+    """nbytes. pin, unpin: seconds. segments, registered: how many there are, and how many of them the driver took as
+    they are."""
     start = time.perf_counter()
     segments = pin(nbytes, device)
     pinned = time.perf_counter()

@@ -50,7 +50,9 @@ def versions(device: torch.device) -> Finding:
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if not TESTED[0] <= release <= TESTED[1]:
         low, high = (".".join(map(str, version)) for version in TESTED)
-        return Finding(ATTENTION, f"{said}; rotoff is tested with torch {low} to {high}, so look at what follows", figures)
+        return Finding(
+            ATTENTION, f"{said}; rotoff is tested with torch {low} to {high}, so look at what follows", figures
+        )
     return Finding(OK, said, figures)
 
 
@@ -76,8 +78,8 @@ def memory(device: torch.device) -> Finding:
 
 
 def memory_bytes(device: torch.device) -> dict[str, Any]:
-    """device_free, device_total (CUDA); host: total and available by the system; host_room: what plans and pinning reckon with, None where
-    nobody says; address_space: what ``ulimit -v`` allows, None for any."""
+    """device_free, device_total (CUDA); host: total and available by the system; host_room: what plans and pinning
+    reckon with, None where nobody says; address_space: what ``ulimit -v`` allows, None for any."""
     found: dict[str, Any] = {}
     if device.type == "cuda":
         found["device_free"], found["device_total"] = torch.cuda.mem_get_info(device)

@@ -98,7 +98,9 @@ class SmallModel:
         torch.manual_seed(SEED)
         size = self.size
         ends = nn.Linear(size.width, size.width), nn.Linear(size.width, size.width)
-        model = nn.Sequential(ends[0], *(Block(size) for _ in range(size.layers)), ends[1], MeanSquare()).to(self.device)
+        model = nn.Sequential(ends[0], *(Block(size) for _ in range(size.layers)), ends[1], MeanSquare()).to(
+            self.device
+        )
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         return model
@@ -120,7 +122,8 @@ class SmallModel:
         return Checkpointable(self.model, cache_directory=folder).measure(self.batch)
 
     def plan(self, share: float, mode: str = "joint") -> int:
-        """Plan for `share` of the bytes between the smallest limit of `mode` and keeping everything; returns that limit."""
+        """Plan for `share` of the bytes between the smallest limit of `mode` and keeping everything; returns that
+        limit."""
         least, most = self.planned.min_mem_limit(mode), self.planned.keep_all_memory
         limit = most if share == 1 else int(least + share * (most - least))
         self.planned.compute_sequence(limit, mode=mode)
@@ -148,8 +151,9 @@ class SmallModel:
         return [gradient.clone() for gradient in found]
 
     def peak(self, run: nn.Module) -> dict[str, int]:
-        """Bytes of one step above what there was before. asked: for by the model. On CUDA also given: in the allocator's blocks; slack: what
-        its rule for splitting blocks may add to that; reserved: of the device, where nothing was free before."""
+        """Bytes of one step above what there was before. asked: for by the model. On CUDA also given: in the
+        allocator's blocks; slack: what its rule for splitting blocks may add to that; reserved: of the device, where
+        nothing was free before."""
         if self.device.type == "cpu":
             return {"asked": record(lambda: self.step(run), self.device)[1].peak()}
         gc.collect()

@@ -1,4 +1,5 @@
-"""Training under a limit, as it is on this machine: bytes and seconds beside the predicted ones, gradients, waits and overlap."""
+"""Training under a limit, as it is on this machine: bytes and seconds beside the predicted ones, gradients, waits and
+overlap."""
 
 from __future__ import annotations
 
@@ -88,8 +89,8 @@ def gradients(small: SmallModel) -> Finding:
 
 
 def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """bit_for_bit: whether all are equal. largest: difference of an element, over the largest element of that gradient; None where
-    that is no number."""
+    """bit_for_bit: whether all are equal. largest: difference of an element, over the largest element of that gradient;
+    None where that is no number."""
     pairs = list(zip(found, plain, strict=True))
     far = [float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)) for a, b in pairs]
     finite = all(value < float("inf") for value in far)
