@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests" / "support")]
 
 import torchvision_operators  # noqa: E402
 from allocated import peak_bytes  # noqa: E402

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests" / "support")]
 
 from gallery_models import LIBRARIES, Case  # noqa: E402
 

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests" / "support")]
 
 import gallery_further  # noqa: E402
 import gallery_held_out  # noqa: E402

@@ -14,12 +14,17 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+sys.path.append(
+    str(Path(__file__).parent.parent)
+)  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
 from benchmarks.grid.run import machine
 from benchmarks.prediction import keep_freed_memory

@@ -26,7 +26,7 @@ from .capture.unrepeatable import compiled
 from .core.chain import Chain
 from .core.sequence import Sequence
 from .core.sizes import parse_bytes
-from .errors import MeasureError, OptionError
+from .errors import LimitError, MeasureError, OptionError
 from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
@@ -245,8 +245,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
 
         if (mem_limit is None) is (device_limit is None):
-            raise OptionError(
-                "give either mem_limit, for what a step allocates, or device_limit, for all that the device holds"
+            raise LimitError(
+                f"mem_limit is {mem_limit!r} and device_limit is {device_limit!r}; give one of them: mem_limit for what a"
+                " step allocates, device_limit for all that the device holds"
             )
         if device_limit is not None:
             if up_to is not None:

@@ -27,7 +27,7 @@ sys.path[0] = os.path.dirname(sys.argv[0])
 from rotoff.solver import anneal
 anneal.DEFAULT_SECONDS *= 0.1
 if "train_transformer" in sys.argv[0]:
-    sys.path.append({str(ROOT / "tests")!r})
+    sys.path.append({str(ROOT / "tests" / "support")!r})
     import torchvision_operators
     torchvision_operators.declare()
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -52,7 +52,11 @@ def child(fraction: float) -> tuple[int, int, float]:
     """(predicted bytes, growth of the resident set in one step, a sum over the gradients) of a training process."""
     # glibc keeps freed blocks below its mmap threshold, which grows as blocks are freed; fixed, what is free is
     # returned.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "PYTHONPATH": str(Path(__file__).parent / "support"),
+    }
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(fraction)],
         capture_output=True,

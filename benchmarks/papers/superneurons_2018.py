@@ -22,7 +22,7 @@ from rotoff import Chain, InfeasibleError, Stage, keep_all, min_mem_limit, simul
 from rotoff.solver.policies.heavy import heavy_stages
 from rotoff.solver.policies.superneurons import layer_bytes, operations, segment_bytes, segments
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 from superneurons_layers import alexnet, chain_of, checkpoints, resnet
 
 MIB, GB = 1 << 20, 10**9
