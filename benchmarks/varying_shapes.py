@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import random
 import sys
 import time
@@ -25,7 +26,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+sys.path.append(
+    str(Path(__file__).parent.parent)
+)  # of the packages below; last, so that an installed rotoff goes first
 import rotoff
+from benchmarks.grid.run import machine
 
 VOCABULARY = 2000
 LENGTHS = 4, 512
@@ -259,8 +264,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     rows = []
     for name in options.workloads:
-        rows.append(row(name, options.batches, options.share))
+        load = os.getloadavg()
+        rows.append({**row(name, options.batches, options.share), "load_before": load, "load_after": os.getloadavg()})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        if options.output is not None:
+            content = {"machine": machine("cpu"), "threads": options.threads, "rows": rows}
+            options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"{'':6}{'sizes':>7}{'time':>8}{'stall':>8}{'peak':>8}  losses")
     for one in rows:
         equal = "equal" if one["losses_equal"] else "differ"
@@ -268,10 +277,6 @@ def main() -> None:
             f"{one['workload']:6}{one['sizes']:7}{one['ratio']:8.2f}{one['longest_stall_steps']:8.1f}"
             f"{one['highest_peak_of_limit']:8.3f}  {equal}"
         )
-    if options.output is not None:
-        versions = {"rotoff": rotoff.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
-        content = {"versions": versions, "threads": options.threads, "rows": rows}
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
