@@ -232,18 +232,8 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
     try:
         if asked < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
-        reused = _reused(request.mem_limit, ways, near, room) if near and request.policy is None else None
-        if reused is None:
-            return _best_within(room, profile, request, ways)
-        seconds, sequence = reused
-        if seconds <= GOOD * profile.chain.compute_time:
-            return sequence
-        effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
-        said = sequence.meta.get(KEPT, []), sequence.meta.get(COMPACT, False)
-        same = [way for way in ways if (list(way.kept), way.compact) == said and not way.shifted]
-        quick = [replace(way, request=replace(way.request, options=effort)) for way in same[:1]]
-        found = _best_within(room, profile, replace(request, options=effort), quick)
-        return found if _seconds(found, quick) < seconds else sequence
+        found = _quickly(profile, request, ways, near, room) if near and request.policy is None else None
+        return _best_within(room, profile, request, ways) if found is None else found
     except InfeasibleError as error:
         if str(error):  # of the host's memory, which says all
             raise
@@ -253,6 +243,29 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
             else max(error.min_mem_limit, profile.prefix_peak_bytes)
         )
         raise _infeasible(profile, request, least, ways) from None
+
+
+def _quickly(
+    profile: Profile, request: Request, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None
+) -> Sequence | None:
+    """One of the plans `near`, or what a short search finds beside it; None where neither holds within the limit."""
+    reused = _reused(request.mem_limit, ways, near, room)
+    kept, compact = near[0][1].kept, near[0][1].compact
+    if reused is not None:
+        seconds, sequence = reused
+        if seconds <= GOOD * profile.chain.compute_time:
+            return sequence
+        kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
+    effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
+    same = [way for way in ways if (way.kept, way.compact) == (kept, compact) and not way.shifted]
+    quick = [replace(way, request=replace(way.request, options=effort)) for way in same[:1]]
+    try:
+        found = _best_within(room, profile, replace(request, options=effort), quick) if quick else None
+    except InfeasibleError:
+        found = None
+    if found is None or (reused is not None and reused[0] <= _seconds(found, quick)):
+        return None if reused is None else reused[1]
+    return found
 
 
 def _reused(
