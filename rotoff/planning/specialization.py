@@ -330,7 +330,7 @@ class Specializations:
         largest = self.measure(value, None, None)
         family, sizes = _family(signature(value, self._model))
         smaller = [half for half in halves(value) if self._measured_smaller(half, largest)]
-        self.latest, self._ceiling = largest, (family, sizes)
+        self.latest = largest
         vague = [stage.name for stage in largest.profile.stages if stage.varying]
         if vague:
             logger.warning(
@@ -350,6 +350,7 @@ class Specializations:
                 + (f"; inputs of {told} fit" if told else "; half of it does not fit either"),
                 least,
             )
+        self._ceiling = family, sizes
 
     def _measured_smaller(self, value: Any, largest: Specialization) -> bool:
         """Whether a smaller input could be measured, and takes no more than the `largest`."""

@@ -30,8 +30,7 @@ from ..tensors.recipe import QUERIES, Argument, Constant, Recipe, Result, Stored
 from ..tensors.saved_tensors import watch_saved
 from ..tensors.storage import View, bytes_of
 
-_KNOWN_VIEWS: dict[tuple[Any, ...], dict[Any, tuple[View | None, ...]]] = {}  # by a forward's operations
-_MOST_VIEWS = 4096  # of one forward
+_MOST_VIEWS = 4096  # of one form
 
 
 class Redone(BaseException):
@@ -78,7 +77,7 @@ class _Redo(EagerMode):
         leaves, spec = tree_flatten((args, kwargs))
         given = [View.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         key = n, tuple(map(repr, given))
-        known = _KNOWN_VIEWS.setdefault(self._recipe.functions, {})
+        known = self._recipe.made
         if key not in known:
             if len(known) >= _MOST_VIEWS:
                 known.clear()

@@ -53,7 +53,7 @@ class Recipe:
     what is stored, for people. whole: every operation runs up to the end of the redo, so that nobody has to look at
     them one by one. algorithms: by which convolutions run in this form, where not by those that the flags pick. sized:
     whether the views are those of every step; else steps differ in sizes, and the operations that do not run tell what
-    they would make.
+    they would make. made: what they have told so far, by operation and arguments.
     """
 
     kept: frozenset[int]
@@ -66,6 +66,7 @@ class Recipe:
     whole: bool = False
     algorithms: Algorithms | None = None
     sized: bool = True
+    made: dict[Any, tuple[View | None, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def complete(self) -> bool:
