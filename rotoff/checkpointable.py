@@ -47,6 +47,7 @@ from .profile.measure import Progress
 from .profile.profile import Profile
 from .profile.selective.variants import Forms
 from .profile.timing.convergence import Repeats
+from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.execution_plan import ExecutionPlan
 from .runtime.interpreter import Step
@@ -379,8 +380,15 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def sequence(self) -> Sequence:
-        """The last planned sequence."""
-        return self._plan.sequence
+        """The last planned sequence. Its meta has what the step is expected to hold and to take."""
+        plan = self._plan
+        if plan.placed is None:
+            levels = expected_levels(self.profile, plan)
+        else:
+            beside = plan.placed.peak_bytes - plan.trace.peak_bytes  # what the machine does not know of
+            levels = [event.memory + beside for event in plan.trace.events]
+        peak = self.get_expected_memory()
+        return with_expected(self.chain, plan.sequence, plan.trace, levels, peak, self.mem_limit)
 
     @property
     def kept_skips(self) -> tuple[int, ...] | None:

@@ -17,8 +17,9 @@ from matplotlib.patches import Patch, Rectangle
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
-from ..core.simulator import Event, Trace, simulate
-from ..core.sizes import format_bytes, parse_bytes
+from ..core.simulator import Event, Trace
+from ..core.sizes import format_bytes
+from ..report.expected_step import shown_step
 from . import style
 from .style import Look
 
@@ -60,9 +61,7 @@ def timeline(
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    trace = simulate(chain, sequence)
-    limit = sequence.mem_limit if mem_limit is None and isinstance(sequence, Plan) else mem_limit
-    limit = None if limit is None else parse_bytes(limit)
+    trace, measured, limit = shown_step(chain, sequence, measured, mem_limit)
     steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
     longest = max(step.makespan for _, step in steps)
     used = {event.lane for event in trace.events} | ({"h2d"} if trace.d2h_bytes else set())

@@ -15,8 +15,9 @@ from typing import Any
 
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op
-from ..core.simulator import Event, Trace, simulate
+from ..core.simulator import Event, Trace
 from ..io.atomic_write import write_whole
+from .expected_step import shown_step
 
 _LANES = {"compute": (1, "compute"), "d2h": (2, "device to host"), "h2d": (3, "host to device")}
 _HOST = {"host": (4, "updates on the host")}
@@ -32,7 +33,8 @@ def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    events = _process(1, "rotoff, predicted", chain, simulate(chain, sequence))
+    predicted, measured, _ = shown_step(chain, sequence, measured)
+    events = _process(1, "rotoff, predicted", chain, predicted)
     if measured is not None:
         events += _process(2, "rotoff, measured", chain, measured)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"chain": chain.name}}

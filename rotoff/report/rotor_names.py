@@ -59,5 +59,5 @@ class RotorNames:
         simulate(self.chain, self.sequence, self.sequence.mem_limit)
 
     def display(self) -> None:
-        """Print the planned step on one screen. Its limit and peak are the machine's, which count the chain's input."""
+        """Print the planned step on one screen: limit, peak and step time as in the log."""
         print(render(self.chain, self.sequence))

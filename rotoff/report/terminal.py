@@ -18,8 +18,9 @@ from typing import TextIO
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
-from ..core.simulator import Event, Trace, simulate
+from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes, parse_bytes
+from .expected_step import shown_step
 from .summary import Fate, GroupFate, fates, group_fates, ranges
 
 _HEIGHT = 7  # rows of the curve
@@ -92,11 +93,8 @@ def render(
         InvalidSequenceError: if the machine refuses the sequence.
     """
     ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
-    trace = simulate(chain, sequence if isinstance(sequence, Plan) else ops)
+    trace, measured, limit = shown_step(chain, sequence if isinstance(sequence, Plan) else ops, measured, mem_limit)
     shown = trace if measured is None else measured
-    if mem_limit is None and isinstance(sequence, Plan):
-        mem_limit = sequence.mem_limit
-    limit = None if mem_limit is None else parse_bytes(mem_limit)
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     paint = _Paint(has_colour(sys.stdout) if colour is None else colour)
     columns = max(40, min(120, shutil.get_terminal_size().columns) if width is None else width)
