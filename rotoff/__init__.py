@@ -1,53 +1,53 @@
 """rotoff: train PyTorch models inside a memory limit, with recompute and offload planned together.
 
-This page is the whole public API. Planning needs no torch: `Checkpointable`, and everything else that measures or runs
-a model, is loaded on first use.
+This page is the whole public API. Every name is loaded on first use, so that importing rotoff costs next to nothing;
+planning needs no torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .core.chain import Chain as Chain
-from .core.chain import Form as Form
-from .core.chain import Stage as Stage
-from .core.parameters import ParameterGroup as ParameterGroup
-from .core.sequence import Op as Op
-from .core.sequence import OpKind as OpKind
-from .core.sequence import Sequence as Sequence
-from .core.sequence import Value as Value
-from .core.sequence import parse as parse
-from .core.simulator import Machine as Machine
-from .core.simulator import Trace as Trace
-from .core.simulator import simulate as simulate
-from .core.sizes import format_bytes as format_bytes
-from .core.sizes import parse_bytes as parse_bytes
-from .errors import ChainError as ChainError
-from .errors import ExecutionError as ExecutionError
-from .errors import InfeasibleError as InfeasibleError
-from .errors import InvalidSequenceError as InvalidSequenceError
-from .errors import LimitError as LimitError
-from .errors import MeasureError as MeasureError
-from .errors import OptionError as OptionError
-from .errors import RotoffError as RotoffError
-from .errors import SequenceFormatError as SequenceFormatError
-from .profile.estimate.devices import Device as Device
-from .profile.estimate.devices import devices as devices
-from .profile.estimate.devices import register_device as register_device
-from .report.chrome_trace import chrome_trace as chrome_trace
-from .report.chrome_trace import save_chrome_trace as save_chrome_trace
-from .report.terminal import render as render
-from .solver import Row as Row
-from .solver import Sweep as Sweep
-from .solver import keep_all as keep_all
-from .solver import solve as solve
-from .solver import sweep as sweep
-from .solver.bounds import lower_bound as lower_bound
-from .solver.bounds import min_mem_limit as min_mem_limit
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .checkpointable import Checkpointable as Checkpointable
+    from .core.chain import Chain as Chain
+    from .core.chain import Form as Form
+    from .core.chain import Stage as Stage
+    from .core.parameters import ParameterGroup as ParameterGroup
+    from .core.sequence import Op as Op
+    from .core.sequence import OpKind as OpKind
+    from .core.sequence import Sequence as Sequence
+    from .core.sequence import Value as Value
+    from .core.sequence import parse as parse
+    from .core.simulator import Machine as Machine
+    from .core.simulator import Trace as Trace
+    from .core.simulator import simulate as simulate
+    from .core.sizes import format_bytes as format_bytes
+    from .core.sizes import parse_bytes as parse_bytes
+    from .errors import ChainError as ChainError
+    from .errors import ExecutionError as ExecutionError
+    from .errors import InfeasibleError as InfeasibleError
+    from .errors import InvalidSequenceError as InvalidSequenceError
+    from .errors import LimitError as LimitError
+    from .errors import MeasureError as MeasureError
+    from .errors import OptionError as OptionError
+    from .errors import RotoffError as RotoffError
+    from .errors import SequenceFormatError as SequenceFormatError
+    from .profile.estimate.devices import Device as Device
+    from .profile.estimate.devices import devices as devices
+    from .profile.estimate.devices import register_device as register_device
+    from .report.chrome_trace import chrome_trace as chrome_trace
+    from .report.chrome_trace import save_chrome_trace as save_chrome_trace
+    from .report.terminal import render as render
+    from .solver import Row as Row
+    from .solver import Sweep as Sweep
+    from .solver import keep_all as keep_all
+    from .solver import solve as solve
+    from .solver import sweep as sweep
+    from .solver.bounds import lower_bound as lower_bound
+    from .solver.bounds import min_mem_limit as min_mem_limit
     from .tools.attach import attach as attach
     from .tools.attach import detach as detach
     from .tools.estimate import estimate as estimate
@@ -56,33 +56,80 @@ if TYPE_CHECKING:
     from .tools.mode_comparison import plan as plan
     from .tools.stage_report import stages as stages
 
-_NEED_TORCH = {
+_WHERE = {
+    "Chain": "core.chain",
+    "ChainError": "errors",
     "Checkpointable": "checkpointable",
+    "Device": "profile.estimate.devices",
+    "ExecutionError": "errors",
+    "Form": "core.chain",
+    "InfeasibleError": "errors",
+    "InvalidSequenceError": "errors",
+    "LimitError": "errors",
+    "Machine": "core.simulator",
+    "MeasureError": "errors",
+    "Op": "core.sequence",
+    "OpKind": "core.sequence",
+    "OptionError": "errors",
+    "ParameterGroup": "core.parameters",
     "PlannedMode": "tools.mode_comparison",
     "PlannedModes": "tools.mode_comparison",
+    "RotoffError": "errors",
+    "Row": "solver",
+    "Sequence": "core.sequence",
+    "SequenceFormatError": "errors",
+    "Stage": "core.chain",
+    "Sweep": "solver",
+    "Trace": "core.simulator",
+    "Value": "core.sequence",
     "attach": "tools.attach",
+    "chrome_trace": "report.chrome_trace",
     "detach": "tools.attach",
+    "devices": "profile.estimate.devices",
     "estimate": "tools.estimate",
+    "format_bytes": "core.sizes",
+    "keep_all": "solver",
+    "lower_bound": "solver.bounds",
+    "min_mem_limit": "solver.bounds",
+    "parse": "core.sequence",
+    "parse_bytes": "core.sizes",
     "plan": "tools.mode_comparison",
+    "register_device": "profile.estimate.devices",
+    "render": "report.terminal",
+    "save_chrome_trace": "report.chrome_trace",
+    "simulate": "core.simulator",
+    "solve": "solver",
     "stages": "tools.stage_report",
+    "sweep": "solver",
 }
+_FOLDERS = ("core", "errors", "io", "nn", "plot", "profile", "report", "solver")  # of the package, as attributes
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEED_TORCH:
-        from importlib import import_module
+    from importlib import import_module
 
-        try:
-            return getattr(import_module(f".{_NEED_TORCH[name]}", __name__), name)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
+    try:
+        if name in _WHERE:
+            found = globals()[name] = getattr(import_module(f".{_WHERE[name]}", __name__), name)
+            return found
+        if name in _FOLDERS:
+            return import_module(f".{name}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
             raise ModuleNotFoundError(
-                f'rotoff.{name} needs torch, which is not installed; pip install "rotoff[torch]", or plan without it',
+                f"rotoff.{name} needs torch, which is not installed: pip install torch, or plan without it",
                 name="torch",
             ) from error
+        if (error.name or "").startswith("rotoff."):
+            raise ModuleNotFoundError(
+                f"{error.name} is not compiled in {__path__[0]}, which Python found first; if that is a clone's source tree,"
+                " start Python in another directory once rotoff is installed, or compile it there: python setup.py build_ext"
+                " --inplace",
+                name=error.name,
+            ) from error
+        raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_NEED_TORCH])
+    return sorted({*globals(), *_WHERE} - {"TYPE_CHECKING", "Any", "annotations"})

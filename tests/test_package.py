@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -45,6 +46,46 @@ def test_every_public_name_can_be_had() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'solv'"):
         rotoff.solv  # noqa: B018 - reading it is the test
+
+
+def python(code: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """`code` in a new process that finds rotoff in `path` alone."""
+    told = {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=told, check=False
+    )
+
+
+SOURCE = Path(rotoff.__file__).parent
+
+
+def test_importing_rotoff_loads_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    code = "import sys, rotoff; print(sorted({'torch', 'numpy', 'matplotlib', 'rotoff.solver'} & set(sys.modules)))"
+    assert python(code, tmp_path, SOURCE.parent).stdout == "[]\n"
+
+
+def test_folders_of_the_package_are_attributes(tmp_path: Path) -> None:
+    code = (
+        "import rotoff; rotoff.solver.policies.POLICIES, rotoff.core.simulator, rotoff.errors.RotoffError; print('ok')"
+    )
+    assert python(code, tmp_path, SOURCE.parent).stdout == "ok\n"
+
+
+def test_a_source_tree_that_is_not_compiled_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE, tmp_path / "rotoff", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
+    ran = python("import rotoff; rotoff.solve", tmp_path, tmp_path)
+    assert ran.returncode == 1
+    said = ran.stderr.splitlines()[-1]
+    assert f"is not compiled in {tmp_path / 'rotoff'}" in said
+    assert "build_ext --inplace" in said
+
+
+@pytest.mark.parametrize("command", ["profile", "estimate", "plan", "stages"])
+def test_commands_that_need_torch_say_so(command: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules['torch'] = None; from rotoff.cli import main; sys.exit(main(['{command}', 'a:b']))"
+    ran = python(code, tmp_path, SOURCE.parent)
+    assert ran.returncode == 2
+    assert ran.stderr == f"rotoff {command}: this command looks at a model, which needs torch: pip install torch\n"
 
 
 def test_the_changelog_has_the_version() -> None:

@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"rotoff: {type(error).__name__}: {error} (--traceback shows where)", file=sys.stderr)
             return 2
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch" and "rotoff" not in said:
+            said = "this command looks at a model, which needs torch: pip install torch"
         print(f"rotoff {options.command}: {said}", file=sys.stderr)
         return 1 if isinstance(error, InfeasibleError | InvalidSequenceError) else 2
     return code

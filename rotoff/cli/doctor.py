@@ -37,7 +37,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         import torch as torch
     except ModuleNotFoundError:
-        raise Stop('the checks train a model, which needs torch; pip install "rotoff[torch]"') from None
+        raise Stop("the checks train a model, which needs torch: pip install torch") from None
     except Exception as error:
         said = f"{type(error).__name__} {error}".strip()
         raise Stop(f"torch cannot be imported ({said}); install it anew, or give the process more memory") from error

@@ -9,8 +9,6 @@ from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple, overload
 
-import numpy as np
-
 from ..errors import LimitError, SequenceFormatError
 from ..io.json_file import is_text, load_json, save_json
 from .sizes import parse_bytes
@@ -108,7 +106,7 @@ class Op:
     of: str = ""
 
     def __post_init__(self) -> None:
-        numbers = all(isinstance(n, (int, np.integer)) for n in (self.stage, self.form)) and self.stage >= 0
+        numbers = all(hasattr(n, "__index__") for n in (self.stage, self.form)) and self.stage >= 0
         if (
             not isinstance(self.kind, OpKind)
             or not numbers

@@ -3,7 +3,7 @@
     import rotoff.plot
     rotoff.plot.save(rotoff.plot.timeline(chain, sequence), "plan.svg")
 
-Needs matplotlib (``pip install "rotoff[plot]"``) and no torch. Every function returns a ``matplotlib.figure.Figure``
+Needs matplotlib and no torch. Every function returns a ``matplotlib.figure.Figure``
 that belongs to no window and no global state, so it works in notebooks, threads and on machines without a display.
 """
 
@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
     if error.name != "matplotlib":
         raise
     raise ModuleNotFoundError(
-        'rotoff.plot needs matplotlib, which is not installed; pip install "rotoff[plot]"', name="matplotlib"
+        "rotoff.plot needs matplotlib, which is not installed: pip install matplotlib", name="matplotlib"
     ) from error
 
 from .stages import stages as stages

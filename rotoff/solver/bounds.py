@@ -50,7 +50,7 @@ def several(given: Any) -> tuple[Any, ...]:
     return (given,) if lone else tuple(given)
 
 
-def min_mem_limit(chain: Chain, mode: str, updates: str = "during") -> int:
+def min_mem_limit(chain: Chain, mode: str = "joint", updates: str = "during") -> int:
     """The smallest limit in bytes in which `solve` finds a sequence of `mode`; one byte less is refused.
 
     offload: the largest need of one operation with its own operands. Every stage runs forward once (``F_all``), and
