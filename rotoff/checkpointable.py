@@ -7,6 +7,7 @@ plans of the last signatures are kept.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -62,6 +63,7 @@ from .solver.bounds import check_mode
 from .tensors.storage import block_bytes
 from .tensors.tree import flatten
 
+logger = logging.getLogger("rotoff")
 # Where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks.
 ATTACHED = "_rotoff_attachment"
 
@@ -111,7 +113,10 @@ class Checkpointable(RotorNames, ModuleProxy):
             or `conv_algorithms`.
     """
 
-    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording", "_placement"})
+    _own = frozenset(
+        {"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording", "_placement"}
+        | {"_said_no_limit", "_shown"}
+    )
 
     def __init__(
         self,
@@ -153,6 +158,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
         self._courses = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
         self._recording: Recording | None = None
+        self._said_no_limit = False
+        self._shown: tuple[ExecutionPlan, Sequence] | None = None
         self._placement: Placement | None = None
         weakref.finalize(self, self._links.close)
 
@@ -160,7 +167,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         """For a copy or a pickle: the model, the options and what was asked for. The copy is measured and planned
         anew."""
         state = {
-            k: v for k, v in vars(self).items() if k not in ("_cache", "_links", "_courses", "_recording", "_placement")
+            k: v
+            for k, v in vars(self).items()
+            if k not in ("_cache", "_links", "_courses", "_recording", "_placement", "_shown")
         }
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
@@ -187,7 +196,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         At most one stage is held at a time. Gradients, buffers, generators and memory statistics stay as they were.
 
         Args:
-            sample, kwargs: arguments of the model, on its device.
+            sample, kwargs: arguments of the model, on its device; one dict is of named arguments.
             progress: called with (stages done, total, next stage); True: one changing line on standard error, if that
                 is a terminal.
             repeats: timed runs of each stage, of which the median counts. None: until the median is known to 2 %, at
@@ -199,7 +208,8 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         def sample_here() -> Any:
             Repeats.read(repeats)  # so that what is no number is refused here
-            return strategy.chain_input(self._model, sample, kwargs, self._options.stages)
+            given = strategy.read_sample(self._model, sample, kwargs)
+            return strategy.chain_input(self._model, *given, self._options.stages)
 
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
         if progress is not True:
@@ -382,13 +392,16 @@ class Checkpointable(RotorNames, ModuleProxy):
     def sequence(self) -> Sequence:
         """The last planned sequence. Its meta has what the step is expected to hold and to take."""
         plan = self._plan
+        if self._shown is not None and self._shown[0] is plan:
+            return self._shown[1]
         if plan.placed is None:
             levels = expected_levels(self.profile, plan)
         else:
             beside = plan.placed.peak_bytes - plan.trace.peak_bytes  # what the machine does not know of
             levels = [event.memory + beside for event in plan.trace.events]
         peak = self.get_expected_memory()
-        return with_expected(self.chain, plan.sequence, plan.trace, levels, peak, self.mem_limit)
+        self._shown = plan, with_expected(self.chain, plan.sequence, plan.trace, levels, peak, self.mem_limit)
+        return self._shown[1]
 
     @property
     def kept_skips(self) -> tuple[int, ...] | None:
@@ -459,7 +472,14 @@ class Checkpointable(RotorNames, ModuleProxy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; in training mode, with gradients and a limit, run the step as planned."""
         plain = self._courses.plain or self._model
-        if not self.training or not torch.is_grad_enabled() or self._courses.request is None:
+        if not self.training or not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        if self._courses.request is None:
+            if not torch.compiler.is_compiling() and not self._said_no_limit:
+                self._said_no_limit = True
+                logger.warning(
+                    "rotoff: this Checkpointable trains as the plain model, since it has no limit; call compute_sequence(mem_limit)"
+                )
             return plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _left_alone(self, plain, args, kwargs)

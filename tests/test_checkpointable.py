@@ -276,3 +276,18 @@ def test_joint_is_never_behind_offload_alone_though_replays_need_snapshots() -> 
         wrapped.compute_sequence(least, mode="remat")  # three generator states are more than all that these layers save
     assert wrapped.compute_sequence(least, mode="joint").get_expected_makespan() <= offload
     assert wrapped.get_expected_memory() <= least
+
+
+def test_training_without_a_limit_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = rotoff.Checkpointable(nn.Linear(4, 4))
+    for _ in range(2):
+        model(torch.randn(2, 4)).sum().backward()
+    assert caplog.text.count("has no limit; call compute_sequence(mem_limit)") == 1
+    caplog.clear()
+    silent = rotoff.Checkpointable(nn.Linear(4, 4)).eval()
+    silent(torch.randn(2, 4))
+    with torch.no_grad():
+        silent.train()(torch.randn(2, 4))
+    silent.compute_pytorch_sequence()
+    silent(torch.randn(2, 4)).sum().backward()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -74,8 +74,56 @@ def test_json_and_text(blocks: nn.Sequential, batch: torch.Tensor, tmp_path: Pat
     assert data["modes"][0]["step_time"] == found["remat"].step_time
     assert data["meta"]["times"].startswith("estimated")
     lines = str(found).splitlines()
-    assert lines[0] == "Sequential on V100 within 240.00 MiB (times are estimates)"
-    assert lines[3].startswith("remat ")
+    assert lines[0] == found.verdict
+    assert lines[1] == "Sequential on V100 within 240.00 MiB (times are estimates)"
+    assert lines[4].startswith("remat ")
+
+
+def test_the_verdict_comes_first_with_the_parts_and_a_way_on(blocks: nn.Sequential, batch: torch.Tensor) -> None:
+    fits = rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100", modes="remat")
+    assert fits.verdict.startswith("fits: parameters 12.")
+    assert "gradients 12." in fits.verdict and "adam states 24." in fits.verdict and "240.00 MiB" in fits.verdict
+    tight = rotoff.plan(blocks, batch, mem_limit="1 MiB", device="V100", modes="remat")
+    assert tight.verdict.startswith("DOES NOT FIT in 1.00 MiB; mem_limit may be from ")
+    least, most = (int(word) for word in tight.verdict.split() if word.isdigit() and int(word) > 2**20)
+    assert rotoff.plan(blocks, batch, mem_limit=least, device="V100", modes="remat").verdict.startswith("fits")
+    assert rotoff.plan(blocks, batch, mem_limit=most, device="V100", modes="remat").verdict.startswith("fits")
+    assert rotoff.plan(blocks, batch, mem_limit=most + 1, device="V100", modes="remat").verdict.startswith("DOES NOT")
+    small = rotoff.Device("small", 2**26, 1e9, {"float32": 1e9}, 1e9, 1e9)
+    alone = rotoff.plan(blocks, batch, mem_limit="240 MiB", device=small, modes="remat")
+    assert "even the smallest limit" in alone.verdict and "smaller batch" in alone.verdict
+    with pytest.raises(
+        rotoff.LimitError, match=r"tiny has .* parameters 12\..*adam states 24\..*take a device with more"
+    ):
+        rotoff.plan(blocks, batch, device=rotoff.Device("tiny", 2**20, 1e9, {"float32": 1e9}, 1e9, 1e9))
+
+
+class Named(nn.Module):
+    """Takes named arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.layers(inputs) - targets).square().mean()
+
+
+class OneDict(Named):
+    """Takes a dict."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(batch["inputs"], batch["targets"])
+
+
+@pytest.mark.parametrize("kind", [Named, OneDict])
+def test_one_dict_is_the_named_arguments_or_the_argument_that_the_model_takes(kind: type[nn.Module]) -> None:
+    model, batch = kind(), {"inputs": torch.randn(8, 16), "targets": torch.randn(8, 16)}
+    assert rotoff.plan(model, batch, modes="remat").fits
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch, repeats=1)
+    wrapped.compute_sequence(wrapped.keep_all_memory)
+    (wrapped(**batch) if kind is Named else wrapped(batch)).backward()
+    assert len(wrapped.plans()) == 1
 
 
 def test_one_mode_may_stand_by_itself(blocks: nn.Sequential, batch: torch.Tensor) -> None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,6 +121,25 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     if "use_cache" in signature.parameters and bound.arguments.get("use_cache") is None:
         bound.arguments["use_cache"] = False
     return bound.args, bound.kwargs
+
+
+def read_sample(
+    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a sample means: a dict by itself is of named ones, where forward takes those names."""
+    if (
+        len(sample) == 1
+        and not kwargs
+        and isinstance(sample[0], Mapping)
+        and not isinstance(model, torch.jit.ScriptModule)
+    ):
+        named = dict(sample[0])
+        try:
+            inspect.signature(model.forward).bind(**named)
+        except TypeError:
+            return sample, kwargs
+        return (), named
+    return sample, kwargs
 
 
 def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:

@@ -165,7 +165,7 @@ def _plan(options: argparse.Namespace) -> int:
         print_json(found.to_dict())
     else:
         print(found)
-    return 0 if any(row.step_time is not None for row in found) else 1
+    return 0 if found.fits and found.keeps_limit else 1
 
 
 def _give(chain: Chain, options: argparse.Namespace, note: str = "") -> None:
@@ -257,7 +257,7 @@ COMMANDS = (
         'rotoff plan my_models:build --device "RTX 4090" --mem-limit "12 GiB"',
         _plan_arguments,
         _plan,
-        f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit.',
+        f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too small.',
     ),
     Command(
         "stages",

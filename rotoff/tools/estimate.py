@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ..capture.strategy import read_sample
 from ..checkpointable import Checkpointable, refuse_planned
 from ..core.chain import Chain
 from ..profile.estimate.devices import Device, find
@@ -20,7 +21,7 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
     operation counts and the device's data sheet; the chain's ``meta`` says so.
 
     Args:
-        model, sample, kwargs: the model and its arguments. Tensors may be real, on ``meta``, or fake, and stay
+        model, sample, kwargs: the model and its arguments; one dict is of named arguments. Tensors may be real, on ``meta``, or fake, and stay
             unchanged. Autocast counts if it is on for the CPU or CUDA. A `Checkpointable` is estimated with its
             ``stages=``, ``forms=`` and ``backward_from=``.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
@@ -34,6 +35,7 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
 
 def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
     """What measuring `model`, a `Checkpointable` or a bare one, would find on `device`."""
+    args, kwargs = read_sample(model._model if isinstance(model, Checkpointable) else model, args, kwargs)
     if not isinstance(model, Checkpointable):
         refuse_planned(model)
         return estimate_profile(model, args, kwargs, device)

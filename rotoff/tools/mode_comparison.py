@@ -20,6 +20,10 @@ from ..solver.bounds import MODES, parse_modes
 from .estimate import estimated
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
+_WAYS_ON = (
+    "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or adapters on"
+    " frozen parameters, or shard the model over several devices (FSDP2)"
+)
 MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what the allocator cannot use
 
 
@@ -87,6 +91,32 @@ class PlannedModes:
         """Whether the device has `needed_bytes`, after a margin for its context and libraries."""
         return self.needed_bytes <= usable_bytes(self.device_bytes)
 
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, what of, and what to do where it does not."""
+        least = min(self.rows, key=lambda row: row.min_mem_limit)
+        usable, limit = usable_bytes(self.device_bytes), format_bytes(self.mem_limit)
+        left = usable - sum(self.resident_bytes.values())
+        if left >= least.min_mem_limit:
+            cure = f"mem_limit may be from {least.min_mem_limit} to {left} bytes, {format_bytes(left)}"
+        else:
+            cure = f"even the smallest limit, {format_bytes(least.min_mem_limit)}, does not; {_WAYS_ON}"
+        has = f"{_parts(self.resident_bytes)} and {limit} for the step take {format_bytes(self.needed_bytes)}"
+        of = (
+            f"the {format_bytes(usable)} that {self.device} has for training ({format_bytes(self.device_bytes)}, less"
+            f" {MARGIN:.0%} for context and libraries)"
+        )
+        if not self.fits:
+            return f"DOES NOT FIT: {has}, more than {of}; {cure}"
+        if not self.keeps_limit:
+            return f"DOES NOT FIT in {limit}; {cure}"
+        return f"fits: {has} of {of}"
+
+    @property
+    def keeps_limit(self) -> bool:
+        """Whether any of the modes has a plan within `mem_limit`."""
+        return any(row.step_time is not None for row in self.rows)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON; the chain is left out."""
         return {
@@ -113,6 +143,7 @@ class PlannedModes:
             f"{'mode':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest limit':>15}"
         )
         lines = [
+            self.verdict,
             f"{self.chain.name or 'model'} on {self.device} within {format_bytes(self.mem_limit)} (times are estimates)",
             f"keeping everything: {format_bytes(self.keep_all_bytes)}, {self.keep_all_time:.4g} s a step",
             head,
@@ -128,12 +159,6 @@ class PlannedModes:
                 f"{start}{row.step_time:>10.4g} {100 * row.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
                 f" {format_bytes(row.peak_bytes or 0):>11} {format_bytes(row.host_bytes or 0):>11}{end}"
             )
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.resident_bytes.items() if size)
-        enough = "enough" if self.fits else "not enough"
-        lines.append(
-            f"beside the limit: {parts}; {format_bytes(self.needed_bytes)} in all, of {format_bytes(self.device_bytes)}"
-            f" (less {MARGIN:.0%} for context and libraries): {enough}"
-        )
         return "\n".join(lines)
 
 
@@ -173,8 +198,8 @@ def plan(
     limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
     if limit <= 0:
         raise LimitError(
-            f"{target.name} has {format_bytes(target.memory_bytes)}, and what is resident takes"
-            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step"
+            f"{target.name} has {format_bytes(target.memory_bytes)}, and {_parts(resident)} take"
+            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step: {_WAYS_ON}"
         )
     everything = plan_everything(profile)
     return PlannedModes(
@@ -192,6 +217,10 @@ def plan(
 def usable_bytes(device_bytes: int) -> int:
     """The part of a device's memory that a training process can use."""
     return int(device_bytes * (1 - MARGIN))
+
+
+def _parts(resident: dict[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in resident.items() if size)
 
 
 def _resident_bytes(profile: Profile, optimizer: str) -> dict[str, int]:
