@@ -77,11 +77,16 @@ def main() -> None:
     text = Text(options.context)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sample = {"input_ids": text.pieces[: options.batch].to(device), "labels": text.pieces[: options.batch].to(device)}
+    print("measuring the model", flush=True)
     everything = rotoff.Checkpointable(build(options).to(device)).measure(**sample).keep_all_memory
     is_share = options.limit.replace(".", "", 1).isdigit() and float(options.limit) <= 1
     limit = int(float(options.limit) * everything) if is_share else rotoff.parse_bytes(options.limit)
 
+    print(
+        f"keeping everything takes {rotoff.format_bytes(everything)}; training {options.steps} plain steps", flush=True
+    )
     expected = train(options, text)
+    print(f"training {options.steps} steps within {rotoff.format_bytes(limit)}, the first one is planned", flush=True)
     callback = RotoffCallback(limit)
     losses = train(options, text, callback)
     assert callback.planned is not None

@@ -31,7 +31,7 @@ from .command import (
     size_or_zero,
 )
 
-_LIMIT = "the limit counts everything that the machine charges, the chain's input (a_0) included"
+_LIMIT = "the limit counts everything that a step of the chain holds, its input (the batch) included"
 
 
 # -- what several of them take

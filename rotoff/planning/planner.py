@@ -590,7 +590,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: fl
         format_bytes(trace.d2h_bytes),
         trace.recompute_time,
         in_words(plan.sequence),
-        f"; {len(plan.kept)} skip connections stay in place ({format_bytes(profile.kept_bytes(plan.kept))})"
+        f"; {len(plan.kept)} skip connections stay on the device ({format_bytes(profile.kept_bytes(plan.kept))})"
         if plan.kept
         else "",
     )

@@ -438,7 +438,8 @@ class Specializations:
 
     def _say_new(self, key: Any) -> None:
         """In the log: that an input of a new kind or size is measured; once, how to measure less often."""
-        logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", key[0])
+        told = ", ".join(f"{dtype.removeprefix('torch.')} {list(shape)}" for shape, dtype, *_ in key[0])
+        logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", told)
         family, sizes = _family(key)
         known = self._sizes.get(family)
         if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):

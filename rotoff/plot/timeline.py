@@ -91,7 +91,9 @@ def timeline(
 def boxes(trace: Trace, lane: str) -> list[Box]:
     """Contents of the lane: operations and copies, and on the compute lane the idle time between them."""
     if lane != "compute":
-        return [Box(start, end, _look(event), _value(event.op)) for event, start, end in trace.spans(lane)]
+        return [
+            Box(start, end, _look(event), f"{event.op.of}{event.op.stage}") for event, start, end in trace.spans(lane)
+        ]
     found: list[Box] = []
     clock = 0.0
     for event in trace.events:
@@ -195,12 +197,6 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
     if name:
         axis.set_title(f"{name}: {_seconds(trace.makespan)}", fontsize=8.5, loc="left", pad=2)
     return shown
-
-
-def _value(op: Op) -> str:
-    if op.kind is OpKind.H:
-        return str(op.stage)
-    return f"{op.of or ('ā' if op.saved else 'a')}{op.stage}"
 
 
 def _title(chain: Chain, sequence: Iterable[Op], trace: Trace) -> str:

@@ -71,19 +71,16 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
             label=name,
         )
         if name in MODES:
-            place, height = (
-                min_mem_limit(chain, name),
-                0.025 + 0.05 * names.index(name),
-            )  # one above another: they often agree
-            across = axis.get_xaxis_transform()
-            hollow = {
-                "marker": marker,
-                "color": colour,
-                "markersize": 6.5,
-                "markerfacecolor": "none",
-                "transform": across,
-            }
-            axis.plot([place], [height], linestyle="none", label=f"smallest limit of {name}", **hollow)
+            hollow = {"marker": marker, "color": colour, "markersize": 6.5, "markerfacecolor": "none"}
+            axis.plot(  # a tick on the axis, since a smallest limit has no step time of its own
+                [min_mem_limit(chain, name)],
+                [0],
+                linestyle="none",
+                transform=axis.get_xaxis_transform(),
+                clip_on=False,
+                label=f"smallest limit of {name}",
+                **hollow,
+            )
     axis.plot([peak], [base], marker="*", color=style.INK, markersize=11, linestyle="none", label="keeping everything")
 
     unit, size = style.byte_unit(most)
