@@ -274,7 +274,17 @@ class Checkpointable(RotorNames, ModuleProxy):
             return parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        request = Request(limit, mode, mem_slots, options, policy, plain=not self._check, here=True, cache=self._cache)
+        request = Request(
+            limit,
+            mode,
+            mem_slots,
+            options,
+            policy,
+            plain=not self._check,
+            lets_go=self._courses.lets_go,
+            here=True,
+            cache=self._cache,
+        )
         if up_to is not None:
             if self._group is not None:
                 raise OptionError(
@@ -363,7 +373,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             OptionError: for an unknown mode. MeasureError: if nothing has been measured.
         """
         check_mode(mode)
-        return least_limit(self.profile, Request(NO_LIMIT, mode, 50, {}, plain=not self._check))
+        request = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, lets_go=self._courses.lets_go)
+        return least_limit(self.profile, request)
 
     # -- what is planned
 
@@ -453,11 +464,16 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def keep_all_memory(self) -> int:
-        """Bytes of keeping everything, in the terms of the limit asked for; at or above it a step is the plain one."""
+        """Bytes of keeping everything, in the terms of the limit asked for; at or above it a step is the plain one.
+
+        With `backward_from`, other outputs (logits) are counted as held through the backward, until the first one shows
+        that your loop holds none: ``model(...).loss.backward()``.
+        """
         request = self._courses.request
         if request is not None and isinstance(request.planner, PlacedPlanner):
             return request.planner.keep_all_bytes(self.profile)
-        return reported_bytes(self.profile, plan_everything(self.profile, plain=not self._check))
+        lets_go = self._courses.lets_go
+        return reported_bytes(self.profile, plan_everything(self.profile, plain=not self._check, lets_go=lets_go))
 
     def plans(self) -> list[PlannedSize]:
         """What is planned so far: one row for each kind and size of input that a training step had.

@@ -112,6 +112,46 @@ def test_no_gradient_of_the_logits_is_charged_and_bits_are_the_plain_models(retu
         assert peak_bytes(lambda: train(model, ids)) <= model.get_expected_memory() <= limit
 
 
+def let_go(model: nn.Module, ids: torch.Tensor) -> None:
+    loss_of(model(ids, labels=ids)).backward()
+
+
+def kept_aside(model: nn.Module, ids: torch.Tensor) -> None:
+    output = model(ids, labels=ids)
+    loss, _logits = loss_of(output), logits_of(output).detach()
+    del output
+    loss.backward()
+
+
+@pytest.mark.parametrize("returns", ["dict", "tuple", "named"])
+def test_nothing_is_done_where_everything_fits_in_the_loop_that_holds_the_loss_alone(
+    returns: str, ids: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = made(returns)
+    expected = gradients(plain, ids)
+    held, dropped = (peak_bytes(lambda way=way: way(plain, ids)) for way in (train, let_go))
+    assert held > dropped + 0.9 * LOGITS
+    model = wrapped(made(returns), backward_from=WAYS[returns]).measure(ids, labels=ids)
+    gradients(model, ids)
+    assert held <= model.keep_all_memory
+    limit = (held + dropped) // 2
+    model.compute_sequence(limit, refine=False)
+    assert peak_bytes(lambda: let_go(model, ids)) <= limit  # the first of them is planned for what could be held
+    for _ in range(2):
+        assert peak_bytes(lambda: let_go(model, ids)) == dropped
+        assert dropped <= model.get_expected_memory() == model.keep_all_memory <= 1.02 * dropped
+    for way in (train, kept_aside):
+        caplog.clear()
+        way(model, ids)  # one step, after which the plan is another
+        assert peak_bytes(lambda way=way: way(model, ids)) <= model.get_expected_memory() <= limit
+        assert ("holds outputs beside the one" in caplog.text) == (way is train)
+        let_go(model, ids) if way is kept_aside else None
+    model.zero_grad()
+    let_go(model, ids)
+    for got, want in zip([p.grad for p in model.parameters()], expected, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("share", [1.1, 0.9])
 def test_what_is_returned_beside_it_is_the_plain_models_but_for_its_gradient(share: float, ids: torch.Tensor) -> None:
     plain, model = made(), wrapped(made(), backward_from="loss").measure(ids, labels=ids)

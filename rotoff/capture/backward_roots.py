@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import ExecutionError, MeasureError, OptionError
 from ..solver.bounds import several
@@ -51,7 +52,8 @@ class BackwardStarts(nn.Module):
         super().__init__()
         self.names = names
         self.with_attributes = with_attributes
-        self._others: tuple[int, ...] = ()  # of the last run with gradients: tensors that would need one
+        self.others: tuple[int, ...] = ()  # of the last run with gradients: tensors that would need one
+        self.lets_go: bool | None = None  # whether nothing held the others when a backward began; None: none has
 
     def forward(self, value: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -59,19 +61,37 @@ class BackwardStarts(nn.Module):
         output, *rest = value if self.with_attributes else (value,)
         starts = {id(tensor) for name in self.names for tensor in self._named(output, name)}
         tensors, rebuild = flatten(output)
-        self._others = tuple(n for n, t in enumerate(tensors) if t.requires_grad and id(t) not in starts)
-        output = rebuild([t.detach() if n in self._others else t for n, t in enumerate(tensors)])
+        self.others = tuple(n for n, t in enumerate(tensors) if t.requires_grad and id(t) not in starts)
+        output = rebuild([t.detach() if n in self.others else t for n, t in enumerate(tensors)])
         return (output, *rest) if self.with_attributes else output
 
     def guarded(self, output: Any) -> Any:
         """What the model returns, given that of the run before: what has left its graph needs a gradient again, and
         refuses one."""
         tensors, rebuild = flatten(output)
-        for n in self._others:
+        for n in self.others:
             tensors[n] = tensors[n].detach().requires_grad_()
             tensors[n] = tensors[n].view_as(tensors[n])  # so that it is no leaf, as the model's is none
             tensors[n].register_hook(self._refuse)
         return rebuild(tensors)
+
+    def watched(self, output: Any) -> Any:
+        """`guarded` of what the model returns, `output`; each backward from it sets `lets_go`."""
+        starts = BackwardStarts(self.names)
+        without = starts(output)
+        tensors = flatten(output)[0]
+        others = [StorageWeakRef(tensors[n].untyped_storage()) for n in starts.others]
+        # beside these two there are those of the runtime, which drops them by itself
+        held = [_uses(one) - 2 * [o.cdata for o in others].count(one.cdata) for one in others]
+        output = starts.guarded(without)
+
+        def look(_gradient: torch.Tensor) -> None:
+            self.lets_go = all(_uses(one) <= most for one, most in zip(others, held, strict=True))
+
+        for n, tensor in enumerate(flatten(output)[0]):
+            if others and tensor.requires_grad and n not in starts.others:
+                tensor.register_hook(look)
+        return output
 
     def _refuse(self, _gradient: torch.Tensor) -> NoReturn:
         raise ExecutionError(
@@ -93,6 +113,11 @@ class BackwardStarts(nn.Module):
                 " labels, say), or name the output that the backward starts from"
             )
         return tensors
+
+
+def _uses(storage: StorageWeakRef) -> int:
+    """How many tensors lie in it."""
+    return torch._C._storage_Use_Count(storage.cdata)
 
 
 def _part(output: Any, name: str | int) -> Any:

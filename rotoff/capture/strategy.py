@@ -83,8 +83,7 @@ class Captured:
         """The model's `output`, of which only that is in its graph from which a backward starts."""
         if self.starts is None:
             return output
-        starts = BackwardStarts(self.starts.names)
-        return starts.guarded(starts(output))
+        return self.starts.watched(output)
 
 
 def is_sequential(model: nn.Module) -> bool:

@@ -67,6 +67,7 @@ class Request:
     options: dict[str, Any]
     policy: str | None = None  # a system of the papers, instead of the mode
     plain: bool = True  # whether the plain model may run where everything fits
+    lets_go: bool = False  # whether the loop holds nothing of what the model returns but where its backward starts
     here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
     cache: Cache = field(default_factory=lambda: Cache(None))
     planner: Callable[[Profile, Request], ExecutionPlan] | None = (
@@ -213,7 +214,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None, near: Itera
     plan = compile_sequence(
         chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep
     )
-    plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)))
+    plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)), lets_go=request.lets_go)
     _report(profile, request, plan, time.perf_counter() - began)
     return plan
 
@@ -225,7 +226,7 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
         InfeasibleError: where nothing fits, in the terms of the user's limit.
     """
     asked = request.mem_limit
-    everything = plan_everything(profile, request.plain)
+    everything = plan_everything(profile, request.plain, request.lets_go)
     if request.policy is None and reported_bytes(profile, everything) <= asked:
         return _meant(everything.sequence, {KEPT: list(everything.kept), PLAIN: everything.keeps_all})
     ways = _ways(profile, request)
@@ -321,21 +322,21 @@ def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
     return replace(sequence, meta={**sequence.meta, **{name: value for name, value in said.items() if value}})
 
 
-def plan_everything(profile: Profile, plain: bool = True) -> ExecutionPlan:
+def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False) -> ExecutionPlan:
     """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model
-    that runs."""
+    that runs. lets_go: as of `Request`."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
     plans = [
         compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()
     ]  # which replay nothing
-    return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain)
+    return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain, lets_go=lets_go)
 
 
 def least_limit(profile: Profile, request: Request) -> int:
     """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
     least = min(way.least for way in _ways(profile, request))
     if request.policy is None:
-        least = min(least, reported_bytes(profile, plan_everything(profile, request.plain)))
+        least = min(least, reported_bytes(profile, plan_everything(profile, request.plain, request.lets_go)))
     return max(least, profile.prefix_peak_bytes, 1)
 
 
@@ -468,7 +469,8 @@ def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
 def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed: int, room: int) -> InfeasibleError:
     without = [min_mem_limit(way.chain, "remat") - way.more for way in ways if way.request.mode != "offload"]
     least = max(
-        min([reported_bytes(profile, plan_everything(profile, request.plain)), *without]), profile.prefix_peak_bytes
+        min([reported_bytes(profile, plan_everything(profile, request.plain, request.lets_go)), *without]),
+        profile.prefix_peak_bytes,
     )
     return InfeasibleError(
         f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps {needed} bytes in pinned"
@@ -544,7 +546,7 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
         elif op.kind is OpKind.F_SEL:
             whole.discard(op.stage)
         if plan.keeps_all:
-            less += _passed(profile, op)
+            less += _passed(profile, op) + (_let_go(profile, op) if plan.lets_go else 0)
             less += profile.outside_bytes[op.stage - 1] if profile.outside_bytes and op.kind in FORWARDS else 0
         made = made or (op.kind in FORWARDS and op.stage == L)
         levels.append(event.memory - less)
@@ -559,6 +561,15 @@ def _passed(profile: Profile, op: Op) -> int:
         return sum(one.nbytes for one in profile.passing if one.first < i) + sum(profile.twice_bytes[: i - 1])
     held = sum(one.nbytes for one in profile.lingering if one.first < i <= one.until)
     return sum(one.nbytes for one in profile.passing if one.until < i) - held + sum(profile.twice_bytes)
+
+
+def _let_go(profile: Profile, op: Op) -> int:
+    """Bytes of what the model has returned that its caller has let go when a ``B`` begins, and that are charged."""
+    if op.kind is not OpKind.B:
+        return 0
+    gone = profile.freed_before_backward[op.stage - 1]  # of which the output of the stage may be a part
+    made = sum(one.nbytes for one in profile.returned if one.first == op.stage)
+    return sum(one.nbytes for one in profile.returned if one.first < op.stage) + max(0, made - gone)
 
 
 def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:

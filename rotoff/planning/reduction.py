@@ -153,6 +153,7 @@ RULES: dict[type, dict[str, Rule]] = {
         # of other bytes elsewhere it could be taken off the chain by too much, and off the limit by too little
         "skips": alike_or((), same),
         "passing": alike_or((), each(parts(FreedEarly))),
+        "returned": alike_or((), each(parts(FreedEarly))),
         "lingering": longest,
         "spare_bytes": each(each(min)),
         "outside_bytes": each(min),

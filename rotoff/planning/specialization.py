@@ -46,7 +46,7 @@ from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
 from .options import Options
-from .planner import Request, expected_bytes, least_limit, make_plan
+from .planner import Request, expected_bytes, least_limit, make_plan, plan_everything, reported_bytes
 from .sizes import MeasuredSizes, Sizes, covers, halves, rounded, split, volume
 
 logger = logging.getLogger("rotoff")
@@ -145,6 +145,7 @@ class Specializations:
     ) -> None:
         self.request: Request | None = None
         self.latest: Specialization | None = None
+        self.lets_go = False  # as of `Request`, as the last backward showed
         self.plain: Callable[..., Any] | None = None
         self._root = weakref.ref(root)  # which owns this
         self._model = model
@@ -429,12 +430,35 @@ class Specializations:
             self._say_new(key)
             course = self.measure(value, None, None, timed=False)
         self._known.move_to_end(key)
+        self._look_at_loop(course)
         if course.plan is None:
             measured = self._sizes.get(_family(key)[0], MeasuredSizes())
             near = () if self.request.planner is not None else self._plans(measured, course.profile)
             course.plan = make_plan(course.profile, self.request, self._group, near)
         self.latest = course
         return course
+
+    def _look_at_loop(self, course: Specialization) -> None:
+        """Plan the course anew where its last backward showed another loop, and keeping everything fits in only one."""
+        starts = course.captured.starts
+        assert self.request is not None
+        if starts is None or starts.lets_go is None or self._group is not None or self.request.planner is not None:
+            return
+        if starts.lets_go != self.request.lets_go:
+            self.lets_go = starts.lets_go
+            self.request = replace(self.request, lets_go=self.lets_go)
+        if course.plan is None or course.plan.lets_go == self.lets_go or self.request.policy is not None:
+            return
+        everything = plan_everything(course.profile, self.request.plain, self.lets_go)
+        if (reported_bytes(course.profile, everything) <= self.request.mem_limit) != course.plan.keeps_all:
+            if not self.lets_go:
+                logger.warning(
+                    "rotoff: this loop holds outputs beside the one that backward_from names, which the steps before it did not; the last"
+                    " step may have exceeded the limit by them, and the next ones are planned anew"
+                )
+            course.plan = None
+        else:
+            course.plan = replace(course.plan, lets_go=self.lets_go)
 
     def _say_new(self, key: Any) -> None:
         """In the log: that an input of a new kind or size is measured; once, how to measure less often."""

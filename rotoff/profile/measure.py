@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..capture.aliasing import merge_aliases
+from ..capture.backward_roots import BackwardStarts
 from ..capture.unsaved import merge_unsaved
 from ..core.chain import Chain, Stage
 from ..errors import MeasureError
@@ -25,7 +26,7 @@ from ..tensors.buffers import preserved
 from ..tensors.stage import StageModule
 from ..tensors.storage import block_bytes, storage_key
 from ..tensors.tree import flatten
-from .memory.eager_memory import find_lingering, find_passing
+from .memory.eager_memory import find_lingering, find_passing, find_returned
 from .memory.gradients import Charge, charge
 from .memory.skips import find_skips
 from .profile import Compact, Profile, replay_bytes
@@ -144,6 +145,7 @@ def measure(
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips(runs),
         passing=find_passing(runs, groups[prefix:]),
+        returned=find_returned(runs, _others(groups[-1])),
         lingering=find_lingering(groups[:prefix], groups[prefix:], meter.allocator.rounded),
         spare_bytes=tuple(m.lies.spare for m in measured),
         output_retention=tuple(
@@ -157,6 +159,12 @@ def measure(
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
         twice_bytes=_twice(measured, groups[prefix:], meter),
     )
+
+
+def _others(last: StageModule) -> tuple[int, ...]:
+    """The outputs of the last stage from which no backward starts, where the user says so."""
+    module = last.modules[-1]
+    return module.others if isinstance(module, BackwardStarts) else ()
 
 
 def _merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[StageModule]:

@@ -56,7 +56,7 @@ class Profile:
     prefix_peak_bytes: the most that the prefix holds, its output (the chain's input) included. made_input_bytes: those
     of a_0 that the prefix makes. outside_bytes: of each stage, what the chain charges in its forward for a prefix of
     which the model's own code runs a part there. skips: bytes that several values carry. passing: bytes of values that
-    the plain model lets go; lingering: others that it holds longer. spare_bytes: of each stage, by how much the charge
+    the plain model lets go; returned: of values that it returns and that nobody saves; lingering: others that it holds longer. spare_bytes: of each stage, by how much the charge
     while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.StorageAliasing.spare`). tail_times: of
     each stage, the seconds that a replay for its own backward alone leaves out (`runtime.early_stop`); 0 by default.
     freed_before_backward: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that
@@ -84,6 +84,7 @@ class Profile:
     freed_before_backward: tuple[int, ...] = ()
     skips: tuple[Skip, ...] = ()
     passing: tuple[FreedEarly, ...] = ()
+    returned: tuple[FreedEarly, ...] = ()
     lingering: tuple[HeldLate, ...] = ()
     spare_bytes: tuple[tuple[int, int], ...] = ()
     output_retention: tuple[int, ...] = ()

@@ -30,7 +30,7 @@ class ExecutionPlan:
     replayed: stages whose forward runs more than once, in part only after ``F_sel``. closing: op index of each
     ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes:
     size of the slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain
-    model that runs. kept: numbers of the profile's skip connections that stay in place; the sequence is one of the
+    model that runs. lets_go: its caller holds nothing of what it returns but where the backward starts. kept: numbers of the profile's skip connections that stay in place; the sequence is one of the
     chain without their bytes. compact: whether gradients that wait are copied. chain, placed: where it places
     parameters, the chain with those and what it says of them.
     """
@@ -43,6 +43,7 @@ class ExecutionPlan:
     host_bytes: int
     trace: Trace
     keeps_all: bool = False
+    lets_go: bool = False
     kept: tuple[int, ...] = ()
     compact: bool = False
     chain: Chain | None = None

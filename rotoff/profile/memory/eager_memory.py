@@ -6,7 +6,7 @@ as soon as its own code does, which may be later than a stage would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ...tensors.stage import Behaviour, StageModule
@@ -51,6 +51,17 @@ def find_passing(
         if storage in until and not (one.saved or one.written or varying):
             found.append(FreedEarly(one.first, one.last, one.nbytes, until[storage]))
     return tuple(found)
+
+
+def find_returned(runs: Sequence[tuple[StorageAliasing, Behaviour]], others: Collection[int]) -> tuple[FreedEarly, ...]:
+    """The storages of the last outputs `others` that nobody saves: they go before the backward where the caller holds
+    none of those."""
+    L = len(runs)
+    return tuple(
+        FreedEarly(one.first, L, one.nbytes, L)
+        for one in handed_on(runs)
+        if one.last == L and set(one.outputs[L]) <= set(others) and not (one.saved or one.written)
+    )
 
 
 def find_lingering(
