@@ -5,15 +5,18 @@
 #   make test-all    also the slow ones
 #   make lint        ruff and mypy
 #   make quickstart  the README's quick start
-#   make docs        the API reference as HTML, into docs/api/
+#   make docs        the documentation site as HTML, into docs/_build/html/
 #   make gallery     train models of torchvision, timm and transformers at half their memory, one line each (15 minutes)
 #   make dist        sdist and wheel, into dist/
+#   make wheels      the sdist, and wheels for CPython 3.10 and for 3.11 and later, audited as manylinux, into dist/
 #   make clean       remove all that these made, .venv included
 #
 # PYTHON  the interpreter to start from. If it has a torch that rotoff is tested with, that torch is used as it is.
 # TORCH   what pip installs otherwise; pip's options may follow, such as another index.
+# PYTHONS for wheels: 3.10, and any later one, whose wheel is for all from 3.11 on.
 # ARGS    passed on to the example or to pytest: make demo ARGS="--steps 20", make test ARGS="-k chain".
 PYTHON ?= python3
+PYTHONS ?= python3.10 python3.11
 TORCH ?= torch==2.13.0
 ARGS ?=
 
@@ -31,7 +34,7 @@ export PYTHONNOUSERSITE = 1
 # So that no package brings another torch with it.
 SAME_TORCH = "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')"
 
-.PHONY: demo quickstart gallery test test-all lint docs dist clean
+.PHONY: demo quickstart gallery test test-all lint docs dist wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -63,12 +66,15 @@ lint: $(VENV)/tools
 
 docs: $(VENV)/tools
 	$(PIP) install "$$(ls dist/rotoff-*.whl)[docs]"
-	$(BIN)/python scripts/api_reference.py docs/api
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 dist: $(VENV)/wheel
 
+wheels:
+	PYTHON=$(PYTHON) bash scripts/wheels.sh $(PYTHONS)
+
 clean:
-	rm -rf $(VENV) build dist docs/api rotoff.egg-info rotoff/_dp.c rotoff/solver/kernels/*.c
+	rm -rf $(VENV) build dist docs/_build rotoff.egg-info rotoff/_dp.c rotoff/solver/kernels/*.c
 
 # An interpreter, and a torch: the one that PYTHON has if it will do, else a new one.
 $(VENV)/torch:

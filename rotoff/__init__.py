@@ -50,7 +50,11 @@ if TYPE_CHECKING:
     from .solver.bounds import min_mem_limit as min_mem_limit
     from .tools.attach import attach as attach
     from .tools.attach import detach as detach
+    from .tools.config import RotoffConfig as RotoffConfig
     from .tools.estimate import estimate as estimate
+    from .tools.largest import Largest as Largest
+    from .tools.largest import cheapest as cheapest
+    from .tools.largest import largest as largest
     from .tools.mode_comparison import PlannedMode as PlannedMode
     from .tools.mode_comparison import PlannedModes as PlannedModes
     from .tools.mode_comparison import plan as plan
@@ -65,6 +69,7 @@ _WHERE = {
     "Form": "core.chain",
     "InfeasibleError": "errors",
     "InvalidSequenceError": "errors",
+    "Largest": "tools.largest",
     "LimitError": "errors",
     "Machine": "core.simulator",
     "MeasureError": "errors",
@@ -74,6 +79,7 @@ _WHERE = {
     "ParameterGroup": "core.parameters",
     "PlannedMode": "tools.mode_comparison",
     "PlannedModes": "tools.mode_comparison",
+    "RotoffConfig": "tools.config",
     "RotoffError": "errors",
     "Row": "solver",
     "Sequence": "core.sequence",
@@ -83,12 +89,14 @@ _WHERE = {
     "Trace": "core.simulator",
     "Value": "core.sequence",
     "attach": "tools.attach",
+    "cheapest": "tools.largest",
     "chrome_trace": "report.chrome_trace",
     "detach": "tools.attach",
     "devices": "profile.estimate.devices",
     "estimate": "tools.estimate",
     "format_bytes": "core.sizes",
     "keep_all": "solver",
+    "largest": "tools.largest",
     "lower_bound": "solver.bounds",
     "min_mem_limit": "solver.bounds",
     "parse": "core.sequence",

@@ -563,7 +563,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     @contextmanager
     def record_step(self) -> Iterator[Recording]:
         """Record the first planned step whose forward runs in this block: its times, to compare with the predicted
-        ones.
+        ones::
 
             with model.record_step() as recorded:
                 model(x).sum().backward()

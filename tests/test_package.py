@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,38 @@ def test_commands_that_need_torch_say_so(command: str, tmp_path: Path) -> None:
 def test_the_changelog_has_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## \[(Unreleased|{re.escape(rotoff.__version__)})\]", text, re.MULTILINE)
+
+
+def test_a_release_needs_its_version_and_a_dated_heading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checks = runpy.run_path(str(ROOT / "scripts" / "check_release.py"))
+    problem, version = checks["problem"], rotoff.__version__
+    assert f"says {version}" in problem("v999.0.0")
+    (tmp_path / "rotoff").mkdir()
+    shutil.copy(SOURCE / "version.py", tmp_path / "rotoff")
+    problem.__globals__["ROOT"] = tmp_path
+    for heading, fits in (("[Unreleased]", False), (f"[{version}]", False), (f"[{version}] - 2027-01-31", True)):
+        (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {heading}\n")
+        assert (problem(f"v{version}") is None) == fits
+
+
+@pytest.mark.slow
+def test_a_wheel_installs_and_plans_where_there_is_no_compiler(tmp_path: Path) -> None:
+    """From the sdist, as users get it: for all Pythons from 3.11 on, audited as manylinux, 2.17 or later."""
+    run = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "wheels.sh"), sys.executable],
+        env={**os.environ, "PYTHON": sys.executable, "DIST": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "joint    step" in run.stdout  # planned in an environment with nothing else on PATH
+    (wheel,) = tmp_path.glob("*.whl")
+    tag = "cp311-abi3" if sys.version_info >= (3, 11) else "cp310-cp310"
+    assert f"-{tag}-manylinux" in wheel.name
+    assert not {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".c", ".pyc"))}
+    assert len(list(tmp_path.glob("*.tar.gz"))) == 1
 
 
 @pytest.mark.slow

@@ -126,6 +126,14 @@ def test_one_dict_is_the_named_arguments_or_the_argument_that_the_model_takes(ki
     assert len(wrapped.plans()) == 1
 
 
+def test_a_limit_that_only_the_plain_model_keeps_has_a_bound_as_well() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    found = rotoff.plan(net, torch.empty(1024, 64), mem_limit="4 MiB", device="T4", modes="joint")
+    assert found.keep_all_bytes <= found.mem_limit
+    assert found["joint"].bound_time == found["joint"].step_time == found.keep_all_time
+
+
 def test_one_mode_may_stand_by_itself(blocks: nn.Sequential, batch: torch.Tensor) -> None:
     (row,) = rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100", modes="remat").rows
     assert row.mode == "remat"

@@ -16,7 +16,19 @@ pytest.importorskip("torch")
 import rotoff
 
 LISTED = Path(__file__).with_name("public_api.txt")
-COMMANDS = ("profile", "estimate", "plan", "stages", "solve", "compare", "sweep", "simulate", "show", "doctor")
+COMMANDS = (
+    "profile",
+    "estimate",
+    "plan",
+    "largest",
+    "stages",
+    "solve",
+    "compare",
+    "sweep",
+    "simulate",
+    "show",
+    "doctor",
+)
 
 
 def arguments(thing: Any) -> str:

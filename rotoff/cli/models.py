@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,7 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     Raises:
         Stop: where there is no such function, it raises, or what it returns is not (model, sample).
     """
-    where, colon, name = text.rpartition(":")
-    if not colon or not where or not name:
-        raise Stop(f"{text!r} is not MODULE:FUNCTION; write for example my_models:build or path/to/my_models.py:build")
-    module = _load_module(where)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise Stop(f"{where} has no function {name!r}")
+    function = _load_function(text)
     try:
         made = function()
     except Exception as error:
@@ -45,6 +40,17 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, dict):
         return model, (), sample
     return model, sample if isinstance(sample, tuple) else (sample,), {}
+
+
+def _load_function(text: str) -> Any:
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise Stop(f"{text!r} is not MODULE:FUNCTION; write for example my_models:build or path/to/my_models.py:build")
+    module = _load_module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise Stop(f"{where} has no function {name!r}")
+    return function
 
 
 def _load_module(where: str) -> Any:
@@ -80,8 +86,6 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from dataclasses import replace
-
     from ..checkpointable import Checkpointable
 
     _check_repeats(options)
@@ -116,8 +120,6 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from dataclasses import replace
-
     from ..checkpointable import Checkpointable
     from ..tools.estimate import estimate
 
@@ -166,6 +168,47 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print(found)
     return 0 if found.fits and found.keeps_limit else 1
+
+
+def _largest_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="takes a size, returns the model and a sample")
+    _add_device(parser)
+    parser.add_argument(
+        "--mem-limit", type=size, metavar="SIZE", help="that a step may allocate (default: what is left)"
+    )
+    parser.add_argument("--step-time", type=float, metavar="SECONDS", help="that a step may take, by the estimate")
+    parser.add_argument(
+        "--optimizer", default="adam", metavar="NAME", help="sgd, momentum, adam or adamw (default: adam)"
+    )
+    parser.add_argument("--step", type=int, default=1, metavar="N", help="sizes are multiples of it (default: 1)")
+    parser.add_argument(
+        "--most", type=int, default=2**20, metavar="N", help="the largest size asked for (default: 2**20)"
+    )
+    _add_cut(parser)
+    add_json(parser)
+
+
+def _largest(options: argparse.Namespace) -> int:
+    from ..checkpointable import Checkpointable
+    from ..tools.largest import largest, read_built
+
+    find(options.device)  # an unknown device is refused before the model is made
+    function = _load_function(options.target)
+
+    def build(n: int) -> tuple[Any, Any]:
+        model, args, kwargs = read_built(function(n), n)
+        return Checkpointable(model, **_cut(options)), kwargs or args
+
+    names = ("device", "mem_limit", "step_time", "optimizer", "step", "most")
+    found = largest(build, **{name: getattr(options, name) for name in names})
+    if options.json:
+        planned = found.planned and found.planned.to_dict()
+        print_json({**asdict(replace(found, planned=None)), "planned": planned})
+    else:
+        print(found)
+        if found.planned is not None:
+            print(found.planned)
+    return 0 if found.size else 1
 
 
 def _give(chain: Chain, options: argparse.Namespace, note: str = "") -> None:
@@ -258,6 +301,14 @@ COMMANDS = (
         _plan_arguments,
         _plan,
         f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too small.',
+    ),
+    Command(
+        "largest",
+        "find the largest batch, context or depth that trains on a device that you do not have",
+        'rotoff largest my_models:build_for --device "RTX 4090" --step 16',
+        _largest_arguments,
+        _largest,
+        'The function takes a size and returns (model, sample), on the device "meta". Exit code 1: none works.',
     ),
     Command(
         "stages",

@@ -16,13 +16,14 @@ except ModuleNotFoundError:  # the older package of the same code
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
 from ..tools.attach import attach, attached, detach
+from ..tools.config import RotoffConfig
 
 
 class RotoffCallback(Callback):  # type: ignore[misc]
     """Trains a submodule of the LightningModule inside `mem_limit`, from the start of ``fit`` to its end.
 
     Args:
-        mem_limit, options: as of `rotoff.attach`.
+        mem_limit, options: as of `rotoff.attach`; a `RotoffConfig` says all in one.
         module: name of the submodule that ``training_step`` calls, such as "net" or "model.encoder"; by default the
             only child that has parameters.
 
@@ -30,7 +31,7 @@ class RotoffCallback(Callback):  # type: ignore[misc]
         planned: the `Checkpointable` that plans it, while fitting.
     """
 
-    def __init__(self, mem_limit: int | str = "auto", module: str | None = None, **options: Any) -> None:
+    def __init__(self, mem_limit: int | str | RotoffConfig = "auto", module: str | None = None, **options: Any) -> None:
         self._mem_limit = mem_limit
         self._module = module
         self._options = options

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
 from ..tools.attach import attach, attached
+from ..tools.config import RotoffConfig
 
 
 class RotoffCallback(TrainerCallback):  # type: ignore[misc]
@@ -22,13 +23,13 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
     several processes all follow one plan.
 
     Args:
-        mem_limit, options: as of `rotoff.attach`.
+        mem_limit, options: as of `rotoff.attach`; a `RotoffConfig` says all in one.
 
     Attributes:
         planned: the `Checkpointable` that plans the model, once there is a trainer.
     """
 
-    def __init__(self, mem_limit: int | str = "auto", **options: Any) -> None:
+    def __init__(self, mem_limit: int | str | RotoffConfig = "auto", **options: Any) -> None:
         self._mem_limit = mem_limit
         self._options = options
         self.planned: Checkpointable | None = None

@@ -352,6 +352,11 @@ def least_time(profile: Profile, request: Request) -> float:
         limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
+        everything = plan_everything(profile, request.plain, request.lets_go)
+        if (
+            reported_bytes(profile, everything) <= request.mem_limit
+        ):  # the plain model, which takes less than a plan would
+            return everything.trace.makespan
         raise _infeasible(profile, request, min(way.least for way in ways), ways)
     return min(least_time_of(chain, limits[chain], profile.tail_times) for chain in fitting)
 

@@ -17,11 +17,14 @@ from torch import nn
 
 from ..checkpointable import ATTACHED, Checkpointable
 from ..errors import MeasureError, OptionError
+from .config import RotoffConfig
 
 _OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"model"}
 
 
-def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint", **options: Any) -> Checkpointable:
+def attach(
+    model: nn.Module, mem_limit: int | str | RotoffConfig | None = "auto", mode: str = "joint", **options: Any
+) -> Checkpointable:
     """Run training forwards of `model` itself inside `mem_limit`; returns the `Checkpointable` that plans them.
 
     The model is measured and planned at its first training forward, or earlier by the result's `measure`. In `eval`
@@ -30,7 +33,8 @@ def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint",
     the model without a plan; attach it again after loading.
 
     Args:
-        mem_limit, mode: as for `Checkpointable.compute_sequence`.
+        mem_limit, mode: as for `Checkpointable.compute_sequence`; or a `RotoffConfig`, of which `options` may change
+            some.
         options: as for `Checkpointable.compute_sequence` and for `Checkpointable` itself, such as ``stages`` or
             ``forms``.
 
@@ -41,6 +45,10 @@ def attach(model: nn.Module, mem_limit: int | str = "auto", mode: str = "joint",
         raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
     if model.__dict__.get(ATTACHED) is not None:
         raise OptionError("the model is attached already; call rotoff.detach(model) first")
+    if isinstance(mem_limit, RotoffConfig):
+        given = {**mem_limit.arguments(), **options}
+        said = given.pop("mode", "joint")
+        return attach(model, given.pop("mem_limit"), said if mode == "joint" else mode, **given)
     wrapper = {name: options.pop(name) for name in _OF_THE_WRAPPER if name in options}
     planned = Checkpointable(model, **wrapper).compute_sequence(mem_limit, mode=mode, **options)
     attachment = _Attachment(model, planned, wrapper)

@@ -194,7 +194,7 @@ def plan(
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     profile = estimated(model, sample, kwargs, target)
-    resident = _resident_bytes(profile, optimizer)
+    resident = resident_bytes(profile, optimizer)
     limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
     if limit <= 0:
         raise LimitError(
@@ -223,7 +223,8 @@ def _parts(resident: dict[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in resident.items() if size)
 
 
-def _resident_bytes(profile: Profile, optimizer: str) -> dict[str, int]:
+def resident_bytes(profile: Profile, optimizer: str) -> dict[str, int]:
+    """Bytes on the device between steps, by name."""
     meta = profile.chain.meta
     trained = meta["trained_bytes"]
     return {

@@ -151,8 +151,8 @@ class _Writer:
             yield f"{indent}with _grad(False):"
             indent += "    "
         names = [f"v{n}" if n is not None else "_" for n in operation.outputs]
-        if not names:
-            yield indent + call
+        if not names:  # the answer of a question is in the calls that follow; asking again would wait for the device
+            yield indent + ("pass" if operation.function in _QUESTIONS else call)
         else:
             yield f"{indent}[{', '.join(names)}] = _flat({call})"
         if "_" in names:
@@ -197,6 +197,9 @@ class _Writer:
         return name
 
 
+_QUESTIONS = tuple(
+    getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+)
 _NOTED: list[Callable[[torch.Tensor], object]] = []
 
 

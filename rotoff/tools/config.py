@@ -1,0 +1,122 @@
+"""`RotoffConfig`: all that training within a limit needs to know, as one value that a file can hold."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.sizes import parse_bytes
+from ..errors import OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotoffConfig:
+    """One argument for where people train: ``rotoff.attach(model, config)`` and the trainers' callbacks take it.
+
+    Use it to keep the settings in a YAML or JSON file beside those of the trainer. Fields are the arguments of these
+    names of `Checkpointable` and of its `compute_sequence`.
+
+    Args:
+        mem_limit: bytes or a size that a step may allocate, or "auto"; the default, unless there is a device_limit.
+        device_limit: bytes or a size for all that the device holds; `attach` then needs the optimizer as well.
+        offload_dtype: as text, such as "float16".
+        process_group: True: all processes follow one plan; the callbacks decide this by themselves.
+        options: further arguments of `rotoff.solve`, such as ``{"refine": 2}``.
+
+    Raises:
+        LimitError: for a limit that is no number of bytes. OptionError: for another offload_dtype.
+    """
+
+    mem_limit: int | str | None = None
+    device_limit: int | str | None = None
+    mode: str = "joint"
+    mem_slots: int = 50
+    policy: str | None = None
+    host_limit: int | str | None = None
+    stages: int | list[str] | None = None
+    backward_from: str | int | list[str | int] | None = None
+    forms: bool | list[str] = True
+    interpolate: bool = True
+    conv_algorithms: str = "plain"
+    offload_dtype: str | None = None
+    host_directory: str | None = None
+    cache_directory: str | bool | None = True
+    process_group: bool | None = None
+    updates: str | None = None
+    check: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("mem_limit", "device_limit"):
+            limit = getattr(self, name)
+            if limit is not None and not (name == "mem_limit" and limit == "auto"):
+                parse_bytes(limit, name)
+        if self.offload_dtype is not None and not isinstance(
+            getattr(torch, str(self.offload_dtype), None), torch.dtype
+        ):
+            raise OptionError(
+                f"offload_dtype is {self.offload_dtype!r}; write the name of a type of torch, such as float16"
+            )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RotoffConfig:
+        """The configuration that a dict describes.
+
+        Raises:
+            OptionError: for anything but a dict, and for names that are no fields.
+        """
+        known = [one.name for one in fields(cls)]
+        if not isinstance(data, Mapping):
+            raise OptionError(f"the configuration is {data!r}; give names and values, such as mem_limit: 6 GiB")
+        if unknown := sorted(map(str, set(data) - set(known))):
+            raise OptionError(f"the configuration names {', '.join(unknown)}; known names are {', '.join(known)}")
+        return cls(**data)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RotoffConfig:
+        """Read a YAML or JSON file; settings for rotoff may be the whole file, or its part ``rotoff:``.
+
+        Raises:
+            OptionError: if the file is neither, or names what is no field. OSError: if it cannot be read. Reading YAML
+                needs PyYAML.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            data = json.loads(text) if Path(path).suffix == ".json" else _yaml(text)
+            return cls.from_dict(data["rotoff"] if isinstance(data, Mapping) and "rotoff" in data else data)
+        except ValueError as error:  # OptionError and LimitError, too
+            raise OptionError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults; `from_dict` is the reverse."""
+        default = type(self)()
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if getattr(self, one.name) != getattr(default, one.name)
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `rotoff.attach` that it means."""
+        given = self.to_dict()
+        given.setdefault("mem_limit", None if self.device_limit is not None else "auto")
+        if self.offload_dtype is not None:
+            given["offload_dtype"] = getattr(torch, self.offload_dtype)
+        return {**given.pop("options", {}), **given}
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise OptionError("reading YAML needs PyYAML: pip install pyyaml, or write JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise OptionError(f"not YAML: {error}") from error

@@ -1,0 +1,94 @@
+"""One value for all settings, from a dict or a file, for `attach` and the callbacks."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import Residual
+from torch import nn
+
+import rotoff
+from rotoff.errors import LimitError, OptionError
+from rotoff.tools.config import RotoffConfig
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Residual(16) for _ in range(4)])
+
+
+def test_every_argument_of_the_class_and_of_its_plan_is_a_field() -> None:
+    wanted = {*inspect.signature(rotoff.Checkpointable).parameters} - {"model"}
+    wanted |= {*inspect.signature(rotoff.Checkpointable.compute_sequence).parameters} - {"self", "up_to", "optimizer"}
+    assert wanted <= {*inspect.signature(RotoffConfig).parameters}
+    for name in wanted - {"mem_limit", "process_group", "options"}:  # with the same default
+        for function in (rotoff.Checkpointable, rotoff.Checkpointable.compute_sequence):
+            found = inspect.signature(function).parameters.get(name)
+            assert found is None or found.default == getattr(RotoffConfig(), name), name
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
+def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
+    said = {
+        "mem_limit": "500 KiB",
+        "mode": "remat",
+        "stages": 3,
+        "options": {"refine": False},
+        "cache_directory": False,
+    }
+    path = tmp_path / f"train.{suffix}"
+    if suffix == "json":
+        path.write_text(json.dumps(said))
+    else:
+        yaml = pytest.importorskip("yaml")
+        path.write_text(yaml.safe_dump({"lr": 0.1, "rotoff": said}))
+    config = RotoffConfig.load(path)
+    assert RotoffConfig.from_dict(config.to_dict()) == config
+    assert config.to_dict() == said
+    x = torch.randn(256, 16)
+    found = []
+    for given, more in ((config, {}), ("500 KiB", {"mode": "remat", "stages": 3, "refine": False})):
+        model = net()
+        planned = rotoff.attach(model, given, **more)
+        torch.manual_seed(1)
+        model(x).square().mean().backward()
+        found.append((planned.mem_limit, planned.sequence.ops, [p.grad for p in model.parameters()]))
+    assert found[0][:2] == found[1][:2]
+    assert all(map(torch.equal, found[0][2], found[1][2]))
+
+
+def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> None:
+    planned = rotoff.attach(net(), RotoffConfig(mem_limit="500 KiB", mode="remat"), mode="offload", refine=False)
+    assert (planned._courses.request.mode, planned.mem_limit) == ("offload", 500 * 2**10)
+    assert RotoffConfig().arguments() == {"mem_limit": "auto"}
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    placed = rotoff.attach(model, RotoffConfig(device_limit="1 GiB"), optimizer=optimizer)
+    assert placed.mem_limit == 2**30
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ("mem_limt: 6 GiB", "names mem_limt; known names are mem_limit"),
+        ("mem_limit: 6 GiBi", "unknown unit"),
+        ("- 6 GiB", "give names and values"),
+        ("{mem_limit", "not YAML"),
+        ("offload_dtype: half16", "offload_dtype is 'half16'"),
+    ],
+)
+def test_a_file_that_is_none_says_so(said: str, sentence: str, tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "c.yaml").write_text(said)
+    with pytest.raises(OptionError, match=sentence) as caught:
+        RotoffConfig.load(tmp_path / "c.yaml")
+    assert str(tmp_path / "c.yaml") in str(caught.value)
+
+
+def test_a_bad_limit_is_refused_at_once() -> None:
+    with pytest.raises(LimitError, match="device_limit is 0.5"):
+        RotoffConfig(device_limit=0.5)

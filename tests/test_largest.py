@@ -1,0 +1,133 @@
+"""The inverse questions: the largest size that trains, what binds beyond it, and the first device that will do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Residual
+from torch import nn
+
+import rotoff
+from rotoff.cli import main
+from rotoff.errors import InfeasibleError, OptionError
+
+WIDTH = 64
+SMALL = rotoff.Device("small", 2**24, 1e10, {"float32": 1e10}, 1e9, 1e9)
+
+
+def blocks(depth: int = 2) -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(*[Residual(WIDTH) for _ in range(depth)])
+
+
+def rows(n: int) -> tuple[nn.Module, torch.Tensor]:
+    return blocks(), torch.empty(n, WIDTH, device="meta")
+
+
+def deep(n: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return blocks(n), (torch.empty(64, WIDTH, device="meta"),)
+
+
+@pytest.mark.parametrize(("build", "step"), [(rows, 1000), (deep, 4)])
+def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -> None:
+    found = rotoff.largest(build, device=SMALL, step=step)
+    assert found.size > 0 and found.size % step == 0 and found.refused == found.size + step
+    assert found.proven and found.planned is not None and found.planned.fits and found.planned.keeps_limit
+    assert f"{found.size} works; {found.refused} cannot work: " in str(found)
+    model, sample = build(found.refused)
+    sample = sample if isinstance(sample, tuple) else (sample,)
+    try:
+        refused = rotoff.plan(model, *sample, device=SMALL, modes="joint")
+    except rotoff.LimitError:
+        return  # what is resident fills it
+    assert not refused.keeps_limit
+    assert "What binds is" in found.binds or "needs at least" in found.binds
+
+
+def test_a_time_bounds_it_as_well() -> None:
+    free = rotoff.largest(rows, device=SMALL, step=1000)
+    assert free.planned is not None
+    seconds = free.planned["joint"].step_time / 2
+    found = rotoff.largest(rows, device=SMALL, step_time=seconds, step=1000)
+    assert 0 < found.size < free.size
+    assert found.planned is not None and found.planned["joint"].step_time <= seconds
+    assert "s a step" in found.binds
+    nothing = rotoff.largest(rows, device=SMALL, step_time=1e-12)
+    assert (nothing.size, nothing.refused, nothing.planned) == (0, 1, None)
+    assert str(nothing).startswith("nothing works; 1 cannot work: no plan within")
+
+
+def test_all_that_was_asked_for_may_work() -> None:
+    found = rotoff.largest(rows, device=SMALL, most=3)
+    assert (found.size, found.refused, found.proven) == (3, None, True)
+    assert str(found) == "3 works, and nothing larger was asked for"
+    assert all(found.tried.values())
+
+
+def test_bad_questions() -> None:
+    with pytest.raises(OptionError, match=r"build\(1\) returned Sequential; it must return \(model, sample\)"):
+        rotoff.largest(lambda n: blocks())
+    with pytest.raises(OptionError, match="step is 0; give a whole number from 1"):
+        rotoff.largest(rows, step=0)
+    with pytest.raises(OptionError, match="most is 3, and sizes are multiples of 4"):
+        rotoff.largest(rows, step=4, most=3)
+
+
+def test_the_cheapest_of_a_list_is_the_first_that_will_do() -> None:
+    model, x = rows(4096)
+    slow = rotoff.Device("slow", 2**30, 1e9, {"float32": 1e9}, 1e9, 1e9)
+    fast = rotoff.Device("fast", 2**30, 1e12, {"float32": 1e13}, 1e9, 1e9)
+    devices = [SMALL, slow, fast]
+    assert rotoff.cheapest(model, x, devices=devices).device == "slow"
+    seconds = rotoff.plan(model, x, device=fast, modes="joint")["joint"].step_time
+    assert rotoff.cheapest(model, x, devices=devices, step_time=seconds).device == "fast"
+    with pytest.raises(
+        InfeasibleError, match=r"none of 3 devices will do\. .*small.*slow: a step takes.*fast: a step takes"
+    ):
+        rotoff.cheapest(model, x, devices=devices, step_time=seconds / 2)
+
+
+class Asks(nn.Module):
+    """Asks for a value that its inputs do not decide, as the mask of a language model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if torch.arange(4).diff().eq(1).all() else -x
+        return x
+
+
+def test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again() -> None:
+    chain = rotoff.estimate(Asks(), torch.randn(8, 16))
+    assert len(chain) == 3
+    model = rotoff.Checkpointable(Asks(), cache_directory=None).measure(torch.randn(256, 16), repeats=1)
+    model.compute_sequence(model.min_mem_limit("remat"), mode="remat", refine=False)
+    plain = Asks()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(256, 16)
+    for one in (model, plain):
+        one(x).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sized.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef build_for(n):\n    with torch.device('meta'):\n"
+        "        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.empty(n, 64)\n"
+    )
+    command = ["largest", "sized.py:build_for", "--device", "T4", "--mem-limit", "4 MiB", "--step", "512"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["size"] % 512 == 0 and found["refused"] == found["size"] + 512
+    assert found["planned"]["fits"]
+    assert main(command) == 0
+    assert f"{found['size']} works; {found['refused']} cannot work" in capsys.readouterr().out
+    assert main([*command, "--step-time", "1e-12"]) == 1
