@@ -55,11 +55,13 @@ if TYPE_CHECKING:
     from .tools.mode_comparison import PlannedModes as PlannedModes
     from .tools.mode_comparison import plan as plan
     from .tools.stage_report import stages as stages
+    from .tools.whole_device import PlacedStep as PlacedStep
 
 _NEED_TORCH = {
     "Checkpointable": "checkpointable",
     "PlannedMode": "tools.mode_comparison",
     "PlannedModes": "tools.mode_comparison",
+    "PlacedStep": "tools.whole_device",
     "attach": "tools.attach",
     "detach": "tools.attach",
     "estimate": "tools.estimate",

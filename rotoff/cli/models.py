@@ -143,6 +143,13 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="whose states are resident: sgd, momentum, adam or adamw (default: adam)",
     )
+    parser.add_argument(
+        "--host-bandwidth",
+        type=float,
+        default=40e9,
+        metavar="B/S",
+        help="of the host's memory while the link is busy, for updates on the host (default: 40e9)",
+    )
     _add_cut(parser)
     add_json(parser)
 
@@ -159,13 +166,14 @@ def _plan(options: argparse.Namespace) -> int:
         mem_limit=options.mem_limit,
         device=options.device,
         optimizer=options.optimizer,
+        host_bandwidth=options.host_bandwidth,
         **kwargs,
     )
     if options.json:
         print_json(found.to_dict())
     else:
         print(found)
-    return 0 if any(row.step_time is not None for row in found) else 1
+    return 0 if any(row.step_time is not None for row in (*found, *found.placed)) else 1
 
 
 def _give(chain: Chain, options: argparse.Namespace, note: str = "") -> None:
