@@ -294,6 +294,12 @@ def test_what_fits_costs_the_updates_that_the_host_cannot_do() -> None:
     assert 6.04 <= lower_bound(on_host, 10 * peak) <= solve(on_host, 10 * peak).meta["makespan"] == pytest.approx(6.2)
 
 
+def test_a_link_that_hardly_moves_leaves_what_compute_takes() -> None:
+    group = ParameterGroup((1,), 10**9, 10**9, 10**9, update_time=0.5)
+    chain = Chain((Stage("", 1.0, 2.0, 10**6, 10**8),) * 2, 1e-9, 1e-9, parameters=(group,))
+    assert lower_bound(chain, min_mem_limit(chain, "joint")) >= 6.5 * (1 - 1e-9)
+
+
 def test_one_of_two_weights_at_a_time() -> None:
     # w 2 comes in between the end of F 1 and F 2, w 1 between that of B 2 and B 1; it stays from B 1 to F 1.
     frozen = (ParameterGroup((1,), 100), ParameterGroup((2,), 100))

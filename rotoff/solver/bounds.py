@@ -18,6 +18,7 @@ from ..core.chain import Chain, check_chain
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import PERIODS, check_when
 from ..errors import InfeasibleError, OptionError
+from .anneal import least_compute
 from .arrays import MOST_BYTES, Arrays, arrays
 from .kernels.bound import ascend
 from .steady_bounds import own_needs, steady_time
@@ -298,7 +299,8 @@ def lower_bound(
 @lru_cache(maxsize=256)
 def _steady(chain: Chain, limit: int, updates: str, steps: float) -> float:
     activations = chain.without_parameters()
-    return steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations), steps)
+    found = steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations), steps)
+    return max(found, least_compute(chain) * (1 - SUM_ERROR))
 
 
 def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> float:
