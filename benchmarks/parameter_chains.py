@@ -61,7 +61,8 @@ def transformer(
         experts, active: how many there are, and how many a token passes.
         gradient, state: bytes of a parameter's gradient and of its optimizer states.
         frozen: the share of the blocks, from the first on, whose parameters are not trained.
-        adapters: size of a second group that every block trains, as a share of the first; embedding and head are frozen then.
+        adapters: size of a second group that every block trains, as a share of the first; embedding and head are then
+            frozen.
         tied: whether the head uses the embedding's parameters.
     """
     tokens, inner = sequence * batch, 4 * width if inner is None else inner
