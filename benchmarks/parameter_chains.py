@@ -7,6 +7,7 @@ memory's rate.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 from rotoff import Chain, ParameterGroup, Stage
@@ -29,6 +30,9 @@ class Machine:
 
 RTX_4090 = Machine(140e12, 24e9, 1e12, 40e9)
 OLDER = Machine(60e12, 12e9, 600e9, 40e9)
+LAPTOP = Machine(25e12, 6e9, 300e9, 10e9)
+H100 = Machine(450e12, 50e9, 3e12, 200e9)
+GH200 = Machine(500e12, 400e9, 3.5e12, 400e9)
 
 
 def transformer(
@@ -44,6 +48,7 @@ def transformer(
     gradient: int = ELEMENT,
     state: int = 2 * ELEMENT,
     frozen: float = 0.0,
+    adapters: float = 0.0,
     tied: bool = False,
     name: str = "",
 ) -> Chain:
@@ -56,6 +61,8 @@ def transformer(
         experts, active: how many there are, and how many a token passes.
         gradient, state: bytes of a parameter's gradient and of its optimizer states.
         frozen: the share of the blocks, from the first on, whose parameters are not trained.
+        adapters: size of a second group that every block trains, as a share of the first; embedding and head are then
+            frozen.
         tied: whether the head uses the embedding's parameters.
     """
     tokens, inner = sequence * batch, 4 * width if inner is None else inner
@@ -91,8 +98,11 @@ def transformer(
         group((i + 2,), f"block{i}", attention + experts * expert, trained=i >= frozen * blocks) for i in range(blocks)
     ]
     last = len(stages)
-    outside = [group((1, last), "embed", ends)] if tied else [group((1,), "embed", ends)]
-    groups = [*outside, *inside, *([] if tied else [group((last,), "head", ends)])]
+    if adapters:
+        count = round(adapters * (attention + experts * expert))
+        inside += [group((i + 2,), f"adapter{i}", count) for i in range(blocks)]
+    outside = [group((1, last) if tied else (1,), "embed", ends, trained=not adapters)]
+    groups = [*outside, *inside, *([] if tied else [group((last,), "head", ends, trained=not adapters)])]
     return Chain(
         tuple(stages),
         machine.link,
@@ -101,6 +111,61 @@ def transformer(
         duplex=machine.duplex,
         name=name or f"transformer-{blocks}x{width}",
         parameters=tuple(groups),
+    )
+
+
+def convolutional(machine: Machine = OLDER, batch: int = 128, image: int = 224) -> Chain:
+    """A VGG-16 in single precision, of which the head holds nine tenths of the parameters and the first layers most
+    activations."""
+    side, before, stages, groups = image, 3, [], []
+    layers = [(64, 2), (128, 2), (256, 3), (512, 3), (512, 3)]
+    heads = [512 * (image // 32) ** 2, 4096, 4096, 1000]
+
+    def add(name: str, flops: float, made: int, kept: int, count: int) -> None:
+        time = flops / machine.flops * 4 + 3 * kept / machine.memory
+        stages.append(Stage(name, time, 2 * time, made, kept, None, made // 4, None, made))
+        traffic = 28 * count
+        on_host = None if machine.host is None else traffic / machine.host
+        number = (len(stages),)
+        groups.append(
+            ParameterGroup(number, 4 * count, 4 * count, 8 * count, traffic / machine.memory, on_host, 0, name)
+        )
+
+    for width, count in layers:
+        for n in range(count):
+            flops, made = 18 * batch * side**2 * before * width, 4 * batch * side**2 * width
+            side = side // 2 if n + 1 == count else side
+            out = 4 * batch * side**2 * width
+            add(f"conv{width}.{n}", flops, out, 2 * made + (out if out < made else 0), 9 * before * width)
+            before = width
+    for wide, narrow in zip(heads, heads[1:], strict=False):
+        add(f"head{narrow}", 2 * batch * wide * narrow, 4 * batch * narrow, 8 * batch * narrow, wide * narrow)
+    sizes = {"input_bytes": 12 * batch * image**2, "duplex": machine.duplex}
+    return Chain(tuple(stages), machine.link, machine.link, **sizes, name="vgg-16", parameters=tuple(groups))
+
+
+def drawn(seed: int, stages: int) -> Chain:
+    """Sizes and times over two orders of magnitude; links and host of any speed; one group in six is tied, frozen, or
+    never updated on the host."""
+    rng, made, groups = random.Random(seed), [], []
+    link = 10 ** rng.uniform(9.8, 11.2)
+    host = link * 10 ** rng.uniform(-0.3, 0.7)
+    for i in range(1, stages + 1):
+        output, time, count = int(10 ** rng.uniform(6, 7.7)), 10 ** rng.uniform(-3, -1.7), int(10 ** rng.uniform(6, 8))
+        saved = int(output * rng.uniform(1, 8))
+        made.append(Stage(f"random{i}", time, 2 * time, output, saved, None, output // 2, None, output))
+        numbers, kind = (i,), rng.randrange(6)
+        if kind == 0:
+            numbers = tuple(sorted({i, rng.randint(1, stages)}))
+        group = ParameterGroup(numbers, 2 * count, name=f"random{i}")
+        if kind != 1:
+            on_host = None if kind == 2 else 14 * count / host
+            group = replace(
+                group, grad_bytes=2 * count, state_bytes=4 * count, update_time=14e-12 * count, host_update_time=on_host
+            )
+        groups.append(group)
+    return Chain(
+        tuple(made), link, link, 10**6, duplex=seed % 2 == 0, name=f"random-{stages}", parameters=tuple(groups)
     )
 
 
@@ -127,3 +192,24 @@ def mixture_of_experts() -> Chain:
 def half_frozen() -> Chain:
     """6.7 billion parameters, the first half of the blocks frozen; head and embedding are one."""
     return transformer(RTX_4090, 32, 4096, 4096, frozen=0.5, tied=True, name="gpt-6.7b-half-frozen")
+
+
+def grid() -> list[Chain]:
+    """0.3 to 30 billion parameters, links of 6 to 400 GB/s, hosts of 10 to 400 GB/s or none."""
+    return [
+        transformer(LAPTOP, 24, 1024, 1024, batch=8, name="gpt-0.3b"),
+        gpt_1b(),
+        transformer(replace(OLDER, host=None), 24, 2048, 2048, batch=4, tied=True, name="gpt-1.3b-tied-no-host"),
+        gpt_7b(),
+        half_frozen(),
+        gpt_13b(),
+        transformer(H100, 48, 7168, 4096, batch=2, name="gpt-30b"),
+        transformer(GH200, 48, 7168, 4096, batch=2, gradient=4, state=12, name="gpt-30b-fp32-states"),
+        mixture_of_experts(),
+        transformer(replace(H100, host=None), 32, 4096, 4096, experts=8, inner=8192, active=2, name="moe-20b-no-host"),
+        transformer(RTX_4090, 32, 4096, 2048, frozen=1.0, adapters=0.01, name="lora-6.7b"),
+        transformer(LAPTOP, 40, 5120, 2048, frozen=1.0, adapters=0.002, name="lora-13b"),
+        convolutional(),
+        drawn(1, 12),
+        drawn(2, 24),
+    ]

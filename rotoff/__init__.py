@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .tools.mode_comparison import PlannedModes as PlannedModes
     from .tools.mode_comparison import plan as plan
     from .tools.stage_report import stages as stages
+    from .tools.whole_device import PlacedStep as PlacedStep
 
 _WHERE = {
     "Chain": "core.chain",
@@ -79,6 +80,7 @@ _WHERE = {
     "ParameterGroup": "core.parameters",
     "PlannedMode": "tools.mode_comparison",
     "PlannedModes": "tools.mode_comparison",
+    "PlacedStep": "tools.whole_device",
     "RotoffConfig": "tools.config",
     "RotoffError": "errors",
     "Row": "solver",

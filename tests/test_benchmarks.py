@@ -101,3 +101,15 @@ def test_placed_steps(tmp_path: Path) -> None:
     assert row["same_bits"]
     assert row["peak"] <= 0.4 * row["everything"]
     assert row["moved"] > 0
+
+
+@pytest.mark.slow
+def test_parameter_grid(tmp_path: Path) -> None:
+    out = tmp_path / "parameter_grid.json"
+    options = ["--chains", "random-12", "--shares", "0.5", "--effort", "0.1", "--json", str(out)]
+    found = figures("parameter_grid.py", out, *options)
+    assert [row["updates"] for row in found["rows"]] == ["during", "after"]
+    for row in found["rows"]:
+        assert row["bound"] <= row["step"] <= row["by_hand"]
+        assert row["forty"] == pytest.approx(row["step"])
+    assert found["summary"]["slower"] == 0

@@ -154,3 +154,64 @@ def test_bad_questions(blocks: nn.Sequential, batch: torch.Tensor) -> None:
     tiny = rotoff.Device("tiny", 2**20, 1e9, {"float32": 1e9}, 1e9, 1e9)
     with pytest.raises(rotoff.LimitError, match="nothing is left for a step"):
         rotoff.plan(blocks, batch, device=tiny)
+
+
+# -- everything placed
+
+
+def wide(layers: int = 6) -> tuple[nn.Sequential, torch.Tensor]:
+    """A model whose parameters outweigh its activations."""
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers))), torch.empty(64, 1024)
+
+
+def device_of(mebibytes: int) -> rotoff.Device:
+    return rotoff.Device("small", mebibytes * 2**20, 1e11, {"float32": 1e12}, 1e10, 1e10)
+
+
+def test_what_does_not_fit_is_placed() -> None:
+    model, x = wide()
+    found = rotoff.plan(model, x, device=device_of(48), optimizer="adamw")  # 96 MiB of parameters, gradients, states
+    assert (found.mem_limit, found.fits) == (0, False)
+    assert [row.step_time for row in found] == [None] * 3
+    after, during = found.placed
+    assert (after.updates, during.updates) == ("after", "during")
+    for row in found.placed:
+        assert row.bound_time <= row.step_time
+        assert row.peak_bytes <= usable_bytes(48 * 2**20)
+        assert row.host_bytes > 0
+        assert row.min_device_bytes < 48 * 2**20
+        assert row.largest_batch > 64
+    assert found.to_dict()["placed"][0]["step_time"] == after.step_time
+    assert "after " in str(found) and "does not fit" not in str(found)
+    assert found.placed == rotoff.plan(model, x, device=device_of(48), optimizer="adamw").placed
+    slower = rotoff.plan(model, x, device=device_of(48), optimizer="adamw", host_bandwidth=1e8).placed
+    assert slower[1].step_time >= during.step_time
+
+
+def test_the_smallest_device_and_a_large_batch() -> None:
+    model, x = wide(2)
+    (row, _) = rotoff.plan(model, x, device=device_of(48)).placed
+
+    def fits(bytes_of_device: int, batch: int) -> bool:
+        device = rotoff.Device("small", bytes_of_device, 1e11, {"float32": 1e12}, 1e10, 1e10)
+        try:
+            sample = torch.empty(batch, 1024, device="meta")
+            return rotoff.plan(model, sample, device=device).placed[0].step_time is not None
+        except rotoff.LimitError:
+            return False
+
+    assert fits(row.min_device_bytes, 64) and not fits(row.min_device_bytes - 2048, 64)
+    assert fits(48 * 2**20, row.largest_batch) and not fits(48 * 2**20, 8 * row.largest_batch)
+
+
+def test_frozen_parameters_have_no_update() -> None:
+    model, x = wide(4)
+    for parameter in model[:3].parameters():
+        parameter.requires_grad_(False)
+    (after, during) = rotoff.plan(model, x, device=device_of(32)).placed
+    assert after.step_time is not None and during.step_time <= after.step_time * 1.001
+    with pytest.raises(rotoff.LimitError, match="on the host a device needs at least"):
+        rotoff.plan(model, x, device=device_of(4))
+    with pytest.raises(rotoff.OptionError, match="host_bandwidth is 0; give bytes per second above 0"):
+        rotoff.plan(model, x, device=device_of(32), host_bandwidth=0)

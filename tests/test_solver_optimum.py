@@ -7,8 +7,9 @@ import random
 import time
 
 import pytest
+from oracles.every_step import fastest
 from oracles.exhaustive import Search
-from oracles.seeded import seeded_chain
+from oracles.seeded import seeded_chain, seeded_group
 
 from rotoff import lower_bound, min_mem_limit, simulate, solve
 from rotoff.solver import keep_all
@@ -47,6 +48,21 @@ def test_three_stages_reach_the_optimum(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.slow
 def test_four_stages_reach_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
     report(gaps(seed=22, stages=4, count=120, seconds=150), capsys)
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.slow)])
+def test_three_stages_with_parameters_reach_the_optimum(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    # Of all texts in which activations stay and all else moves at most once.
+    rng, found = random.Random(23), []
+    for _ in range(count):
+        chain, updates = seeded_group(rng, 3), rng.choice(["during", "after"])
+        least, peak = min_mem_limit(chain, "joint", updates), simulate(chain, keep_all(chain, updates)).peak_bytes
+        limit = round(least + rng.choice([0.0, 0.2, 0.5]) * max(0, peak - least))
+        ours = solve(chain, limit, updates=updates, refine=0.05).meta["makespan"]
+        optimum = fastest(chain, limit, updates, ours)
+        assert lower_bound(chain, limit, updates=updates) <= optimum * (1 + 1e-9)
+        found.append(ours / optimum - 1)
+    report(found, capsys)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,13 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="whose states are resident: sgd, momentum, adam or adamw (default: adam)",
     )
+    parser.add_argument(
+        "--host-bandwidth",
+        type=float,
+        default=40e9,
+        metavar="B/S",
+        help="of the host's memory while the link is busy, for updates on the host (default: 40e9)",
+    )
     _add_cut(parser)
     add_json(parser)
 
@@ -161,13 +168,14 @@ def _plan(options: argparse.Namespace) -> int:
         mem_limit=options.mem_limit,
         device=options.device,
         optimizer=options.optimizer,
+        host_bandwidth=options.host_bandwidth,
         **kwargs,
     )
     if options.json:
         print_json(found.to_dict())
     else:
         print(found)
-    return 0 if found.fits and found.keeps_limit else 1
+    return 0 if found.works else 1
 
 
 def _largest_arguments(parser: argparse.ArgumentParser) -> None:

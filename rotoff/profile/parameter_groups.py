@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -34,13 +34,19 @@ class FoundGroups:
         return self.outside_bytes + sum(one.bytes + one.grad_bytes + one.state_bytes for one in self.costs)
 
 
-def find_groups(model: nn.Module, stages: Sequence[StageModule], probe: OptimizerProbe, host: bool) -> FoundGroups:
+def find_groups(
+    model: nn.Module,
+    stages: Sequence[StageModule],
+    probe: OptimizerProbe,
+    host: bool,
+    may_move: Callable[[nn.Parameter], bool] = placeable,
+) -> FoundGroups:
     """One group for the parameters of each stage, or of the stages that share them; those that are trained and those
     that are not apart.
 
     Parameters stay on the device that no stage reads, that are read by compiled modules, and that share their bytes
     with others. host: whether the host may update a group: on the CPU it is the same processor, which then does so
-    where the tensors lie.
+    where the tensors lie. may_move: whether a parameter could lie anywhere.
     """
     readers: dict[int, list[int]] = {}
     for i, stage in enumerate(stages, start=1):
@@ -53,7 +59,7 @@ def find_groups(model: nn.Module, stages: Sequence[StageModule], probe: Optimize
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
     outside = []
     for parameter in every:
-        if id(parameter) not in readers or id(parameter) in shared or not placeable(parameter):
+        if id(parameter) not in readers or id(parameter) in shared or not may_move(parameter):
             outside.append(parameter)
         else:
             key = tuple(readers[id(parameter)]), parameter.requires_grad, probe.updates(parameter)

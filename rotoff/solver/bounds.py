@@ -16,8 +16,9 @@ import numpy as np
 from .._dp import remat_need
 from ..core.chain import Chain, check_chain
 from ..core.sizes import format_bytes, parse_bytes
-from ..core.steady_step import check_when
+from ..core.steady_step import PERIODS, check_when
 from ..errors import InfeasibleError, OptionError
+from .anneal import least_compute
 from .arrays import MOST_BYTES, Arrays, arrays
 from .kernels.bound import ascend
 from .steady_bounds import own_needs, steady_time
@@ -262,19 +263,26 @@ SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound hold
 ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a second
 
 
-def lower_bound(chain: Chain, mem_limit: int | str, mode: str = "joint", updates: str = "during") -> float:
+def lower_bound(
+    chain: Chain, mem_limit: int | str, mode: str = "joint", updates: str = "during", steps: float = PERIODS
+) -> float:
     """A certified bound: seconds that no sequence within `mem_limit` can beat, in any mode (`least_time_of` has the
     proof).
 
     With parameters it bounds the time of a steady step (`steady_bounds` has the proof). Mode "remat", in which
     parameters stay on the device, then has a bound of its own. updates: "after" ``B 1`` only, or "during" the step.
+    steps: of how many steps in a row it bounds the mean. 4 bounds the machine's makespan. ``math.inf`` bounds the mean
+    step of a training that goes on, which may be longer: copies can fall behind a little more with every step.
 
     Raises:
-        LimitError: if `mem_limit` is not a number of bytes. OptionError: for an unknown mode or value of `updates`.
+        LimitError: if `mem_limit` is not a number of bytes. OptionError: for an unknown mode or value of `updates`, or
+            fewer than 4 `steps`.
         InfeasibleError: if no sequence of `mode` fits.
     """
     check_chain(chain)
     check_when(updates)
+    if not isinstance(steps, (int, float)) or not steps >= PERIODS:
+        raise OptionError(f"steps is {steps!r}; give a number of at least {PERIODS}, or math.inf")
     limit = parse_bytes(mem_limit)
     if mode == "joint" and not chain.parameters:
         return least_time_of(chain, limit)
@@ -285,13 +293,14 @@ def lower_bound(chain: Chain, mem_limit: int | str, mode: str = "joint", updates
     if mode == "remat":
         updating = sum(group.update_time for group in chain.parameters if group.grad_bytes)
         return (least_time_of(chain.without_parameters(), limit - at_rest_bytes(chain)) + updating) * (1 - SUM_ERROR)
-    return _steady(chain, limit, updates)
+    return _steady(chain, limit, updates, steps)
 
 
 @lru_cache(maxsize=256)
-def _steady(chain: Chain, limit: int, updates: str) -> float:
+def _steady(chain: Chain, limit: int, updates: str, steps: float) -> float:
     activations = chain.without_parameters()
-    return steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations))
+    found = steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations), steps)
+    return max(found, least_compute(chain) * (1 - SUM_ERROR))
 
 
 def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> float:

@@ -8,14 +8,19 @@ steps in a row, for every legal sequence. The proof, step by step:
    its own start, so early at least does the third. Hence E_4 − E_2 ≥ E_2 (E_s: end of step s), and makespan = (E_4 −
    E_2) / 2 ≥ E_4 / 4: the mean of all four is bounded.
 2. *Intervals.* Cut [0, E_4] where F_1, ..., F_L run first, where B_L, ..., B_1 run, and where a step ends. These come
-   in this order in every step, so there are 2L + 1 intervals, each four times; ℓ_k is its mean length, and the mean of
-   the steps is the sum of them.
-3. *Lanes.* ℓ_k is at least the mean of the compute in interval k, of the copies out, of the copies in (of both together
-   on a link that is not duplex), and of the host's updates.
+   in this order in every step, so there are 2L + 1 intervals, each four times. An interval has two parts: while the
+   operation at its cut runs, and from then on (the step's end has only the second). The mean of the steps is the sum
+   of the parts' mean lengths.
+3. *Lanes.* A part's mean length is at least that of the compute in it, of the copies out, of the copies in (of both
+   together on a link that is not duplex), and of the host's updates. The compute of a first part is its operation;
+   what is made again and the updates are compute of second parts. What an interval's operation or an update in it has
+   made is copied out in its second part, or in a later interval.
 4. *Memory.* Program order decides it, so that it is the same in all four steps. At each cut the device holds what that
    operation needs itself, the activations that it holds otherwise (see `bounds.least_time_of`), and of each group what
    its way says; together no more than the limit. At a step's end that is a_0, a_L, δ_0 and the groups'. An operation
-   checks its bytes before it makes them, so this holds between two steps also.
+   checks its bytes before it makes them, so this holds between two steps also. A copy in that runs in an interval's
+   first part was issued before the interval's operation, since one issued after it begins when that has ended: its
+   bytes are held at the interval's cut too.
 5. *Lives.* A group's life goes from its update in one step to that in the next; that of a frozen one, from its first
    use. In it:
 
@@ -38,14 +43,15 @@ steps in a row, for every legal sequence. The proof, step by step:
    a value that the device holds at the step's end (out, or in), or ``H``, which a later copy of w may wait for.
    Everything else runs: each copy is waited for before its value is used, updated or let go, so before the end of the
    step after its own, and copies of g before the end of their own. So the mean has 1 − 1/4 lives that pay for all their
-   copies, and 1/4 that pay nothing for one across the end: `UNPAID`. This is not caution: where the link is a little
-   slower than compute, in-flight copies fall behind for more than four steps, and the makespan is below what the link
-   takes for a step.
+   copies, and 1/4 that pay nothing for one across the end. This is not caution: where the link is a little slower than
+   compute, in-flight copies fall behind for more than four steps, and the makespan is below what the link takes for a
+   step. In n steps in a row it is a share 1/n. So without it, this bounds the mean of a training that goes on, and the
+   makespan of every sequence whose later steps take no longer than that says (`steps`).
 7. *The dual.* Each group has one of these ways (to relax, a mixture of them; w, g and o share the interval of their U),
    each ā_q one of `bounds.least_time_of`'s. At any prices λ_k ≥ 0 of memory at cut k, and p_k, r_k, η_k ≥ 0 with p_k +
-   r_k + η_k ≤ 1 of link out, link in and host in interval k, the rest α_k of compute, weak duality says: makespan ≥ Σ
-   α_k work_k − Σ λ_k room_k + Σ the cheapest way of each ā_q + Σ the cheapest way of each group. The prices are found
-   by an ascent; the bound holds whatever they are, and is lowered by what the sums may be off by.
+   r_k + η_k ≤ 1 of link out, link in and host in each part of interval k, the rest α_k of compute, weak duality says:
+   makespan ≥ Σ α_k work_k − Σ λ_k room_k + Σ the cheapest way of each ā_q + Σ the cheapest way of each group. The
+   prices are found by an ascent; the bound holds whatever they are, and is lowered by what the sums may be off by.
 
 Transients of updates, and the three values of a group at once at its ``U``, count in the smallest limit alone.
 """
@@ -55,15 +61,13 @@ from __future__ import annotations
 import numpy as np
 
 from ..core.chain import Chain
-from ..core.steady_step import PERIODS
 from .arrays import Arrays
 from .kernels.steady_bound import Dual
 
-UNPAID = 1 / PERIODS  # the share of lives whose copies across the step's end the machine's mean does not see
-FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 700
+FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 2000
 PRICE_SCALES = (2.0, 1.0, 0.0, 1.0, 2.0)
 PRICE_SCALE = 100.0  # of steps in λ, beside the share of one interval squared; from 30 to 300 the ascent ends alike
-ASCENT_WORK = 60_000_000_000  # of evaluations and what one does: some seconds for 100 stages
+ASCENT_WORK = 150_000_000_000  # of evaluations and what one does: some seconds for 100 stages
 MOST_LIMIT = 2**56  # bytes; more than any step holds
 SUM_ERROR = 1e-15  # of one sum, relative to what is summed
 ROOM_ERROR = 1e-12  # share of the limit that is added, so that rounding leaves room for what just fits
@@ -110,20 +114,22 @@ def _held_between(chain: Chain) -> np.ndarray:
     return held
 
 
-def steady_time(chain: Chain, limit: int, updates: str, costs: Arrays, needs: tuple[np.ndarray, np.ndarray]) -> float:
-    """Seconds that no sequence within `limit` beats.
+def steady_time(
+    chain: Chain, limit: int, updates: str, costs: Arrays, needs: tuple[np.ndarray, np.ndarray], steps: float
+) -> float:
+    """Seconds that no sequence within `limit` beats in the mean of `steps` steps in a row.
 
     costs: the activations'; needs: bytes of each forward and of each backward alone, from stage 1 on, without
     parameters.
     """
-    made = problem(chain, limit, updates, costs, needs)
+    made = problem(chain, limit, updates, costs, needs, 1 / steps)
     if made is None:
         return 0.0
     dual, seconds, sums = made
     L = len(chain)
     N = 2 * L + 1
     patience = int(max(60, min(PATIENCE, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
-    prices = np.zeros((4, N))
+    prices = np.zeros((7, N))
     value = least = dual.at(prices)[0]
     # λ is about what a copy of the whole limit costs, which is much where the links are slow.
     slow = max(1.0, dual.rate)
@@ -142,7 +148,7 @@ def problem(
     updates: str,
     c: Arrays,
     needs: tuple[np.ndarray, np.ndarray],
-    unpaid: float = UNPAID,
+    unpaid: float,
 ) -> tuple[Dual, float, float] | None:
     """The dual, the seconds of its unit, and the sum of all that a price may multiply; None where nothing takes
     time.

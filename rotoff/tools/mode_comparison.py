@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..core.chain import Chain
 from ..core.sizes import format_bytes, parse_bytes
+from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..io.json_file import save_json
 from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything, reported_bytes
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
+from ..tensors.tree import flatten
 from .estimate import estimated
+from .whole_device import HEAD, PlacedStep, placed_step, with_parameters
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
 _WAYS_ON = (
     "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or adapters on"
     " frozen parameters, or shard the model over several devices (FSDP2)"
 )
+HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
 MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what the allocator cannot use
 
 
@@ -53,11 +59,13 @@ class PlannedModes:
     """Rows of `PlannedMode`; prints as a table.
 
     chain: the estimated chain.
-    mem_limit: bytes that a step may allocate.
+    mem_limit: bytes that a step may allocate; 0 if what is resident fills the device.
     keep_all_bytes: the peak of keeping everything.
     resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; the limit does not count
         them.
     device_bytes: of the device's memory.
+    placed: training within the device's memory where parameters, gradients and optimizer states move too, with updates
+        "after" the backward and "during" it; empty if a `mem_limit` was given.
     """
 
     chain: Chain
@@ -68,6 +76,7 @@ class PlannedModes:
     resident_bytes: dict[str, int]
     device_bytes: int
     rows: tuple[PlannedMode, ...]
+    placed: tuple[PlacedStep, ...] = ()
 
     def __iter__(self) -> Iterator[PlannedMode]:
         return iter(self.rows)
@@ -106,11 +115,22 @@ class PlannedModes:
             f"the {format_bytes(usable)} that {self.device} has for training ({format_bytes(self.device_bytes)}, less"
             f" {MARGIN:.0%} for context and libraries)"
         )
+        if (placed := min((row.step_time for row in self.placed if row.step_time is not None), default=None)) is not None:
+            if not (self.fits and self.mem_limit and self.keeps_limit):
+                return (
+                    f"fits with a device_limit, at {placed:.4g} s a step: {_parts(self.resident_bytes)} are more than {of},"
+                    " and partly lie on the host"
+                )
         if not self.fits:
             return f"DOES NOT FIT: {has}, more than {of}; {cure}"
         if not self.keeps_limit:
             return f"DOES NOT FIT in {limit}; {cure}"
         return f"fits: {has} of {of}"
+
+    @property
+    def works(self) -> bool:
+        """Whether there is a plan that the device has the memory for."""
+        return (self.fits and self.keeps_limit) or any(row.step_time is not None for row in self.placed)
 
     @property
     def keeps_limit(self) -> bool:
@@ -132,6 +152,7 @@ class PlannedModes:
             "needed_bytes": self.needed_bytes,
             "fits": self.fits,
             "modes": [asdict(row) for row in self.rows],
+            "placed": [asdict(row) for row in self.placed],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -142,13 +163,14 @@ class PlannedModes:
         head = (
             f"{'mode':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest limit':>15}"
         )
+        within = f" within {format_bytes(self.mem_limit)}" if self.mem_limit else ""
         lines = [
             self.verdict,
-            f"{self.chain.name or 'model'} on {self.device} within {format_bytes(self.mem_limit)} (times are estimates)",
+            f"{self.chain.name or 'model'} on {self.device}{within} (times are estimates)",
             f"keeping everything: {format_bytes(self.keep_all_bytes)}, {self.keep_all_time:.4g} s a step",
-            head,
+            *([head] if within else []),
         ]
-        for row in self.rows:
+        for row in self.rows if within else ():
             start, end = f"{row.mode:<8} ", f" {format_bytes(row.min_mem_limit):>15}"
             if row.step_time is None:
                 lines.append(f"{start}{'does not fit':<54}{end}")
@@ -159,6 +181,10 @@ class PlannedModes:
                 f"{start}{row.step_time:>10.4g} {100 * row.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
                 f" {format_bytes(row.peak_bytes or 0):>11} {format_bytes(row.host_bytes or 0):>11}{end}"
             )
+        if self.placed:
+            usable = format_bytes(usable_bytes(self.device_bytes))
+            lines += [f"parameters, gradients and states placed too, within {usable} in all:", HEAD]
+            lines += map(str, self.placed)
         return "\n".join(lines)
 
 
@@ -170,9 +196,13 @@ def plan(
     modes: Iterable[str] | str = MODES,
     optimizer: str = "adam",
     mem_slots: int = 50,
+    host_bandwidth: float = HOST_BANDWIDTH,
     **kwargs: Any,
 ) -> PlannedModes:
     """Estimate the cost of a training step within `mem_limit` on `device`, without the device and without memory.
+
+    Without a `mem_limit` it also plans the whole training within the device's memory, where parameters, gradients and
+    optimizer states may lie on the host: the step time, the host's bytes, the smallest device, the largest batch.
 
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
@@ -181,37 +211,61 @@ def plan(
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
         modes: any of "joint", "remat", "offload", or one of them.
         mem_slots: as for `rotoff.solve`.
-        optimizer: "sgd", "momentum" or "adam"; its states count as resident bytes, in the parameters' type.
+        optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
+        host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the sentence names the known ones.
-        LimitError: if `mem_limit` is not a number of bytes, or the resident bytes fill the device.
+        LimitError: if `mem_limit` is not a number of bytes, or nothing fits the device.
         MeasureError: if the model cannot be estimated.
     """
     target = find(device)
     if optimizer not in OPTIMIZER_STATES:
         raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
+    if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
+        raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     profile = estimated(model, sample, kwargs, target)
     resident = resident_bytes(profile, optimizer)
-    limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
-    if limit <= 0:
+    usable = usable_bytes(target.memory_bytes)
+    placed: tuple[PlacedStep, ...] = ()
+    if asked is None and profile.chain.meta["parameter_bytes"]:
+        chain, constant = with_parameters(profile, target, optimizer, host_bandwidth)
+        batch = _batch(sample, kwargs)
+        with ThreadPoolExecutor() as threads:
+            jobs = [
+                threads.submit(placed_step, chain, constant, usable, MARGIN, batch, when) for when in reversed(WHEN)
+            ]
+            placed = tuple(job.result() for job in jobs)
+    limit = asked if asked is not None else usable - sum(resident.values())
+    if limit <= 0 and all(row.step_time is None for row in placed):
+        least = min((row.min_device_bytes for row in placed), default=sum(resident.values()))
         raise LimitError(
             f"{target.name} has {format_bytes(target.memory_bytes)}, and {_parts(resident)} take"
-            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step: {_WAYS_ON}"
+            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a device"
+            f" needs at least {format_bytes(least)}: {_WAYS_ON}"
         )
     everything = plan_everything(profile)
     return PlannedModes(
         chain=profile.chain,
         device=target.name,
-        mem_limit=limit,
+        mem_limit=max(0, limit),
         keep_all_bytes=reported_bytes(profile, everything),
         keep_all_time=everything.trace.makespan,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
-        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), everything.trace.makespan) for mode in wanted),
+        rows=tuple(
+            _row(profile, Request(max(0, limit), mode, mem_slots, {}), everything.trace.makespan) for mode in wanted
+        ),
+        placed=placed,
     )
+
+
+def _batch(sample: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The first dimension of the first tensor."""
+    tensors = [t for t in flatten((sample, kwargs))[0] if isinstance(t, torch.Tensor)]
+    return tensors[0].shape[0] if tensors and tensors[0].dim() else None
 
 
 def usable_bytes(device_bytes: int) -> int:

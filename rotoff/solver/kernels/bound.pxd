@@ -15,7 +15,11 @@ cdef struct Problem:
     const double *entry          # [q] bytes of the smallest form of a_q or ā_q: part of the next operation's own need
     const int32_t *n_forms
     const double *out            # [q] bytes of a_q, where something may be paid for inputs; else NULL
-    const double *host           # [k] price of the host's updates during interval k; NULL where there are none
+    # Where an interval is cut in two, when its operation ends (`kernels.steady_bound`), α of both; else NULL. p and r are then those of
+    # the cheaper part, and p_made is p of the second part, in which the interval's operation has made its value.
+    const double *own            # [k] of the operation
+    const double *again          # [k] of what is made again
+    const double *p_made
 
 
 cdef struct Second:
@@ -34,7 +38,10 @@ cdef struct Work:
     double *away       # [k] that, less total
     int32_t *leave_at
     double *held       # [k] bytes that begin to be held at cut k, less those that end before it
+    double *spent      # [k] seconds paid with `own`, with `again`, bytes with `p_made`
+    double *redone
+    double *left
 
 
 cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
-                       double *g_p, double *g_r, double *g_host, Second *g, Work *w) noexcept nogil
+                       double *g_p, double *g_r, Second *g, Work *w) noexcept nogil

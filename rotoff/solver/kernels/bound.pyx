@@ -100,39 +100,40 @@ cdef double _inputs(Problem *c, const Second *x, Second *g) noexcept nogil:
     return value
 
 
-cdef inline void _computes(Problem *c, Py_ssize_t k, double seconds, double *g_p, double *g_r, double *g_host,
-                           Second *g) noexcept nogil:
-    """`seconds` more are paid with α in interval k."""
+cdef inline void _computes(Problem *c, Py_ssize_t k, double seconds, double *g_p, double *g_r, Second *g, double *part) noexcept nogil:
+    """`seconds` more are paid with α in interval k, or with that of one of its parts."""
+    if c.own != NULL:
+        part[k] += seconds
+        return
     g_p[k] -= seconds
     if c.duplex:
         g_r[k] -= seconds
-    if c.host != NULL:
-        g_host[k] -= seconds
     g.r[k] -= seconds
 
 
 cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
-                       double *g_p, double *g_r, double *g_host, Second *g, Work *w) noexcept nogil:
+                       double *g_p, double *g_r, Second *g, Work *w) noexcept nogil:
     """The dual at these prices; its supergradient."""
     cdef Py_ssize_t n = 2 * c.L, k, q, f, x, first, last, made_at, left_at, back_at, in_at, at
     cdef Way way, best_way
     cdef Py_ssize_t best_form
     cdef double value = 0.0, size, u, ends, late, slower, out, returned, cost, least, best, back, lowest, until
     cdef double *total = w.total
+    cdef bint parts = c.own != NULL, two = c.duplex or parts
+    cdef const double *p_made = c.p_made if parts else p
     for k in range(n):
         total[k] = lam[k] + (total[k - 1] if k > 0 else 0.0)
-        w.whole[k] = 1.0 - p[k] - (r[k] if c.duplex else 0.0) - s.r[k]
-        if c.host != NULL:
-            w.whole[k] -= c.host[k]
-            g_host[k] = -c.work[k]
-        w.alpha[k] = w.whole[k] - s.alpha[k]
+        w.whole[k] = c.own[k] if parts else 1.0 - p[k] - (r[k] if c.duplex else 0.0) - s.r[k]
+        w.alpha[k] = c.again[k] if parts else w.whole[k] - s.alpha[k]
         w.minus[k] = -total[k]
-        w.arrive[k] = (r[k] if c.duplex else p[k]) * c.in_rate - total[k]
+        w.arrive[k] = (r[k] if two else p[k]) * c.in_rate - total[k]
         w.held[k] = 0.0
         value += w.whole[k] * c.work[k] - (lam[k] + s.lam[k]) * c.room[k]
         g_lam[k] = 0.0
-        g_p[k] = -c.work[k]
-        g_r[k] = -c.work[k] if c.duplex else 0.0
+        g_p[k] = 0.0 if parts else -c.work[k]
+        g_r[k] = -c.work[k] if c.duplex and not parts else 0.0
+        if parts:
+            w.spent[k], w.redone[k], w.left[k] = c.work[k], 0.0, 0.0
         g.lam[k], g.r[k], g.alpha[k] = -c.room[k], -c.work[k], 0.0
     w.held[n] = 0.0
     if c.out != NULL:
@@ -173,7 +174,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             least = size * (until - total[first - 1]) - ends - late
             way = STAYS
             # Leaving in the interval of F_q itself passes no cut.
-            out = _least(size * p[first - 1] * c.out_rate, size * (w.leave[first] - total[first - 1]) - ends)
+            out = _least(size * p_made[first - 1] * c.out_rate, size * (w.leave[first] - total[first - 1]) - ends)
             back = size * (w.arrive[in_at] + until) - late
             cost = size * (w.arrive[last] + total[last] + s.r[last] * c.in_rate)
             returned = _least(back, cost)
@@ -187,8 +188,9 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
                 if cost < least:
                     least = cost
                     way = AGAIN
-            if w.whole[last] * u < least:
-                least = w.whole[last] * u
+            cost = w.alpha[last] if parts else w.whole[last]
+            if cost * u < least:
+                least = cost * u
                 way = AGAIN_LATE
             # All that it pays in the cuts between is left out but for leaving.
             cost = returned - late - ends
@@ -205,7 +207,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
         # The supergradient of the way that won.
         x = q * c.K + best_form
         size = c.saved[x]
-        _computes(c, n - q, c.slower[x], g_p, g_r, g_host, g)
+        _computes(c, n - q, c.slower[x], g_p, g_r, g, w.spent)
         made_at = first - 1
         if best_way == STAYS:
             _hold(w, first, last, size)
@@ -222,7 +224,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
                 at = first + _least_sum_at(w.alpha + first, w.minus + first, u, size, last - first)
                 if u * w.alpha[at] + size * w.minus[at] < w.alpha[first - 1] * u + size * w.minus[first - 1] - ends:
                     made_at = at
-            _computes(c, made_at, u, g_p, g_r, g_host, g)
+            _computes(c, made_at, u, g_p, g_r, g, w.redone)
             if best_way != AGAIN_LATE:
                 g.alpha[made_at] -= u
             if best_way != AGAIN_MOVES:
@@ -240,11 +242,14 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             g.lam[last] -= c.entry[q]
         else:
             left_at = first - 1
-            if size * (w.leave[first] - total[first - 1]) - ends < size * p[first - 1] * c.out_rate:
+            if size * (w.leave[first] - total[first - 1]) - ends < size * p_made[first - 1] * c.out_rate:
                 left_at = w.leave_at[first]
                 g_lam[first] -= c.entry[q]
             _hold(w, first, left_at, size)
-        g_p[left_at] += size * c.out_rate
+        if parts and best_way == MOVES and left_at == first - 1:
+            w.left[left_at] += size * c.out_rate
+        else:
+            g_p[left_at] += size * c.out_rate
         back_at = last
         until = total[last] + s.lam[last]
         if size * (w.arrive[in_at] + until) - late <= size * (w.arrive[last] + total[last] + s.r[last] * c.in_rate):
@@ -253,7 +258,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             g.lam[last] += size - c.entry[q]
         else:
             g.r[last] += size * c.in_rate
-        if c.duplex:
+        if two:
             g_r[back_at] += size * c.in_rate
         else:
             g_p[back_at] += size * c.in_rate
@@ -302,7 +307,7 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
     second.lam, second.r, second.alpha = x[3], x[4], x[5]
     second_g.lam, second_g.r, second_g.alpha = g[3], g[4], g[5]
     for step in range(steps):
-        value = dual_value(c, lam, p, r, &second, g[0], g[1], g[2], NULL, &second_g, w)
+        value = dual_value(c, lam, p, r, &second, g[0], g[1], g[2], &second_g, w)
         if value > best:
             if value > best + 0.05 * ahead:
                 stale = 0
@@ -399,7 +404,7 @@ def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t pati
     c.entry = &entry[0]
     c.n_forms = &n_forms[0]
     c.out = NULL if out is None else &out[0]
-    c.host = NULL
+    c.own = NULL
     w.total, w.minus, w.alpha, w.arrive = &rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0]
     w.leave, w.away, w.held, w.leave_at, w.whole = &rows[4, 0], &rows[5, 0], &rows[6, 0], &leave_at[0], &rows[7, 0]
     for v in range(6):

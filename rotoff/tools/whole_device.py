@@ -1,0 +1,164 @@
+"""Training on a device that holds all of it: parameters, gradients, optimizer states and the step in one plan.
+
+The second half of `rotoff.plan`. Groups of parameters and the bytes of their states are those that `Checkpointable`
+would find; the seconds of an update are what it reads and writes over the rate of the memory where it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..core.chain import Chain, Form, Stage
+from ..core.parameters import ParameterGroup
+from ..core.sizes import format_bytes
+from ..errors import InfeasibleError
+from ..profile.estimate.devices import Device
+from ..profile.optimizer_probe import OptimizerProbe
+from ..profile.parameter_groups import find_groups
+from ..profile.profile import Profile
+from ..solver import solve
+from ..solver.bounds import host_plan, lower_bound, min_mem_limit
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+EFFORT = 0.2  # `refine` of solve: two plans of a model of 7 billion parameters in some seconds
+MOST_BATCHES = 1 << 20
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """One training step of which the plan places everything; fields that depend on a plan are None if nothing fits.
+
+    updates: "after" the backward, as ``optimizer.step()`` does, or "during" it.
+    step_time: estimated seconds, updates included.
+    overhead: step_time over forward and backward alone, less 1.
+    peak_bytes, host_bytes: the most on the device and on the host.
+    bound_time: seconds that no sequence within the device's memory can beat.
+    min_device_bytes: the smallest device memory that works.
+    largest_batch: the largest batch that fits if all of a step's bytes grow with it, kernels' workspaces too, so that a
+        larger one may fit as well; None if the sample has no batch or nothing fits.
+    """
+
+    updates: str
+    step_time: float | None
+    overhead: float | None
+    peak_bytes: int | None
+    host_bytes: int | None
+    bound_time: float | None
+    min_device_bytes: int
+    largest_batch: int | None
+
+    def __str__(self) -> str:
+        end = f" {format_bytes(self.min_device_bytes):>15} {self.largest_batch or '-':>13}"
+        if self.step_time is None or self.overhead is None or self.bound_time is None:
+            return f"{self.updates:<8} {'does not fit':<54}{end}"
+        bound = self.bound_time / self.step_time * (1 + self.overhead) - 1
+        return (
+            f"{self.updates:<8} {self.step_time:>10.4g} {100 * self.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
+            f" {format_bytes(self.peak_bytes or 0):>11} {format_bytes(self.host_bytes or 0):>11}{end}"
+        )
+
+
+HEAD = (
+    f"{'updates':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest device':>15}"
+    f" {'largest batch':>13}"
+)
+
+
+def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandwidth: float) -> tuple[Chain, int]:
+    """The profile's chain with its groups of parameters, and the bytes on the device that the chain does not know."""
+    model = nn.ModuleList(module for stage in (*profile.prefix, *profile.stages) for module in stage.modules)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [])
+    found = find_groups(model, profile.stages, probe, True, lambda p: p.layout is torch.strided and p.numel() > 0)
+    rate = device.memory_bandwidth * device.memory_efficiency
+
+    def timed(group: ParameterGroup) -> ParameterGroup:
+        if not group.grad_bytes:
+            return replace(group, update_time=0.0, host_update_time=None)
+        traffic = 2 * group.bytes + group.grad_bytes + 2 * group.state_bytes
+        return replace(group, update_time=traffic / rate, host_update_time=traffic / host_bandwidth)
+
+    chain = replace(profile.chain, parameters=tuple(timed(group) for group in found.costs))
+    constant = found.outside_bytes + found.outside_update_bytes
+    return chain, constant + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
+
+
+def placed_step(chain: Chain, constant: int, usable: int, margin: float, batch: int | None, updates: str) -> PlacedStep:
+    """The step of `chain` within `usable` bytes, `constant` of which the chain does not know.
+
+    margin: the share of a device that is not usable. batch: of the sample.
+    """
+    least = int((min_mem_limit(chain, "joint", updates) + constant) / (1 - margin)) + 1
+    limit, unit = usable - constant, chain.compute_time
+    try:
+        if limit <= 0:
+            raise InfeasibleError("nothing is left", least)
+        made = solve(chain, limit, updates=updates, refine=EFFORT)
+    except InfeasibleError:
+        return PlacedStep(updates, None, None, None, None, None, least, None)
+    time = made.meta["makespan"]
+    return PlacedStep(
+        updates=updates,
+        step_time=time,
+        overhead=time / unit - 1 if unit else 0.0,
+        peak_bytes=made.meta["peak_bytes"] + constant,
+        host_bytes=made.meta["host_peak_bytes"],
+        bound_time=lower_bound(chain, limit, updates=updates),
+        min_device_bytes=least,
+        largest_batch=None if batch is None else _largest_batch(chain, limit, batch, updates),
+    )
+
+
+def _largest_batch(chain: Chain, limit: int, batch: int, updates: str) -> int | None:
+    """The largest batch whose smallest limit is within `limit`."""
+
+    def fits(count: int) -> bool:
+        return host_plan(_scaled(chain, count / batch), limit, updates) is not None
+
+    low, high = 0, 1
+    while high <= MOST_BATCHES and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low or None
+
+
+def _scaled(chain: Chain, share: float) -> Chain:
+    """The chain of another batch: every number of its stages in proportion."""
+
+    def form(one: Form) -> Form:
+        return Form(
+            round(one.saved_bytes * share),
+            one.backward_time * share,
+            round(one.forward_transient_bytes * share),
+            round(one.backward_transient_bytes * share),
+        )
+
+    def stage(one: Stage) -> Stage:
+        own = form(one.form(0))
+        return Stage(
+            one.name,
+            one.forward_time * share,
+            own.backward_time,
+            round(one.output_bytes * share),
+            own.saved_bytes,
+            round((one.grad_bytes or 0) * share),
+            own.forward_transient_bytes,
+            round((one.checkpoint_transient_bytes or 0) * share),
+            own.backward_transient_bytes,
+            tuple(form(k) for k in one.forms),
+        )
+
+    ends = {name: round(getattr(chain, name) * share) for name in ("input_bytes", "input_grad_bytes")}
+    return replace(chain, stages=tuple(map(stage, chain.stages)), **ends)
