@@ -505,7 +505,7 @@ class TestHostMemory:
             host_memory.PinnedSegment(20_000, torch.device("cuda", 0))
 
     def test_pages_are_private_exact_and_go_with_the_tensor(self):
-        tensor = host_memory._anonymous(5000)
+        tensor = torch.frombuffer(host_memory._mapped(5000), dtype=torch.uint8)
         assert tensor.data_ptr() % 4096 == 0
         assert tensor.numel() == 5000
         assert not tensor.any()
