@@ -314,7 +314,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             )
         if self._options.offload_dtype is not None:
             raise OptionError("offload_dtype goes with a mem_limit; parameters are moved as they are")
-        optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        optimizers = tuple(map(_own, optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)))
         # a new one, since the optimizers may have changed
         planner = PlacedPlanner(self._model, optimizers, self._courses.update_times)
         if self._courses.device is None:
@@ -552,8 +552,18 @@ class Checkpointable(RotorNames, ModuleProxy):
             self._recording = None
 
     def close(self) -> None:
-        """Release host memory, files and threads; the next step takes new ones."""
+        """Release host memory, files and threads; the next step takes new ones. Parameters stay where they lie."""
         self._links.close()
+        if self._placement is not None:
+            placement, self._placement = self._placement, None
+            placement.close(resident=False)
+
+
+def _own(optimizer: Any) -> Any:
+    """The optimizer within what a trainer puts around it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _keep(_: Link) -> None:

@@ -609,13 +609,24 @@ def test_recording_a_step_is_refused() -> None:
     added_up(model, optimizers, x)
 
 
-def test_a_closure_is_refused() -> None:
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_a_closure_is_called_once_as_the_step_would(updates: str) -> None:
     model, optimizers, x = small()
-    place(model, optimizers, 0.1)
-    model(x).sum().backward()
-    with pytest.raises(rotoff.ExecutionError, match="closure"):
-        optimizers[0].step(lambda: model(x).sum())
-    optimizers[0].step()
+    plain = copy.deepcopy(model._model)
+    place(model, optimizers, 0.1, updates=updates)
+    losses = []
+    for one, optimizer in ((model, optimizers[0]), (plain, adamw(list(plain.parameters()))[0])):
+        for _ in range(3):
+
+            def closure(one: Any = one, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = one(x).square().sum()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+    assert losses[:3] == losses[3:]
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def during(share: float = 0.1) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:

@@ -324,13 +324,19 @@ class Placement:
 
     # -- updates: during the backward, or when the caller's ``optimizer.step()`` runs
 
-    def before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do all that the step would, group by group, so that it finds nothing left to do."""
-        if len(args) > 1 or any(value is not None for value in kwargs.values()):
-            raise ExecutionError(
-                "the optimizer's step was given a closure, which would run the model while its parameters are being updated; call backward"
-                " before, and step() without arguments"
-            )
+    def before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do all that the step would, group by group, so that it finds nothing left to do. A closure is called first,
+        as the step would; the step is given one that returns the same."""
+        closure = next((given for given in (*args[1:], *kwargs.values()) if callable(given)), None)
+        if closure is None:
+            self._update_all(optimizer)
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._update_all(optimizer)
+        return (args[0], lambda: loss), {}
+
+    def _update_all(self, optimizer: Optimizer) -> None:
         if self._plan is None:
             return
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
@@ -513,8 +519,7 @@ class Placement:
 
 
 def _weakly(method: weakref.WeakMethod[Any]) -> Any:
-    def call(*args: Any) -> None:
-        if (bound := method()) is not None:
-            bound(*args)
+    def call(*args: Any) -> Any:
+        return None if (bound := method()) is None else bound(*args)
 
     return call
