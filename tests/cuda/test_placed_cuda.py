@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,3 +340,16 @@ def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
     step(wrapped, optimizer, x, 0)
     assert {t.device.type for t in wrapped.state_dict().values()} >= {"cpu"}
     wrapped.close()
+
+
+def test_the_benchmark_of_placed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import placed_steps
+
+    size = ["--width", "64", "--blocks", "3", "--rows", "256", "--rounds", "1", "--refine", "0.05"]
+    limits = ["--device", "cuda", "--limits", "2500 KB", "--out", str(tmp_path / "placed.json")]
+    monkeypatch.setattr("sys.argv", ["placed_steps.py", *size, *limits])
+    placed_steps.main()
+    (row,) = json.loads((tmp_path / "placed.json").read_text())["rows"]
+    assert row["measured"] <= row["peak"] <= row["limit"] == 2_500_000
+    assert row["plain"] > 0
+    assert row["moved"] > 0
