@@ -397,7 +397,7 @@ def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(
 ) -> None:
     """A link is idle once a step has been issued. The next one may run on a stream that is ordered after nothing of
     it."""
-    monkeypatch.setattr(link_pool, "_new_link", lambda *_: RecordingLink())
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: RecordingLink())
     if not ordered:
         monkeypatch.setattr(RecordingLink, "begin", lambda self: None)
     pool, device = LinkPool(), torch.device("cpu")

@@ -251,8 +251,7 @@ def compare(name: str, share: float, updates: str, how: Any, make: Any, record: 
     wrapped.close()
 
 
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(("share", "updates"), [(0.0, "after"), (0.5, "during")])
 @pytest.mark.parametrize("name", ["language", "adapted", *sorted(set(ALL) - NOT_THERE)])
 def test_training_is_the_plain_models(name: str, share: float, updates: str, record_property: Record) -> None:
     compare(name, share, updates, step, OPTIMIZERS["AdamW"], record_property)
