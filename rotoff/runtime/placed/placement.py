@@ -256,8 +256,11 @@ class Placement:
             self._host.join(op.stage)
         if op.kind is OpKind.PREFETCH and op.value in self._plan.early and op.stage in self._updated:
             return  # it comes when the next step begins, since the caller may change it before
+        updating = self.link.queues and op.of == "g" and op.stage in self._updated
         for tensor in self._tensors(op.value):
-            if op.kind is OpKind.PREFETCH:
+            if updating:  # by the host's thread, which alone may look at the caller's
+                tensor.let_go()
+            elif op.kind is OpKind.PREFETCH:
                 tensor.prefetch()
             elif op.kind is OpKind.WAIT:
                 tensor.settle()

@@ -146,6 +146,11 @@ class PlacedTensor(ABC):
             self.put(self.host)
         self.device = None
 
+    def let_go(self) -> None:
+        """Give the device bytes back of what the caller finds on the host."""
+        self.settle()
+        self.device = None
+
     def show_host(self) -> None:
         """Have the caller's tensor lie on the host, whereto its bytes may still be on their way (`arrive` waits)."""
         if not self.leaving:
