@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.distributed import agree_on_limit, agree_on_sample
-from .planning.options import Options
+from .planning.options import Options, read_device
 from .planning.placed import PlacedPlanner
 from .planning.planner import (
     Request,
@@ -53,10 +53,10 @@ from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.execution_plan import ExecutionPlan
 from .runtime.interpreter import Step
 from .runtime.links.base import Link
-from .runtime.links.file import FileLink
 from .runtime.links.free_memory import free_memory
-from .runtime.links.pool import LinkPool
+from .runtime.links.pool import LinkPool, new_link
 from .runtime.memory_check import MemoryChecker
+from .runtime.placed.lending import all_on, settle_buffers
 from .runtime.placed.placement import Placement
 from .runtime.step_times import Recording
 from .solver.bounds import check_mode
@@ -107,6 +107,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         conv_algorithms: "any": plans may run a stage's convolutions by other CUDA algorithms than those of
             ``torch.backends.cudnn``; they are slower and take less workspace. Gradients are then *not bit for bit*
             those of the plain model. No effect on a CPU. "plain", the default: never.
+        device: on which steps run, such as ``"cuda"``, for a model that lies on the host since it does not fit there.
+            None: where the parameters are.
 
     Raises:
         MeasureError: if `model` is not such a model. OptionError: for another `backward_from`, `offload_dtype`, `forms`
@@ -132,6 +134,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         forms: Forms = True,
         interpolate: bool = True,
         conv_algorithms: str = "plain",
+        device: torch.device | str | int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
@@ -146,6 +149,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             offload_dtype=offload_dtype,
             host_directory=host_directory,
             cache_directory=cache_directory,
+            device=read_device(device),
         )
         self._options.check(model)
         self._check = check
@@ -247,7 +251,9 @@ class Checkpointable(RotorNames, ModuleProxy):
             device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
                 states, buffers, the batch and the step. What does not fit lies on the host between its uses. On the CPU
                 the host is a file.
-            optimizer: beside `device_limit`, what updates the parameters, or a list of those.
+            optimizer: beside `device_limit`, what updates the parameters, or a list of those. With the option
+                ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
+                whole; ``"after"``, the default: in ``optimizer.step()``.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
@@ -294,6 +300,10 @@ class Checkpointable(RotorNames, ModuleProxy):
                 ((), up_to) if isinstance(up_to, dict) else (up_to if isinstance(up_to, tuple) else (up_to,), {})
             )
             self._courses.measure_up_to(strategy.chain_input(self._model, args, kwargs, self._options.stages), request)
+        self._courses.device = self._options.device
+        if self._options.device is not None:
+            settle_buffers(self._model, self._options.device)
+            self._model.to(self._options.device)
         self._courses.ask(request)
         self._unplace()
         return self
@@ -312,10 +322,6 @@ class Checkpointable(RotorNames, ModuleProxy):
         limit = parse_bytes(device_limit)
         if policy is not None:
             raise OptionError(f"policy is {policy!r}; with a device_limit give a mode alone")
-        if options.get("updates", "after") != "after":
-            raise OptionError(
-                "updates is 'during'; with a device_limit the optimizer's own step() makes the updates, 'after' the backward"
-            )
         if optimizer is None:
             raise OptionError(
                 "device_limit needs the optimizer, whose states count: compute_sequence(device_limit=..., optimizer=optimizer)"
@@ -327,27 +333,29 @@ class Checkpointable(RotorNames, ModuleProxy):
                 "device_limit is for a single process; among several, shard the parameters with FSDP2 and its CPUOffloadPolicy, and give a"
                 " mem_limit"
             )
-        if (device := device_of(self._model, None)).type != "cpu":
-            raise OptionError(
-                f"device_limit works on the CPU alone so far, and the model is on {device}; give a mem_limit there"
-            )
         if self._options.offload_dtype is not None:
             raise OptionError("offload_dtype goes with a mem_limit; parameters are moved as they are")
-        optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
-        planner = PlacedPlanner(self._model, optimizers)  # a new one, since the optimizers may have changed
-        options = {name: value for name, value in options.items() if name != "updates"}
+        optimizers = tuple(map(_own, optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)))
+        # a new one, since the optimizers may have changed
+        planner = PlacedPlanner(self._model, optimizers, self._courses.update_times)
+        if self._courses.device is None:
+            self._courses.device = device_of(self._model, None)
         self._courses.ask(Request(limit, mode, mem_slots, options, here=True, planner=planner))
         plan = None if self._courses.latest is None else self._courses.latest.plan
         if plan is None or plan.placed is None:
             self._unplace()
+            if plan is not None:
+                all_on(self._model, optimizers, self._courses.device)
         else:
             self._placement_for(optimizers).begin(plan.placed)
         return self
 
     def _placement_for(self, optimizers: tuple[Optimizer, ...]) -> Placement:
         if self._placement is None or self._placement.optimizers != optimizers:
-            self._unplace()
-            link = FileLink(self._options.host_directory)
+            if self._placement is not None:
+                self._placement.close(resident=False)
+            assert self._courses.device is not None
+            link = new_link(self._courses.device, self._options.host_directory)
             self._placement = Placement(link, optimizers)
             weakref.finalize(self._placement, link.close)
         return self._placement
@@ -488,18 +496,30 @@ class Checkpointable(RotorNames, ModuleProxy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; in training mode, with gradients and a limit, run the step as planned."""
         plain = self._courses.plain or self._model
-        if not self.training or not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
-        if self._courses.request is None:
-            if not torch.compiler.is_compiling() and not self._said_no_limit:
-                self._said_no_limit = True
-                logger.warning(
-                    "rotoff: this Checkpointable trains as the plain model, since it has no limit; call compute_sequence(mem_limit)"
-                )
-            return plain(*args, **kwargs)
+        if not self.training or not torch.is_grad_enabled() or self._courses.request is None:
+            if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._say_no_limit()
+            with self.streamed():
+                return plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _left_alone(self, plain, args, kwargs)
         return self._planned(plain, args, kwargs)
+
+    def streamed(self) -> AbstractContextManager[object]:
+        """Within, the model's own code runs with parameters that lie on the host, each brought as a call needs it.
+
+        Forwards without gradients do so by themselves. Use it around other methods of a model that a `device_limit`
+        keeps on the host in part, such as ``generate``.
+        """
+        streamed = None if self._placement is None else self._placement.streamed()
+        return nullcontext() if streamed is None else streamed
+
+    def _say_no_limit(self) -> None:
+        if not self._said_no_limit:
+            self._said_no_limit = True
+            logger.warning(
+                "rotoff: this Checkpointable trains as the plain model, since it has no limit; call compute_sequence(mem_limit)"
+            )
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training step, or `plain` where nothing is to be done."""
@@ -578,8 +598,18 @@ class Checkpointable(RotorNames, ModuleProxy):
             self._recording = None
 
     def close(self) -> None:
-        """Release host memory, files and threads; the next step takes new ones."""
+        """Release host memory, files and threads; the next step takes new ones. Parameters stay where they lie."""
         self._links.close()
+        if self._placement is not None:
+            placement, self._placement = self._placement, None
+            placement.close(resident=False)
+
+
+def _own(optimizer: Any) -> Any:
+    """The optimizer within what a trainer puts around it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _keep(_: Link) -> None:

@@ -5,12 +5,14 @@
 #   scripts/gpu_check.sh OUTDIR tests              at most 8 minutes
 #   scripts/gpu_check.sh OUTDIR grid [WORKLOAD...] at most 9.5 minutes; gpt-1.3b where none is named
 #   scripts/gpu_check.sh OUTDIR reach [NETWORK...] at most 9.5 minutes
+#   scripts/gpu_check.sh OUTDIR placed [LIMIT...]  at most 9.5 minutes; "24 GB" "16 GB" "12 GB" where none is named
 #
 # in this order where time is short: `first` builds the extension in place, uses each of CUDA's libraries once, probes the machine
 # (scripts/gpu_probe.py), lets `rotoff doctor` check it and runs the tests that judge speed one by one; `tests` runs all others, two
 # benchmarks and the example; `grid` the benchmarks' grid, one workload after the other (LIMITS="60 30" in the environment: these shares of the plain peak, in %, and
 # not all five; COMPILED=1: with torch.compile, too); `reach` a step of each network of benchmarks/reach.py (12 GB, at the sizes in
-# benchmarks/results/reach.json). Grid and reach go on where the last call stopped, from OUTDIR or else from the file committed under
+# benchmarks/results/reach.json); `placed` steps of a model of 6.4 billion parameters with AdamW, all of it within these limits, beside the plain
+# step (64 GB of host memory). Grid and reach go on where the last call stopped, from OUTDIR or else from the file committed under
 # benchmarks/results/, where that is of the same machine.
 #
 # OUTDIR gets, each as soon as it is there
@@ -20,6 +22,7 @@
 #   probe.json, doctor.json, alone.xml                                 of `first`
 #   tests.xml, prediction.json, interpreter_cost.json, compare_modes.json  of `tests`; a row of prediction.json at a time
 #   grid_cuda.json or reach.json, results.md
+#   placed_steps.json, placed_during.json   of `placed`; a row at a time
 # A build that fails stops the call; any other step that fails does not stop those after it. A test that does not begin for lack of time
 # has failed.
 #
@@ -32,8 +35,8 @@
 set -uo pipefail
 
 mode=${2:-first}
-if [ $# -lt 1 ] || [[ ! $mode =~ ^(first|tests|grid|reach)$ ]] || { [[ $mode =~ ^(first|tests)$ ]] && [ $# -gt 2 ]; }; then
-    echo "usage: $0 OUTDIR [first | tests | grid [WORKLOAD...] | reach [NETWORK...]]" >&2
+if [ $# -lt 1 ] || [[ ! $mode =~ ^(first|tests|grid|reach|placed)$ ]] || { [[ $mode =~ ^(first|tests)$ ]] && [ $# -gt 2 ]; }; then
+    echo "usage: $0 OUTDIR [first | tests | grid [WORKLOAD...] | reach [NETWORK...] | placed [LIMIT...]]" >&2
     exit 2
 fi
 mkdir -p "$1" || exit 2
@@ -140,6 +143,15 @@ if [ "$mode" = tests ]; then
     run prediction 100 "$python" benchmarks/prediction.py --device cuda --seconds 2 --pairs 5 "${size[@]}" --out "$out/prediction.json"
     run interpreter_cost 30 "$python" benchmarks/interpreter_cost.py --device cuda --repeats 40 --json "$out/interpreter_cost.json"
     run compare_modes 70 "$python" examples/compare_modes.py --device cuda "${size[@]}" --limits 50 --json "$out/compare_modes.json"
+    end
+    exit
+fi
+
+if [ "$mode" = placed ]; then
+    [ $# -eq 0 ] && set -- "24 GB" "16 GB" "12 GB"
+    size=(--device cuda --dtype bfloat16 --width 4096 --blocks 32 --rows 4096 --context 4096 --rounds 3)
+    run placed_steps 270 "$python" benchmarks/placed_steps.py "${size[@]}" --limits "$@" --out "$out/placed_steps.json"
+    run placed_during 190 "$python" benchmarks/placed_steps.py "${size[@]}" --updates during --limits "$@" --out "$out/placed_during.json"
     end
     exit
 fi

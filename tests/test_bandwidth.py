@@ -150,7 +150,7 @@ def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkey
         def close(self) -> None:
             self.closed, self.capacity = True, 0
 
-    monkeypatch.setattr(link_pool, "_new_link", Closing)
+    monkeypatch.setattr(link_pool, "new_link", Closing)
     monkeypatch.setattr(link_pool, "_shares", {})
     pool = LinkPool()
     assert pool.bandwidth(torch.device("cpu"), 3 << 30)[0] == pytest.approx(COLD)
@@ -167,10 +167,10 @@ def test_a_host_with_little_room_is_enough_for_who_only_recomputes(
     class Tight(CachedLink):
         cached, queues, duplex = False, True, True
 
-    monkeypatch.setattr(link_pool, "_new_link", lambda *_: Tight(clock, room=20 << 20))
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: Tight(clock, room=20 << 20))
     monkeypatch.setattr(link_pool, "_shares", {})
     assert LinkPool().bandwidth(torch.device("cpu"), 3 << 30) == (pytest.approx(COLD), pytest.approx(COLD), True)
-    monkeypatch.setattr(link_pool, "_new_link", lambda *_: Tight(clock, room=1 << 19))
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: Tight(clock, room=1 << 19))
     with pytest.raises(rotoff.ExecutionError, match="no room"):
         LinkPool().bandwidth(torch.device("cpu"), 3 << 30)
 
@@ -204,7 +204,7 @@ def test_directions_that_share_a_lane_are_planned_as_one(
 ) -> None:
     monkeypatch.setattr(link_pool, "_shares", {})
     made: list[TwoWays] = []
-    monkeypatch.setattr(link_pool, "_new_link", lambda *_: made.append(TwoWays(clock, hidden)) or made[-1])
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: made.append(TwoWays(clock, hidden)) or made[-1])
     for _ in range(2):
         pool = LinkPool()
         assert pool.bandwidth(torch.device("cpu"), nbytes) == (pytest.approx(COLD), pytest.approx(COLD), duplex)

@@ -115,9 +115,10 @@ STEPS = {
     "tests": ["build", "warm_up", "tests", "prediction", "interpreter_cost", "compare_modes"],
     "grid": ["build", "grid"],
     "reach": ["build", "reach"],
+    "placed": ["build", "placed_steps", "placed_during"],
 }
 SAYS = {"build": "build_ext", "alone": "cuda and alone", "tests": "cuda and not alone", "warm_up": "gpu_warm_up"}
-SAYS |= {"grid": "grid.run"}
+SAYS |= {"grid": "grid.run", "placed_steps": "placed_steps.json", "placed_during": "--updates during"}
 
 
 @pytest.mark.parametrize("mode", list(STEPS))
@@ -174,7 +175,7 @@ def test_a_build_that_fails_stops_the_call(tmp_path: Path, mode: str) -> None:
     assert ended.codes() == {"build": 1}
 
 
-BUDGETS = {"first": 270, "tests": 480, "grid": 570, "reach": 570}
+BUDGETS = {"first": 270, "tests": 480, "grid": 570, "reach": 570, "placed": 570}
 
 
 @pytest.mark.parametrize("mode", list(STEPS))
@@ -312,3 +313,11 @@ def test_reach_is_executed_on_the_device(tmp_path: Path) -> None:
     assert ended.code == 0
     assert ended.commands[1].startswith("benchmarks/reach.py --run ")
     assert ended.commands[1].endswith("--only vgg16")
+
+
+def test_placed_steps_are_asked_for_within_each_limit(tmp_path: Path) -> None:
+    ended = check(tmp_path, "placed", "24 GB", "8 GB")
+    assert ended.code == 0
+    for command, more in zip(ended.commands[1:], ("", " --updates during"), strict=True):
+        assert "benchmarks/placed_steps.py --device cuda " in command
+        assert f"{more} --limits 24 GB 8 GB --out " in command

@@ -74,6 +74,19 @@ def a_limit(bf16: bool = False) -> int:
     return ((smallest(wrapped, "joint") if bf16 else 0) + wrapped.keep_all_memory) // 2
 
 
+def a_device_limit() -> int:
+    """Half of what everything takes: parameters, gradients, AdamW's states and the step."""
+    model = build()
+    wrapped = rotoff.Checkpointable(model).measure(Rows().inputs[:ROWS], Rows().labels[:ROWS], repeats=1)
+    wrapped.compute_sequence(device_limit="1 TiB", optimizer=torch.optim.AdamW(model.parameters()))
+    return wrapped.keep_all_memory // 2
+
+
+def moves_parameters(planned: rotoff.Checkpointable | None) -> bool:
+    assert planned is not None
+    return planned._plan.placed is not None and any(op.of for op in planned.sequence)
+
+
 def works_hard(planned: rotoff.Checkpointable | None) -> bool:
     """Whether the plan recomputes or moves anything."""
     assert planned is not None
@@ -83,7 +96,9 @@ def works_hard(planned: rotoff.Checkpointable | None) -> bool:
 # -- Hugging Face
 
 
-def hugging_face(folder: Path, *callbacks: Any, model: Any = None, data: Any = None, **options: Any) -> Any:
+def hugging_face(
+    folder: Path, *callbacks: Any, model: Any = None, data: Any = None, evaluates: bool = False, **options: Any
+) -> Any:
     torchvision_operators.declare()
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -99,7 +114,14 @@ def hugging_face(folder: Path, *callbacks: Any, model: Any = None, data: Any = N
         seed=7,
         **options,
     )
-    return transformers.Trainer(model or build(), arguments, train_dataset=data or Rows(), callbacks=list(callbacks))
+    data = data or Rows()
+    return transformers.Trainer(
+        model or build(),
+        arguments,
+        train_dataset=data,
+        eval_dataset=data if evaluates else None,
+        callbacks=list(callbacks),
+    )
 
 
 def losses(trainer: Any) -> list[float]:
@@ -120,6 +142,30 @@ def test_trainer(tmp_path: Path, bf16: bool) -> None:
     assert len(losses(plain)) == 4
     assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
     assert type(trainer.model) is Net
+
+
+def test_trainer_inside_a_device_limit(tmp_path: Path) -> None:
+    """With its own clipping, schedule, evaluation and checkpoints."""
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.5}
+    runs = []
+    for device_limit in (None, a_device_limit()):
+        folder, callbacks = tmp_path / str(device_limit), []
+        if device_limit is not None:
+            from rotoff.integrations.transformers import RotoffCallback
+
+            callbacks = [RotoffCallback(device_limit=device_limit, refine=False, host_directory="/var/tmp")]
+        trainer = hugging_face(folder, *callbacks, evaluates=True, **options)
+        trainer.train()
+        runs.append((trainer, [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]))
+    (plain, seen), (trainer, seen_placed) = runs
+    assert moves_parameters(callbacks[0].planned)
+    assert losses(trainer) == losses(plain)
+    assert seen_placed == seen
+    assert len(seen) == 2
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    resumed = hugging_face(tmp_path / "resumed", max_grad_norm=0.5)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # made while parameters were placed
+    assert same(list(resumed.model.parameters()), list(plain.model.parameters()))
 
 
 def test_trainer_of_a_language_model(tmp_path: Path) -> None:
@@ -281,6 +327,20 @@ def test_lightning(tmp_path: Path, lightning: Any, precision: str) -> None:
     other = lit(lightning)
     other.load_state_dict(torch.load(tmp_path / "planned.ckpt", weights_only=False)["state_dict"])
     assert same(list(other.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning_inside_a_device_limit(tmp_path: Path, lightning: Any) -> None:
+    """Lightning's steps are closures."""
+    plain = lit(lightning)
+    fit(lightning, plain, tmp_path)
+    from rotoff.integrations.lightning import RotoffCallback
+
+    module, callback = lit(lightning), RotoffCallback(device_limit=a_device_limit(), refine=False)
+    fit(lightning, module, tmp_path, callback)
+    assert moves_parameters(callback.planned)
+    assert module.seen == plain.seen
+    assert same(list(module.parameters()), list(plain.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -397,7 +397,7 @@ def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(
 ) -> None:
     """A link is idle once a step has been issued. The next one may run on a stream that is ordered after nothing of
     it."""
-    monkeypatch.setattr(link_pool, "_new_link", lambda *_: RecordingLink())
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: RecordingLink())
     if not ordered:
         monkeypatch.setattr(RecordingLink, "begin", lambda self: None)
     pool, device = LinkPool(), torch.device("cpu")
@@ -505,7 +505,7 @@ class TestHostMemory:
             host_memory.PinnedSegment(20_000, torch.device("cuda", 0))
 
     def test_pages_are_private_exact_and_go_with_the_tensor(self):
-        tensor = host_memory._anonymous(5000)
+        tensor = torch.frombuffer(host_memory._mapped(5000), dtype=torch.uint8)
         assert tensor.data_ptr() % 4096 == 0
         assert tensor.numel() == 5000
         assert not tensor.any()

@@ -29,7 +29,7 @@ import rotoff
 from rotoff.core.sequence import w
 from rotoff.planning import placed as placed_planner
 from rotoff.runtime.links.host_file import HostFile
-from rotoff.runtime.placed import placement
+from rotoff.runtime.placed import updates
 from rotoff.runtime.placed.placement import Placement
 
 Loop = Callable[[nn.Module, list[Optimizer], int], object]  # one step, of that number
@@ -136,7 +136,7 @@ def result(model: nn.Module, optimizers: list[Optimizer]) -> list[torch.Tensor]:
 
 
 def trained(
-    name: str, make: Make, step: Any, limit: float | None, anew: bool = False
+    name: str, make: Make, step: Any, limit: float | None, anew: bool = False, updates: str = "after"
 ) -> tuple[list[torch.Tensor], Any]:
     """What five steps leave, and the model. limit: None for the plain model, else the share of the way from the least
     to everything. anew: whether steps are measured and planned anew meanwhile."""
@@ -151,7 +151,7 @@ def trained(
     torch.manual_seed(1)
     optimizers = make([p for p in wrapped.parameters() if p.requires_grad])
     if limit is not None:
-        (place if anew else force)(wrapped, optimizers, limit)
+        (place if anew else force)(wrapped, optimizers, limit, updates=updates)
     torch.manual_seed(2)
     losses = [step(wrapped, optimizers, n, batch) for n in range(5)]
     return [*losses, *result(model, optimizers), torch.get_rng_state()], wrapped
@@ -170,14 +170,16 @@ def place(model: rotoff.Checkpointable, optimizers: list[Optimizer], share: floa
     return limit
 
 
-def force(model: rotoff.Checkpointable, optimizers: list[Optimizer], share: float, host: bool = False) -> None:
+def force(
+    model: rotoff.Checkpointable, optimizers: list[Optimizer], share: float, host: bool = False, updates: str = "after"
+) -> None:
     """Place everything as in so little memory that a small model's generator states would not fit beside it."""
-    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers, refine=False)
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers, refine=False, updates=updates)
     request = model._courses.request
     planner, profile = request.planner, model.profile
     groups = planner.groups(profile, host)
     chain = replace(profile.chain, parameters=groups.costs)
-    low, high = rotoff.min_mem_limit(chain, "joint", "after"), rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes
+    low, high = rotoff.min_mem_limit(chain, "joint", updates), rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes
     constant = placed_planner._constant(profile, request, groups)
     limit = int(constant + low + share * (high - low))
     while (plan := placed_planner.plan_groups(profile, request, groups, limit)) is None:
@@ -238,6 +240,24 @@ def test_the_host_may_update_what_lies_there(share: float) -> None:
     assert same([*losses, *result(model, optimizers), torch.get_rng_state()], plain)
 
 
+@pytest.mark.parametrize("name", [*ALL, *RECORDED])
+def test_updates_during_the_backward(name: str) -> None:
+    """Each parameter is updated and its gradient gone when the backward has ended."""
+
+    def within(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        loss = model(batch()).float().square().mean()
+        loss.backward()
+        inner = {id(p) for group in model._plan.placed.groups for p in group.parameters}
+        assert all(p.grad is None for p in model.parameters() if id(p) in inner)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    plain, _ = trained(name, adamw, usual, None)
+    placed, _ = trained(name, adamw, within, 0.0, updates="during")
+    assert same(placed, plain)
+
+
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda p: [torch.optim.SGD(p, lr=0.05)],
     "SGD with momentum": lambda p: [torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)],
@@ -261,10 +281,11 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+@pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name: str) -> None:
+def test_optimizers(name: str, updates: str) -> None:
     plain, _ = trained("untied", OPTIMIZERS[name], usual, None)
-    placed, _ = trained("untied", OPTIMIZERS[name], usual, 0.2)
+    placed, _ = trained("untied", OPTIMIZERS[name], usual, 0.2, updates=updates)
     assert same(placed, plain)
 
 
@@ -545,7 +566,7 @@ REFUSED = {
     "optimizer": (lambda m, o: m.compute_sequence(10**6, optimizer=o), "goes with device_limit"),
     "no such": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer="adamw"), "give a torch.optim.Optimizer"),
     "policy": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, policy="vdnn"), "policy"),
-    "during": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, updates="during"), "'during'"),
+    "updates": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, updates="before"), "'before'"),
     "LBFGS": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=torch.optim.LBFGS(m.parameters())), "LBFGS"),
     "total": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Total(m.parameters(), lr=1)), "all parameters together"),
     "counting": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Counting(m.parameters(), lr=1)), "all parameters together"),
@@ -588,13 +609,84 @@ def test_recording_a_step_is_refused() -> None:
     added_up(model, optimizers, x)
 
 
-def test_a_closure_is_refused() -> None:
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_a_closure_is_called_once_as_the_step_would(updates: str) -> None:
     model, optimizers, x = small()
-    place(model, optimizers, 0.1)
+    plain = copy.deepcopy(model._model)
+    place(model, optimizers, 0.1, updates=updates)
+    losses = []
+    for one, optimizer in ((model, optimizers[0]), (plain, adamw(list(plain.parameters()))[0])):
+        for _ in range(3):
+
+            def closure(one: Any = one, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = one(x).square().sum()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+    assert losses[:3] == losses[3:]
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def during(share: float = 0.1) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
+    model, optimizers, x = small()
+    place(model, optimizers, share, updates="during")
+    return model, optimizers, x
+
+
+def accumulate(model: nn.Module, x: torch.Tensor) -> None:
     model(x).sum().backward()
-    with pytest.raises(rotoff.ExecutionError, match="closure"):
-        optimizers[0].step(lambda: model(x).sum())
-    optimizers[0].step()
+    model(x).sum().backward()
+
+
+def left_over(model: nn.Module, x: torch.Tensor) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model(x)
+
+
+ALL_GRADIENTS = {
+    "clip_grad_norm_": (lambda m, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "clipping needs all gradients at once"),
+    "clip_grad_value_": (lambda m, x: nn.utils.clip_grad_value_(m.parameters(), 1.0), "clipping needs all gradients at once"),
+    "GradScaler": (lambda m, x: torch.amp.GradScaler("cpu").scale(m(x).sum()), "a GradScaler needs all gradients"),
+    "accumulation": (accumulate, "cannot be accumulated"),
+    "gradients before": (left_over, "gradients before the backward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL_GRADIENTS)
+def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backward(name: str) -> None:
+    use, said = ALL_GRADIENTS[name]
+    model, optimizers, x = during()
+    other = nn.Linear(4, 4)
+    with pytest.raises(rotoff.ExecutionError, match=said):
+        use(model, x)
+    nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # which another model may do
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    added_up(model, optimizers, x)
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
+    model(x).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.amp.GradScaler("cpu").scale(model(x).sum())
+
+
+def test_a_gradient_from_outside_of_the_model_counts_once() -> None:
+    """A penalty of the parameters, asked for before the forward and after it."""
+    for before in (False, True):
+        model, optimizers, x = during()
+        plain = copy.deepcopy(model._model)
+        twin = adamw(list(plain.parameters()))
+        for one, own in ((model, optimizers), (plain, twin)):
+            for _ in range(2):
+                penalty = sum(p.square().sum() for p in one.parameters()) if before else 0.0
+                loss = one(x).sum()
+                (loss + penalty if before else loss + sum(p.square().sum() for p in one.parameters())).backward()
+                own[0].step()
+                own[0].zero_grad()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_a_step_that_another_took_the_place_of_says_so() -> None:
@@ -705,7 +797,7 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
 
     patches = [
         (Placement, "operate"),
-        (placement, "own_step"),
+        (updates, "own_step"),
         (Placement, "_update_on_device"),
         (Placement, "brought"),
     ]
@@ -720,12 +812,13 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
     return False
 
 
+@pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
-def test_an_error_at_any_operation(kind: type[BaseException]) -> None:
+def test_an_error_at_any_operation(kind: type[BaseException], updates: str) -> None:
     """Parameters that no update was begun of are as they were, the others whole; the caller is told; and the next step
     trains."""
     model, optimizers, x = small()
-    place(model, optimizers, 0.2)
+    place(model, optimizers, 0.2, updates=updates)
     added_up(model, optimizers, x)
     reached = 0
     for at in itertools.count():
@@ -735,9 +828,12 @@ def test_an_error_at_any_operation(kind: type[BaseException]) -> None:
         if not interrupted(model, optimizers, x, at, error):
             break
         changed = sum(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-        notes = [note for note in getattr(error, "__notes__", ()) if "had updated" in note]
+        notes = [note for note in getattr(error, "__notes__", ()) if "updated" in note]
         if changed:
             assert f"had updated {changed};" in notes[0]
+        if changed and updates == "during":
+            groups = notes[1].split(";")[0].split("updated were those of ")[1]
+            assert groups.count("group") == changed // 2  # of a weight and a bias each
         reached += bool(changed)
     assert at > 20
     assert reached > 5
@@ -749,6 +845,30 @@ def test_an_error_at_any_operation(kind: type[BaseException]) -> None:
         added_up(model, optimizers, x)
         added_up(plain, twin, x)
     assert all(map(torch.equal, whole, plain.parameters()))
+
+
+def test_a_backward_that_fails_elsewhere_after_updates_warns() -> None:
+    """In a hook of the caller's, say, whose error nobody of rotoff sees."""
+    model, optimizers, x = during(0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("of the caller's")
+
+    handle = model[0][0].weight.register_hook(fails)
+    loss = model(x).sum()
+    with pytest.raises(RuntimeError, match="of the caller's"):
+        loss.backward()
+    handle.remove()
+    changed = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    assert any(changed)
+    assert not all(changed)
+    for p in model.parameters():
+        p.grad = None
+    with pytest.warns(RuntimeWarning, match=r"updated were those of group \d \(.*; not those of group 1 \("):
+        model(x)
+    optimizers[0].zero_grad()
+    added_up(model, optimizers, x)
 
 
 def test_a_limit_that_the_kernel_enforces() -> None:

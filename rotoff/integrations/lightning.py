@@ -15,32 +15,51 @@ except ModuleNotFoundError:  # the older package of the same code
 
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
-from ..tools.attach import attach, attached, detach
-from ..tools.config import RotoffConfig
+from ..tools.attach import attach, attach_unplanned, attached, detach
+from ..tools.config import RotoffConfig, read_limits
 
 
 class RotoffCallback(Callback):  # type: ignore[misc]
-    """Trains a submodule of the LightningModule inside `mem_limit`, from the start of ``fit`` to its end.
+    """Trains a submodule of the LightningModule inside `mem_limit`, or all of it inside `device_limit`, from the start
+    of ``fit`` to its end.
 
     Args:
         mem_limit, options: as of `rotoff.attach`; a `RotoffConfig` says all in one.
         module: name of the submodule that ``training_step`` calls, such as "net" or "model.encoder"; by default the
             only child that has parameters.
+        device_limit: in place of `mem_limit`, as of `Checkpointable.compute_sequence`; for the module's own optimizers.
 
     Attributes:
         planned: the `Checkpointable` that plans it, while fitting.
     """
 
-    def __init__(self, mem_limit: int | str | RotoffConfig = "auto", module: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        mem_limit: int | str | RotoffConfig = "auto",
+        module: str | None = None,
+        *,
+        device_limit: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        mem_limit, device_limit, options = read_limits(mem_limit, device_limit, options)
         self._mem_limit = mem_limit
+        self._device_limit = device_limit
         self._module = module
         self._options = options
         self.planned: Checkpointable | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = self._target(pl_module)
+        if self._device_limit is not None:
+            self.planned, self._options = attach_unplanned(target, self._options)
+            return
         several = {"process_group": True} if trainer.world_size > 1 else {}
         self.planned = attached(target) or attach(target, self._mem_limit, **{**several, **self._options})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._device_limit is not None and self.planned is not None:
+            limit, optimizers = self._device_limit, trainer.optimizers
+            self.planned.compute_sequence(device_limit=limit, optimizer=optimizers, **self._options)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         detach(self._target(pl_module))

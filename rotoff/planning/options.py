@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..capture import sequential, strategy
 from ..capture.backward_roots import BackwardFrom, read_backward_from
+from ..errors import OptionError
 from ..profile.selective.variants import Forms, read_forms
 from ..runtime.links.half import check_offload_dtype
 from ..tensors.convolutions import read_conv_algorithms
@@ -28,6 +30,7 @@ class Options:
     offload_dtype: torch.dtype | None = None
     host_directory: str | os.PathLike[str] | None = None
     cache_directory: str | os.PathLike[str] | bool | None = True
+    device: torch.device | None = None
 
     def check(self, model: nn.Module) -> None:
         """Raise OptionError where one of them is no option of its kind or not one for `model`, MeasureError for an
@@ -39,3 +42,18 @@ class Options:
         if strategy.is_sequential(model) and self.stages is None:
             sequential.stages(model)
         check_offload_dtype(self.offload_dtype)
+
+
+def read_device(device: Any) -> torch.device | None:
+    """The device meant, with its number.
+
+    Raises:
+        OptionError: where it is none.
+    """
+    if device is None:
+        return None
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f'device is {device!r}; give one such as "cuda" ({str(error).splitlines()[0]})') from error
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found

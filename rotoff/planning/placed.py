@@ -3,20 +3,21 @@ step."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..core.chain import Chain
-from ..core.sequence import OpKind, Sequence
+from ..core.sequence import OpKind, Sequence, Value
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
-from ..core.steady_step import at_rest
+from ..core.steady_step import at_rest, group_bytes
 from ..core.trace import Trace
 from ..errors import InfeasibleError
 from ..profile.optimizer_probe import OptimizerProbe
@@ -24,9 +25,11 @@ from ..profile.parameter_groups import FoundGroups, find_groups
 from ..profile.profile import Profile
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed
+from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.placement import PlacedPlan
 from ..solver import solve
 from ..solver.bounds import min_mem_limit
+from ..solver.search import parse_host_limit
 from .planner import Request, plan_everything, reported_bytes
 
 logger = logging.getLogger("rotoff")
@@ -35,10 +38,14 @@ TRIES = 4  # plans asked for, each with less memory, until what the machine does
 
 @dataclass(frozen=True)
 class PlacedPlanner:
-    """Plans for `model` and what `optimizers` keep of it, where a request's limit is all that the device may hold."""
+    """Plans for `model` and what `optimizers` keep of it, where a request's limit is all that the device may hold.
+
+    times: of updates, measured before.
+    """
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
+    times: dict[Any, tuple[float, float, float]] = field(default_factory=dict, compare=False)
 
     def __call__(self, profile: Profile, request: Request) -> ExecutionPlan:
         """The fastest plan found within the request's limit.
@@ -50,9 +57,11 @@ class PlacedPlanner:
         whole = self.keep_all_bytes(profile)
         if whole <= request.mem_limit:
             return plan_everything(profile, plain=True)
-        found = [self.groups(profile, host) for host in (False, True)]
-        for groups in found:
-            plan = plan_groups(profile, request, groups, request.mem_limit)
+        request = _within_host(profile, request)
+        ways = (False, True) if profile.device.type == "cpu" else (True,)  # on a CPU, the host takes its processor
+        found = [self.groups(profile, host) for host in ways]
+        for asked, groups in itertools.product((request, _quick(request)), found):
+            plan = plan_groups(profile, asked, groups, request.mem_limit)
             if plan is not None:
                 _report(request, plan, profile, time.perf_counter() - began)
                 return plan
@@ -65,7 +74,8 @@ class PlacedPlanner:
 
     def groups(self, profile: Profile, host: bool) -> FoundGroups:
         """The model's groups of parameters; host: whether the host may update them."""
-        return find_groups(self.model, profile.stages, self._probe, host)
+        probe = OptimizerProbe(self.optimizers, profile.device, self.times)
+        return find_groups(self.model, profile.stages, probe, host, profile.device)
 
     def keep_all_bytes(self, profile: Profile) -> int:
         """The limit at which nothing has to be done: the plain model's step, and the optimizer's."""
@@ -74,9 +84,25 @@ class PlacedPlanner:
         update = sum(group.update_transient_bytes for group in groups.costs) + groups.outside_update_bytes
         return groups.all_bytes + max(step, update)
 
-    @cached_property
-    def _probe(self) -> OptimizerProbe:
-        return OptimizerProbe(self.optimizers)
+
+def _quick(request: Request) -> Request:
+    """The same without a long search."""
+    return replace(request, options={**request.options, "refine": False})
+
+
+def when(request: Request) -> str:
+    """When groups are updated."""
+    return str(request.options.get("updates", "after"))
+
+
+def _within_host(profile: Profile, request: Request) -> Request:
+    """The request with what the host has room for."""
+    room = room_for_plan(profile.device) if request.here else None
+    if room is None:
+        return request
+    if (asked := request.options.get("host_limit")) is not None:
+        room = min(room, parse_host_limit(asked))
+    return replace(request, options={**request.options, "host_limit": room})
 
 
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
@@ -92,59 +118,82 @@ def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: 
     constant = _constant(profile, request, groups)
     limit = room = asked - constant
     for _ in range(TRIES):
-        if limit < min_mem_limit(chain, request.mode, "after"):
+        if limit < min_mem_limit(chain, request.mode, when(request)):
             return None
-        options = {**request.options, "updates": "after"}
+        options = {**request.options, "updates": when(request)}
         try:
             sequence = solve(chain, limit, mode=request.mode, mem_slots=request.mem_slots, **options)
         except InfeasibleError:
             return None
-        trace = simulate(chain, sequence, updates="after")
-        peak = max(trace.peak_bytes, _after_backward(chain, groups, sequence, trace))
+        trace = simulate(chain, sequence, updates=options["updates"])
+        placed = _placed(profile, chain, groups, sequence, options["updates"] == "during")
+        peak = max(trace.peak_bytes, _after_backward(chain, groups, placed, sequence, trace))
         if peak <= room:
-            return _compiled(profile, chain, groups, sequence, trace, peak + constant)
+            placed = replace(placed, peak_bytes=peak + constant, room=max(0, room - _without_parameters(chain, placed)))
+            return compile_placed(chain, sequence, trace, placed, profile.tail_times)
         limit -= peak - room
     return None
 
 
-def _after_backward(chain: Chain, groups: FoundGroups, sequence: Sequence, trace: Trace) -> int:
-    """The most that the updates hold. A gradient stays for the caller to look at, unless the host has it, too; the
-    host's updates take from the device what they make for a time."""
-    left = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
-    staying = most = 0
+def _without_parameters(chain: Chain, placed: PlacedPlan) -> int:
+    """What a forward without gradients holds at most beside the parameters that it brings."""
+    most = 0
+    for i, stage in enumerate(chain.stages, start=1):
+        own = stage.output_bytes + stage.forward_transient_bytes + (stage.checkpoint_transient_bytes or 0)
+        most = max(most, chain.output_bytes(i - 1) + own)
+    return most + sum(group_bytes(chain, v) for v in placed.resident)
+
+
+def _after_backward(chain: Chain, groups: FoundGroups, placed: PlacedPlan, sequence: Sequence, trace: Trace) -> int:
+    """The most that updates after the backward hold. A gradient stays for the caller to look at, unless the host has
+    it, too; the host's updates take from the device what they make for a time, where they are one."""
     last = max((op.kind is OpKind.B, n) for n, op in enumerate(sequence))[1]
+    if placed.during:
+        return trace.events[-1].memory + groups.outside_update_bytes
+    staying = most = 0
     for event in trace.events[last:]:
         k = event.op.stage
         more = groups.first_bytes[k - 1] if event.op.kind is OpKind.H else 0
         most = max(most, event.memory + staying + more)
-        if event.op.kind is OpKind.U and k not in left:
+        if event.op.kind is OpKind.U and k in placed.keep_gradients:
             staying += chain.group(k).grad_bytes
     return most + groups.outside_update_bytes
 
 
-def _compiled(
-    profile: Profile, chain: Chain, groups: FoundGroups, sequence: Sequence, trace: Trace, peak: int
-) -> ExecutionPlan:
+def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Sequence, during: bool) -> PlacedPlan:
+    """What `sequence` says of parameters. Where host and device are two, a parameter lies where its gradient arrives:
+    on the host, if that updates it or is sent the gradient."""
+    numbers = frozenset(range(1, len(chain.parameters) + 1))
     rest = at_rest(chain, sequence.ops, sequence.resident)
-    placed = PlacedPlan(
+    resident = frozenset(rest.device)
+    keep = numbers - {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
+    early: frozenset[Value] = frozenset()
+    if profile.device.type != "cpu":
+        on_host = {op.stage for op in sequence if op.kind is OpKind.H} | (numbers - keep)
+        early = frozenset(v for v in resident if v.of == "w" and v.stage in on_host)
+        keep &= {v.stage for v in resident - early if v.of == "w"}
+    moved = numbers - {v.stage for v in resident - early if v.of == "w"}
+    return PlacedPlan(
         groups=groups.placed,
-        resident=frozenset(rest.device),
-        on_both=frozenset(rest.device) & frozenset(rest.host),
-        moved=frozenset(range(1, len(chain.parameters) + 1)) - {v.stage for v in rest.device if v.of == "w"}
-        | {op.stage for op in sequence if op.of == "w"},
-        peak_bytes=peak,
+        resident=resident - early,
+        on_both=(resident - early) & frozenset(rest.host),
+        moved=moved | {op.stage for op in sequence if op.of == "w"},
+        peak_bytes=0,
+        keep_gradients=keep,
+        early=early,
+        outside=groups.outside,
+        during=during,
     )
-    return compile_placed(chain, sequence, trace, placed, profile.tail_times)
 
 
 def _least(profile: Profile, request: Request, found: Several[FoundGroups], whole: int) -> int:
     """The smallest limit for which a plan was found; `whole`: at which nothing has to be done."""
     limits = []
-    quick = replace(request, options={**request.options, "refine": False})
+    quick = _quick(request)
     for groups in found:
         chain = replace(profile.chain, parameters=groups.costs)
         constant = _constant(profile, request, groups)
-        limit = min_mem_limit(chain, request.mode, "after") + constant
+        limit = min_mem_limit(chain, request.mode, when(request)) + constant
         for _ in range(TRIES):
             if plan_groups(profile, quick, groups, limit) is not None:
                 limits.append(limit)

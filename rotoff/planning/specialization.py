@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from ..profile.timing.timing_cache import KnownTimes, TimesChanged, find_times, 
 from ..runtime.execution_plan import ExecutionPlan
 from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
+from ..runtime.placed.lending import Lender, settle_buffers
 from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
@@ -147,6 +149,8 @@ class Specializations:
         self.latest: Specialization | None = None
         self.lets_go = False  # as of `Request`, as the last backward showed
         self.plain: Callable[..., Any] | None = None
+        self.update_times: dict[Any, tuple[float, float, float]] = {}  # measured by `PlacedPlanner`
+        self.device = options.device  # on which steps run, where that is not the parameters' own
         self._root = weakref.ref(root)  # which owns this
         self._model = model
         self._options = options
@@ -178,12 +182,14 @@ class Specializations:
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
-            with undone(self._model), without_checkpoints():
-                captured, profile = self._measure_here(value, progress, repeats, timed, also)
+            with undone(self._model), without_checkpoints(), self._lender() as lender:
+                captured, profile = self._measure_here(value, progress, repeats, timed, also, lender)
             found.append(captured)
             return profile
 
         began = time.perf_counter()
+        if self.device is not None:
+            settle_buffers(self._model, self.device)
         with _MEASURING:
             profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
         logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
@@ -255,10 +261,23 @@ class Specializations:
         nearest = sorted(every.values(), key=lambda one: abs(_saved(one.profile) - _saved(profile)))
         return [(one.profile, one.plan) for one in nearest[:_NEAREST] if one.plan is not None]
 
+    def _lender(self) -> AbstractContextManager[Lender | None]:
+        """Brings the parameters that lie elsewhere than steps run while the model is measured."""
+        if self.device is None:
+            return nullcontext()
+        lender = Lender(self._model.parameters(), self.device, 0)
+        return lender if lender else nullcontext()
+
     def _measure_here(
-        self, value: Any, progress: Progress | None, repeats: int | None, timed: bool, also: Sequence[Specialization]
+        self,
+        value: Any,
+        progress: Progress | None,
+        repeats: int | None,
+        timed: bool,
+        also: Sequence[Specialization],
+        lender: Lender | None,
     ) -> tuple[strategy.Captured, Profile]:
-        device = device_of(self._model, value)
+        device = self.device or device_of(self._model, value)
 
         def bandwidth(nbytes: int, step_bytes: int) -> tuple[float, float, bool]:
             return self._links.bandwidth(device, nbytes, step_bytes)
@@ -288,7 +307,7 @@ class Specializations:
             named = bool(strategy.named(self._model, self._options.stages))
 
             def measured(times: KnownTimes | None) -> Profile:
-                meter = Meter(MeasurementContext.on(device, repeats), read_forms(self._options.forms), others)
+                meter = Meter(MeasurementContext.on(device, repeats, lender), read_forms(self._options.forms), others)
                 return measure(captured.stages, value, meter, bandwidth, progress, times, named, merged)
 
             try:

@@ -83,6 +83,8 @@ def measure(
     for n, group in enumerate(groups):
         if progress is not None:
             progress(n, len(groups), group.name)
+        if meter.bench.lender is not None:
+            meter.bench.lender.keep(p for module in group.modules for p in module.parameters())
         with preserved(list(group.buffers()), device), torch.enable_grad():
             result, value = meter.stage(group, value, n + 1 == len(groups), waiting.get((group.name, n - prefix)))
         if result is None:

@@ -16,8 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import OptionError
-from ..runtime.placed.placement import own_step
 from ..runtime.placed.tensor import room_of
+from ..runtime.placed.updates import copy_of, own_step
+from ..tensors.storage import block_bytes, rounded
 from .memory.allocator import DeviceAllocator
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that tell the dimensions of a state's tensor apart
@@ -32,14 +33,20 @@ _OTHER = (
 class OptimizerProbe:
     """Asks the optimizers that update a model.
 
+    Args:
+        device: on which parameters are updated, unless the host does it. times: what was measured before, and is now.
+
     Raises:
         OptionError: where one of them does not update each parameter by itself, or needs a closure.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], device: torch.device, times: dict[Any, tuple[float, float, float]]
+    ) -> None:
+        self._device = device
         self._group: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._states: dict[Any, dict[str, torch.Tensor]] = {}
-        self._times: dict[Any, tuple[float, float, float]] = {}
+        self._times = times
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise OptionError(
@@ -60,23 +67,28 @@ class OptimizerProbe:
         optimizer, _ = self._group[id(parameter)]
         known = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, torch.Tensor)]
         if known:
-            return sum(room_of(t) for t in known if t.numel() > 1)
+            return sum(self._room_of(t) for t in known if t.numel() > 1)
         sizes = dict(zip(_PRIMES, parameter.shape, strict=False))
         total = 0
         for tensor in self._state(parameter).values():
             if tensor.numel() > 1:
                 shape = [sizes.get(size, size) for size in tensor.shape]
-                total += room_of(torch.empty(shape, dtype=tensor.dtype, device="meta"))
+                total += self._room_of(torch.empty(shape, dtype=tensor.dtype, device="meta"))
         return total
 
-    def update_time(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Seconds in which `parameters` are updated."""
-        return sum(self._timed(p)[0] * p.nbytes for p in parameters if self.updates(p))
+    def _room_of(self, tensor: torch.Tensor) -> int:
+        return rounded(room_of(tensor), block_bytes(self._device))
+
+    def update_time(self, parameters: Sequence[nn.Parameter], host: bool = False) -> float:
+        """Seconds in which `parameters` are updated. host: by the host's processor."""
+        device = torch.device("cpu") if host else self._device
+        return sum(self._timed(p, device)[0] * p.nbytes for p in parameters if self.updates(p))
 
     def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """What updating `parameters` takes beside them, their gradients and their states."""
-        alone = max((self._timed(p)[1] * p.nbytes for p in parameters if self.updates(p)), default=0.0)
-        together = sum(self._timed(p)[2] * p.nbytes for p in parameters if self.updates(p))
+        timed = [(self._timed(p, self._device), p.nbytes) for p in parameters if self.updates(p)]
+        alone = max((found[1] * nbytes for found, nbytes in timed), default=0.0)
+        together = sum(found[2] * nbytes for found, nbytes in timed)
         return int(max(alone, together)) + _SCALARS * len(parameters)
 
     def _key(self, parameter: nn.Parameter) -> Any:
@@ -113,22 +125,24 @@ class OptimizerProbe:
             self._states[key] = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
         return self._states[key]
 
-    def _timed(self, parameter: nn.Parameter) -> tuple[float, float, float]:
+    def _timed(self, parameter: nn.Parameter, device: torch.device) -> tuple[float, float, float]:
         """Seconds and bytes for each byte of a parameter, and the bytes where the optimizer takes several at once."""
-        key = self._key(parameter)
+        key = device, type(self._group[id(parameter)][0]), self._key(parameter)
         if key not in self._times:
             self._state(parameter)
             shape = (_TIMED,) if parameter.dim() < 2 else (_TIMED // 512, 512, *(1 for _ in parameter.shape[2:]))
-            large = [_small(shape, parameter.dtype, seed) for seed in (1, 2)]
+            large = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2)]
             one, both = self._stand_in(parameter, large[:1]), self._stand_in(parameter, large)
             own_step(one)
             seconds = []
             for _ in range(_REPEATS):
+                _wait_for(device)
                 began = time.perf_counter()
                 own_step(one)
+                _wait_for(device)
                 seconds.append(time.perf_counter() - began)
             own_step(both)
-            allocator = DeviceAllocator(parameter.device)
+            allocator = DeviceAllocator(device)
             alone, together = (allocator.log(partial(own_step, made))[1].peak() for made in (one, both))
             nbytes = large[0].nbytes
             several = together / (2 * nbytes) if together > 1.5 * alone else 0.0
@@ -138,8 +152,7 @@ class OptimizerProbe:
     def _stand_in(self, parameter: nn.Parameter, small: list[nn.Parameter]) -> Optimizer:
         """The same optimizer, of `small` in place of its parameters."""
         optimizer, group = self._group[id(parameter)]
-        made: Any = object.__new__(type(optimizer))
-        made.__dict__.update(optimizer.__dict__)
+        made = copy_of(optimizer)
         made.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": small}]
         made.state = defaultdict(dict)
         made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -153,10 +166,18 @@ def _options(optimizer: Optimizer) -> str:
     return repr([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
 
-def _small(shape: Sequence[int], dtype: torch.dtype, seed: int) -> nn.Parameter:
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+_HOST = torch.device("cpu")
+
+
+def _small(shape: Sequence[int], dtype: torch.dtype, seed: int, device: torch.device = _HOST) -> nn.Parameter:
     generator = torch.Generator().manual_seed(seed)
-    made = nn.Parameter(torch.randn(tuple(shape), generator=generator).to(dtype))
-    made.grad = torch.randn(tuple(shape), generator=generator).to(dtype)
+    made = nn.Parameter(torch.randn(tuple(shape), generator=generator).to(device, dtype))
+    made.grad = torch.randn(tuple(shape), generator=generator).to(device, dtype)
     return made
 
 
@@ -165,4 +186,4 @@ def _like(value: Any, parameter: nn.Parameter, small: nn.Parameter) -> Any:
         return copy.deepcopy(value)
     if value.shape == parameter.shape:
         return torch.zeros_like(small, dtype=value.dtype)
-    return value.clone()
+    return value.to(small.device, copy=True) if value.device == parameter.device else value.clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..capture.unrepeatable import compiled
@@ -12,7 +13,7 @@ from ..core.parameters import ParameterGroup
 from ..runtime.placed.placement import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
 from ..tensors.stage import StageModule
-from ..tensors.storage import storage_key
+from ..tensors.storage import block_bytes, rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 
 
@@ -20,13 +21,15 @@ from .optimizer_probe import OptimizerProbe
 class FoundGroups:
     """costs: for the chain. placed: their parameters. outside_bytes: of the parameters that stay on the device, with
     gradients, states and buffers. outside_update_bytes: what updating those takes. first_bytes: of each group, the most
-    that the first update of one of its parameters makes, and takes."""
+    that the first update of one of its parameters makes, and takes, where host and device are one. outside: the
+    parameters that stay on the device."""
 
     costs: tuple[ParameterGroup, ...]
     placed: tuple[PlacedGroup, ...]
     outside_bytes: int
     outside_update_bytes: int
     first_bytes: tuple[int, ...]
+    outside: tuple[nn.Parameter, ...]
 
     @property
     def all_bytes(self) -> int:
@@ -39,6 +42,7 @@ def find_groups(
     stages: Sequence[StageModule],
     probe: OptimizerProbe,
     host: bool,
+    device: torch.device,
     may_move: Callable[[nn.Parameter], bool] = placeable,
 ) -> FoundGroups:
     """One group for the parameters of each stage, or of the stages that share them; those that are trained and those
@@ -46,7 +50,7 @@ def find_groups(
 
     Parameters stay on the device that no stage reads, that are read by compiled modules, and that share their bytes
     with others. host: whether the host may update a group: on the CPU it is the same processor, which then does so
-    where the tensors lie. may_move: whether a parameter could lie anywhere.
+    where the tensors lie. device: on which steps run. may_move: whether a parameter could lie anywhere.
     """
     readers: dict[int, list[int]] = {}
     for i, stage in enumerate(stages, start=1):
@@ -66,7 +70,8 @@ def find_groups(
             members.setdefault(key, []).append(parameter)
     costs, placed, first = [], [], []
     for (stages_of, needs, updated), parameters in sorted(members.items(), key=lambda one: one[0]):
-        nbytes, transient = sum(map(room_of, parameters)), probe.update_bytes(parameters) if updated else 0
+        nbytes = sum(rounded(room_of(p), block_bytes(device)) for p in parameters)
+        transient = probe.update_bytes(parameters) if updated else 0
         states = tuple(probe.state_bytes(p) for p in parameters)
         seconds = probe.update_time(parameters)
         costs.append(
@@ -76,20 +81,20 @@ def find_groups(
                 grad_bytes=nbytes if needs else 0,
                 state_bytes=sum(states),
                 update_time=seconds,
-                host_update_time=seconds if host and needs else None,
+                host_update_time=probe.update_time(parameters, host=True) if host and needs else None,
                 update_transient_bytes=transient,
                 name="..".join(dict.fromkeys(stages[i - 1].name for i in (stages_of[0], stages_of[-1]))),
             )
         )
-        placed.append(PlacedGroup(tuple(parameters), states))
-        first.append(
-            max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if updated else 0
-        )
+        placed.append(PlacedGroup(tuple(parameters), states, costs[-1].name))
+        here = updated and device.type == "cpu"
+        first.append(max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if here else 0)
     buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
     outside_bytes = sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside) + sum(
         buffers.values()
     )
-    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, probe.update_bytes(outside), tuple(first))
+    update = probe.update_bytes(outside)
+    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, update, tuple(first), tuple(outside))
 
 
 def _sharing(parameters: Sequence[nn.Parameter]) -> set[int]:

@@ -22,7 +22,7 @@ from torch.autograd.profiler import record_function
 from torch.autograd.variable import Variable
 
 from ..capture.course import OUTSIDE, Course
-from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
+from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
 from ..tensors.convolutions import StageAlgorithms
 from ..tensors.dataclass_trees import look_into
@@ -38,6 +38,7 @@ from .links.base import Link
 from .live import LiveForward
 from .memory_check import MemoryChecker
 from .placed.brought import bring
+from .placed.lending import Lender
 from .placed.placement import Placement
 from .placed.tensor import PlacedTensor
 from .replay import ReplayState, Surroundings
@@ -98,6 +99,7 @@ class Step:
         self._runs: dict[int, StageRun] = {}
         self._weights: dict[int, PlacedTensor] = {}  # by id of the parameter, what the open stage finds it in
         self._copies: dict[int, torch.Tensor] = {}  # by id, what stands for each parameter in the forward
+        self._lender: Lender | None = None
         self._live: LiveForward | None = None  # while the model's own forward runs
         self._open: Op | None = None  # of the stage that it is in
         self._crossing: dict[
@@ -156,7 +158,10 @@ class Step:
 
     def _live_forward(self, course: Course | None, given: list[torch.Tensor]) -> LiveForward:
         """What follows the forward's calls."""
-        return LiveForward(course, self, self._surroundings.generators, given)
+        live = LiveForward(course, self, self._surroundings.generators, given)
+        if self._placement is not None:
+            live.lender = self._lender = self._placement.lender()
+        return live
 
     def _through(self, live: LiveForward, run: Callable[[LiveForward], Any]) -> Any:
         self._live = live
@@ -259,13 +264,13 @@ class Step:
         if self._placement is None:
             return
         live.brought, weights = {}, {}
-        for parameter, weight in self._placement.brought(self._readers.get(i, ())):
+        for parameter, weight, gradient in self._placement.brought(self._readers.get(i, ())):
             assert weight.device is not None
             weights[id(parameter)] = weight
             copy = self._copies.get(id(parameter))
             if copy is None or storage_key(copy) != storage_key(weight.device):
                 # the child of an earlier one, so that gradients are added up in the order of the plain model
-                copy = bring(parameter, weight.device, copy)
+                copy = bring(parameter, weight.device, copy, gradient)
             live.brought[id(parameter)] = self._copies[id(parameter)] = copy
         self._weights = weights
         if weights:
@@ -332,7 +337,7 @@ class Step:
         earlier one."""
         op = self._plan.sequence.ops[self._next]
         moves = op.kind not in FORWARDS and op.kind is not OpKind.B
-        if op.of:
+        if op.of or op.kind in UPDATES:
             self._execute(op)
         elif op.stage > self._last or (moves and op.stage == self._last < len(self._stages)):
             self._next += 1
@@ -377,7 +382,9 @@ class Step:
                 self._held[abar(i)].check_unmodified()
                 self._runs[i].redo(self._held[self._held.input_of(i)].tensors())
             self._algorithms.begin_backward(i)
-        except BaseException:
+        except BaseException as error:
+            if self._placement is not None:
+                self._placement.backward_failed(error)
             self._give_up()
             raise
 
@@ -439,6 +446,9 @@ class Step:
         for run in self._runs.values():
             run.end()
         self._runs.clear()
+        if self._lender is not None:
+            self._lender.close()
+            self._lender = None
         try:
             self._held.give_back()
         finally:
@@ -459,7 +469,7 @@ class Step:
         self._begins(op, self._next)
         try:
             with self._checked():
-                if op.of:
+                if op.of or op.kind in UPDATES:
                     assert self._placement is not None, "a plan that moves parameters has a place for them"
                     if op.of == "w" and op.kind in (OpKind.FREE, OpKind.DROP):
                         self._let_go(op.stage)
@@ -467,7 +477,11 @@ class Step:
                 else:
                     self._METHODS[op.kind](self, op)
         except Exception as error:
-            what = f"group {op.stage} of the parameters" if op.of else f"stage {self._stage_name(op.stage)!r}"
+            what = (
+                f"group {op.stage} of the parameters"
+                if op.of or op.kind in UPDATES
+                else f"stage {self._stage_name(op.stage)!r}"
+            )
             _note(error, f"rotoff: while running {describe(op, self._next, self._plan.sequence)}, {what}")
             raise
         self._done_with(op)

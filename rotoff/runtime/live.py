@@ -27,6 +27,7 @@ from ..tensors.convolutions import Algorithms, forward_by
 from ..tensors.eager_mode import EagerFunctionMode, without
 from ..tensors.rng import Generators
 from .hollowing import GEOMETRY, empty, key_of, whole_base
+from .placed.lending import Lender
 from .reads import Reads
 from .stage_tape import NESTED, TAG, VALUES, Around, Autocast, Call, Seeded, StageTape, Var, replaced, tensors_of
 from .torch_calls import KNOWN, Known, find, same_call
@@ -92,6 +93,7 @@ class LiveForward(EagerFunctionMode):
         self._whole = course.whole
         self.instead: dict[Var, torch.Tensor] = {}  # what calls are given in place of a tensor that crosses
         self.brought: dict[int, torch.Tensor] = {}  # and, by id, of a parameter that the plan has brought
+        self.lender: Lender | None = None  # of those that lie on the host
         self._course = course
         self._token = object()  # which its `Var`s share
         self._stages = stages
@@ -229,6 +231,8 @@ class LiveForward(EagerFunctionMode):
         if self.inside:
             return function(*args, **kwargs)
         known = KNOWN.get(function) or find(function)
+        if self.lender and known.fact:
+            return self.lender.answer(function, args, kwargs)
         if known.fact or (known.returns_itself is not None and known.returns_itself(*args, **kwargs)):
             return function(*args, **kwargs)
         if function is torch.Tensor.__iter__:
@@ -257,7 +261,9 @@ class LiveForward(EagerFunctionMode):
         reference = self._reference
         named = [a if type(a) in VALUES else reference(given, stage, a) for a in args]
         named_kwargs = kwargs and {n: a if type(a) in VALUES else reference(given, stage, a) for n, a in kwargs.items()}
-        if self.instead or self.brought:
+        if self.lender and isinstance(function, nn.Module):  # whose own calls are not followed
+            self.lender.lend(function.parameters())
+        if self.instead or self.brought or self.lender:
             args, kwargs = self._with_aliases(args, kwargs)
         versions = [t._version for t in given] if known.watched else ()
         written: Sequence[Tensor] = ()
@@ -497,6 +503,8 @@ class LiveForward(EagerFunctionMode):
                 return leaf
             if (copy := self.brought.get(id(leaf))) is not None:
                 return copy
+            if self.lender and isinstance(leaf, nn.Parameter):  # the plan does not bring it here
+                self.lender.lend([leaf])
             var: Any = vars(leaf).get(TAG)
             return self.instead.get(var, leaf)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from ..checkpointable import ATTACHED, Checkpointable
 from ..errors import MeasureError, OptionError
+from ..report.rotor_names import NO_LIMIT
 from .config import RotoffConfig
 
 _OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"model"}
@@ -35,7 +37,7 @@ def attach(
     Args:
         mem_limit, mode: as for `Checkpointable.compute_sequence`; or a `RotoffConfig`, of which `options` may change
             some.
-        options: as for `Checkpointable.compute_sequence` and for `Checkpointable` itself, such as ``stages`` or
+        options: as for `Checkpointable.compute_sequence`, such as ``device_limit`` and ``optimizer``, and for `Checkpointable` itself, such as ``stages`` or
             ``forms``.
 
     Raises:
@@ -50,11 +52,20 @@ def attach(
         said = given.pop("mode", "joint")
         return attach(model, given.pop("mem_limit"), said if mode == "joint" else mode, **given)
     wrapper = {name: options.pop(name) for name in _OF_THE_WRAPPER if name in options}
+    mem_limit = None if "device_limit" in options else mem_limit
     planned = Checkpointable(model, **wrapper).compute_sequence(mem_limit, mode=mode, **options)
     attachment = _Attachment(model, planned, wrapper)
     model.__dict__[ATTACHED] = attachment
     model.forward = MethodType(_forward_like(attachment.original), model)
     return planned
+
+
+def attach_unplanned(model: nn.Module, options: dict[str, Any]) -> tuple[Checkpointable, dict[str, Any]]:
+    """`attach` without a limit, for who has no optimizer yet; also returns those of the `options` that are for
+    `Checkpointable.compute_sequence`, which is to be called before the first forward."""
+    wrapper = {name: option for name, option in options.items() if name in _OF_THE_WRAPPER}
+    rest = {name: option for name, option in options.items() if name not in _OF_THE_WRAPPER}
+    return attach(model, NO_LIMIT, **wrapper), rest
 
 
 def detach(model: nn.Module) -> None:
@@ -100,8 +111,11 @@ class _Attachment:
         return self._planned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._inside or not self.model.training or not torch.is_grad_enabled():
+        if self._inside:
             return self.original(*args, **kwargs)
+        if not self.model.training or not torch.is_grad_enabled():
+            with nullcontext() if self._planned is None else self._planned.streamed():
+                return self.original(*args, **kwargs)
         self.planned.training = True
         return self._within(self.planned.forward, args, kwargs)
 
@@ -133,7 +147,9 @@ class _Attachment:
         model = memo[id(self.model)]
         twin = object.__new__(_Attachment)
         memo[id(self)] = twin
-        twin.model, twin._planned, twin._request = model, None, self.planned._courses.request
+        request = self.planned._courses.request
+        twin.model, twin._planned = model, None
+        twin._request = request if request is None or request.planner is None else None  # whose optimizer is this one's
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
         twin.original = (
             MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original

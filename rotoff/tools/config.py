@@ -120,3 +120,14 @@ def _yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise OptionError(f"not YAML: {error}") from error
+
+
+def read_limits(
+    mem_limit: int | str | RotoffConfig, device_limit: int | str | None, options: dict[str, Any]
+) -> tuple[int | str | RotoffConfig, int | str | None, dict[str, Any]]:
+    """The same, where a configuration with a device limit is told apart into its limit and its options."""
+    if not isinstance(mem_limit, RotoffConfig) or mem_limit.device_limit is None:
+        return mem_limit, device_limit, options
+    given = {**mem_limit.arguments(), **options}
+    del given["mem_limit"]
+    return "auto", given.pop("device_limit"), given

@@ -114,6 +114,11 @@ class RecordingStreams:
         self.recording.finish(stream.name)
         stream.run(stream.issued)
 
+    def join(self, event: Mark) -> None:
+        if event.lane is not None:
+            self.recording.wait(HOST, event.mark)
+            event.lane.run(event.position)
+
     def copy(self, stream: Lane, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:
             spans = [self.recording.span(source)], [self.recording.span(target)]
@@ -163,6 +168,7 @@ class RecordingLink(StreamLink):
         self.streams = RecordingStreams(eagerness, seed)
         self.log = self.streams.recording
         self._scribble = scribble
+        self._shown: dict[int, tuple[torch.Tensor, order.Span]] = {}  # by storage, host bytes that anybody may touch
         super().__init__(self.streams)
 
     def access(self, what: str, reads: Sequence[torch.UntypedStorage], writes: Sequence[torch.UntypedStorage]) -> None:
@@ -174,6 +180,25 @@ class RecordingLink(StreamLink):
             self.log.release(self.streams.current().name, what, self.log.buffer(storage))
             if self._scribble:
                 scribble(storage)
+
+    def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        shown = super().host_bytes(offset, nbytes)
+        (piece,) = self._slab.pieces(offset, nbytes)
+        span = self.log.span(piece)
+        self._shown[shown.untyped_storage()._cdata] = shown, span
+        self.log.access(HOST, "host bytes are shown", [], [span])
+        return shown
+
+    def touched(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Somebody changes tensors, the host those that lie over its bytes, and compute others."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._shown:
+                span = self._shown[storage._cdata][1]
+                self.log.access(HOST, what, [span], [span])
+            else:
+                span = self.log.span(tensor)
+                self.log.access(self.streams.current().name, what, [], [span])
 
     def check(self) -> list[str]:
         """All races so far, a sentence each."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...capture.operations import OperationLog, record_operations
+from ...runtime.placed.lending import Lender
 from ...tensors.tree import flatten
 from ..memory.allocator import Allocator, DeviceAllocator
 from .convergence import Repeats
@@ -18,17 +19,18 @@ from .harness import Run
 @dataclass(frozen=True)
 class MeasurementContext:
     """repeats: how often something is timed; the median counts. seconds: of an operation, its arguments and its result,
-    in place of a clock."""
+    in place of a clock. lender: of parameters that lie on the host."""
 
     device: torch.device
     allocator: Allocator
     repeats: Repeats
     seconds: Callable[[Any, Any, Any, Any], float] | None = None
+    lender: Lender | None = None
 
     @classmethod
-    def on(cls, device: torch.device, repeats: int | None) -> MeasurementContext:
+    def on(cls, device: torch.device, repeats: int | None, lender: Lender | None = None) -> MeasurementContext:
         """A real one. repeats: as of `Repeats.read`."""
-        return cls(device, DeviceAllocator(device), Repeats.read(repeats))
+        return cls(device, DeviceAllocator(device), Repeats.read(repeats), lender=lender)
 
     def recorded(self, run: Run) -> OperationLog:
         """The operations of a forward."""

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from ...errors import ExecutionError
-
 Ticket = Any  # what a link returns for a copy that it has started; opaque to the interpreter
 
 
@@ -77,25 +75,23 @@ class Link(ABC):
         """Start copying host bytes from `offset` into 1-d uint8 device tensors; `after` wrote those host bytes."""
 
     def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Host bytes as a 1-d uint8 tensor that anybody may read and write, for as long as it lives; a storage of its
-        own.
-
-        Raises:
-            rotoff.ExecutionError: where the link cannot show them.
-        """
-        raise ExecutionError(
-            f"parameters can be placed on the CPU alone so far, not on {self.device}; give compute_sequence a mem_limit in place of a"
-            " device_limit"
-        )
+        """Host bytes, all of which one `reserve` has secured, as a 1-d uint8 tensor that anybody may read and write,
+        for as long as it lives; a storage of its own."""
+        raise NotImplementedError
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> None:
         """Hold the compute lane until the copy has ended; raises what the copy raised. Waiting twice is harmless."""
 
+    def join(self, ticket: Ticket) -> None:
+        """Block the host until the copy has ended, so that it may look at the host bytes; where host and compute are
+        one, this is `wait`."""
+        self.wait(ticket)
+
     @abstractmethod
     def drain(self) -> None:
-        """Block the host until all copies begun so far have ended; for measuring and for giving up, never within a
-        step."""
+        """Block the host until all copies begun so far have ended; for measuring, for giving up and for who looks at
+        host bytes, never amid a step."""
 
     @abstractmethod
     def close(self) -> None:

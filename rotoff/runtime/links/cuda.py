@@ -52,6 +52,9 @@ class Streams(Protocol):
     def finish(self, stream: Stream) -> None:
         """Block the host until `stream` is empty."""
 
+    def join(self, event: Event) -> None:
+        """Block the host until what `event` stands for has ended."""
+
     def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put a copy on `stream` for each (target, source)."""
 
@@ -91,6 +94,9 @@ class CudaStreams:
 
     def finish(self, stream: Stream) -> None:
         stream.synchronize()
+
+    def join(self, event: Event) -> None:
+        event.synchronize()
 
     def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         # Contiguous bytes on both sides: torch issues one cudaMemcpyAsync each, which is asynchronous because the
@@ -194,7 +200,7 @@ class StreamLink(Link):
     def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> StreamTicket:
         return self._start(self._outward, self._places(sources, offset), sources, None)
 
-    def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: StreamTicket) -> StreamTicket:
+    def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: StreamTicket | None) -> StreamTicket:
         pairs = [(device, host) for host, device in self._places(targets, offset)]
         return self._start(self._inward, pairs, targets, after)
 
@@ -204,6 +210,12 @@ class StreamLink(Link):
         if compute != ticket.compute:  # the tensors' memory goes back to the allocator of the stream of their issue
             self._streams.wait(ticket.compute, ticket.done)
         ticket.settle()
+
+    def join(self, ticket: StreamTicket) -> None:
+        self._streams.join(ticket.done)
+
+    def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self._slab.in_one_piece(offset, nbytes)
 
     def drain(self) -> None:
         for stream in (self._outward, self._inward):
@@ -252,7 +264,7 @@ class StreamLink(Link):
             streams.record(ticket.done, stream)  # after a failure too: some of the copies may be under way
         ticket.begin = begin
         if self._keeps_timings:
-            self.timings.append(Timing(after is None, sum(t.numel() for t in tensors), begin, ticket.done))
+            self.timings.append(Timing(stream is self._outward, sum(t.numel() for t in tensors), begin, ticket.done))
         return ticket
 
     def _event(self) -> Event:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,6 +64,22 @@ class Slab:
             if low < high:
                 yield segment.tensor[low:high]
 
+    def in_one_piece(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The bytes from `offset` on as one tensor with a storage of its own, which keeps them.
+
+        Raises:
+            rotoff.ExecutionError: where they are not all inside of the slab, or lie in several pieces of memory.
+        """
+        first, *others = self.pieces(offset, nbytes)
+        storage = first.untyped_storage()
+        gaps = any(b.data_ptr() != a.data_ptr() + a.numel() for a, b in pairwise((first, *others)))
+        if gaps or storage.nbytes() < first.storage_offset() + nbytes:
+            raise ExecutionError(
+                f"{nbytes} bytes of host memory could not be pinned in one piece, and a parameter needs that; {_CURE}"
+            )
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage, first.storage_offset(), (nbytes,), (1,))
+        return torch.from_numpy(whole.numpy())
+
     def close(self) -> None:
         """Give all segments back; closing twice is harmless."""
         while self._segments:
@@ -77,7 +94,8 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def pin(nbytes: int, device: torch.device) -> list[Segment]:
-    """`nbytes` bytes of page-locked memory, in segments of at most `SEGMENT_BYTES`; all of them or none.
+    """`nbytes` bytes of page-locked memory, in segments of at most `SEGMENT_BYTES` that lie one after another in one
+    piece of memory, unless they cannot be registered; all of them or none.
 
     Raises:
         rotoff.ExecutionError: where the host cannot give or lock them.
@@ -85,8 +103,9 @@ def pin(nbytes: int, device: torch.device) -> list[Segment]:
     _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
     segments: list[Segment] = []
     try:
+        pages = _mapped(nbytes)
         for start in range(0, nbytes, SEGMENT_BYTES):
-            segments.append(PinnedSegment(min(SEGMENT_BYTES, nbytes - start), device))
+            segments.append(PinnedSegment(min(SEGMENT_BYTES, nbytes - start), device, pages, start))
     except BaseException:
         for segment in segments:
             segment.close()
@@ -97,18 +116,25 @@ def pin(nbytes: int, device: torch.device) -> list[Segment]:
 class PinnedSegment:
     """`nbytes` bytes of page-locked memory that `device` copies from and to at full speed and without the host's help.
 
+    Args:
+        pages: of which it locks those from byte `start` on; None for new ones.
+
     Raises:
         rotoff.ExecutionError: where the host cannot give or lock them.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, pages: mmap.mmap | None = None, start: int = 0) -> None:
         self._device = device
         self._address = self._taken = 0
         _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
+        pages = _mapped(nbytes) if pages is None else pages
         try:
-            self.tensor = _anonymous(nbytes)
-        except (OSError, ValueError, OverflowError) as error:
-            raise ExecutionError(f"the host cannot give {nbytes} bytes of memory ({error}); {_CURE}") from error
+            _populate(pages, start, nbytes)
+        except OSError as error:
+            raise _none(nbytes, error) from error
+        whole = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping, and the mapping goes with it
+        self.tensor = whole[start : start + nbytes]
+        del whole
         with torch.cuda.device(device):
             code = int(_cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, _PORTABLE))
             if code == 0:
@@ -182,26 +208,37 @@ def available_bytes() -> int | None:
     return max(min(known), 0) if known else None
 
 
-def _anonymous(nbytes: int) -> torch.Tensor:
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _mapped(nbytes: int) -> mmap.mmap:
+    """Anonymous memory, of which no page is there yet.
+
+    Raises:
+        rotoff.ExecutionError: where the process may map no more.
+    """
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise _none(nbytes, error) from error
     # A forked child (a data loader's worker) must neither see these pages nor make the parent copy a locked one on
     # write.
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             with suppress(OSError):  # a kernel without the one shares a little more, without the other locks slower
                 pages.madvise(getattr(mmap, advice))
-    _populate(pages)
-    return torch.frombuffer(pages, dtype=torch.uint8)  # the tensor keeps the mapping, and the mapping goes with it
+    return pages
 
 
-def _populate(pages: mmap.mmap) -> None:
-    """Have the pages now, so that a host without room for them says so here and not to the driver.
+def _none(nbytes: int, error: Exception) -> ExecutionError:
+    return ExecutionError(f"the host cannot give {nbytes} bytes of memory ({error}); {_CURE}")
+
+
+def _populate(pages: mmap.mmap, start: int, nbytes: int) -> None:
+    """Have pages now, so that a host without room for them says so here and not to the driver.
 
     Raises:
         OSError: where there is no room.
     """
     try:
-        pages.madvise(_POPULATE_WRITE)
+        pages.madvise(_POPULATE_WRITE, start, nbytes)
     except OSError as error:
         if error.errno != errno.EINVAL:  # an older kernel does not know the advice; registering brings the pages too
             raise

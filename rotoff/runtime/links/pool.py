@@ -49,7 +49,7 @@ class LinkPool:
         """
         with self._lock:
             fitting = [link for link in self._idle if link.device == device]
-            link = fitting[-1] if fitting else _new_link(device, self._directory, self._half)
+            link = fitting[-1] if fitting else new_link(device, self._directory, self._half)
             if fitting:
                 self._idle.remove(link)
             self._taken[id(link)] = self._closed
@@ -107,7 +107,14 @@ class LinkPool:
             link.close()
 
 
-def _new_link(device: torch.device, directory: str | os.PathLike[str] | None, half: torch.dtype | None) -> Link:
+def new_link(
+    device: torch.device, directory: str | os.PathLike[str] | None = None, half: torch.dtype | None = None
+) -> Link:
+    """A link for `device`.
+
+    Raises:
+        ExecutionError: where there is none for such a device. OptionError: for a `half` that it does not have.
+    """
     if device.type == "cuda" and half is not None:
         return CudaHalfLink(device, half)
     if half is not None:

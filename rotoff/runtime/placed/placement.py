@@ -8,8 +8,10 @@ or an update that the caller leaves out, is no special case: the next step begin
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,15 +22,20 @@ from torch.optim import Optimizer
 from ...core.sequence import UPDATES, Op, OpKind, Value, g, o, w
 from ...errors import ExecutionError
 from ..links.base import Link
+from .all_at_once import Guard
+from .lending import Lender, Streamed, move
 from .tensor import PlacedGradient, PlacedParameter, PlacedState, PlacedTensor, placeable, room_of
+from .updates import Chunks, HostLane
 
 
 @dataclass(frozen=True)
 class PlacedGroup:
-    """The parameters of one group of the chain. state_bytes: of each, what the optimizer keeps beside it."""
+    """The parameters of one group of the chain. state_bytes: of each, what the optimizer keeps beside it. name: for
+    messages."""
 
     parameters: tuple[nn.Parameter, ...]
     state_bytes: tuple[int, ...]
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,10 @@ class PlacedPlan:
     """What a plan says of parameters.
 
     groups: in the chain's order. resident: the values that the device holds between steps. on_both: those of which the
-    host has a valid copy, too. moved: the groups whose parameters come or go within a step.
+    host has a valid copy, too. keep_gradients: the
+    groups whose gradients stay on the device. early: parameters that lie on the host for the caller, and come when a step begins. moved: the groups whose parameters come or go within a step. outside: parameters that
+    stay on the device. during: whether groups are updated within the backward.
+    room: bytes that the device has for parameters, in a forward that keeps nothing.
     """
 
     groups: tuple[PlacedGroup, ...]
@@ -44,12 +54,17 @@ class PlacedPlan:
     on_both: frozenset[Value]
     moved: frozenset[int]
     peak_bytes: int
+    keep_gradients: frozenset[int] = frozenset()
+    early: frozenset[Value] = frozenset()
+    outside: tuple[nn.Parameter, ...] = ()
+    during: bool = False
+    room: int = 0
 
     @property
     def host_bytes(self) -> int:
         """What the host has room for beside activations."""
         pairs = [pair for group in self.groups for pair in zip(group.parameters, group.state_bytes, strict=True)]
-        return sum(2 * room_of(parameter) + state for parameter, state in pairs)
+        return sum(room_of(parameter) * (1 + parameter.requires_grad) + state for parameter, state in pairs)
 
 
 class OneStep(Protocol):
@@ -64,13 +79,21 @@ class _Places:
 
     def __init__(self, parameter: nn.Parameter, state_bytes: int, link: Link, offset: int) -> None:
         room = room_of(parameter)
+        self.trained = parameter.requires_grad
         self.parameter = parameter
         self.weight = PlacedParameter(parameter, link, offset, room)
-        self.gradient = PlacedGradient(parameter, link, offset + room, room)
+        self.gradient = PlacedGradient(parameter, link, offset + room, room if self.trained else 0)
         self._link = link
         self._states: dict[str, PlacedState] = {}
-        self._next = offset + 2 * room
+        self._next = offset + room * (1 + self.trained)
         self.end = self._next + state_bytes
+
+    @property
+    def together(self) -> bool:
+        """Whether the device has both the parameter and its gradient, if there is one."""
+        if not self.weight.look() or self.weight.device is None:
+            return False
+        return self.gradient.get() is None or self.gradient.on_device
 
     def states(self, state: dict[str, Any] | None) -> list[PlacedState]:
         """Those that there are; `state`: what the optimizer has of the parameter."""
@@ -102,6 +125,13 @@ class Placement:
         self._rest: tuple[Op, ...] = ()  # operations after ``B 1`` that have not run yet
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._step: Any = None
+        self._host = HostLane(link.queues)
+        self._chunks: list[Chunks] = []  # of the update under way
+        self._updated: list[int] = []  # the groups of which it has begun, until the next step begins
+        self._gone: set[int] = set()  # by id, the parameters updated within the last backward
+        self._in_backward = False  # whether it is one within a backward
+        self._awaits_step = False  # whether such a one has ended, and ``optimizer.step()`` has not been called since
+        self._unguard: Callable[[], object] = tuple  # lets gradients be looked at together again
         self._process = os.getpid()
         me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
         self._hooks = [
@@ -125,21 +155,31 @@ class Placement:
             raise ExecutionError(
                 "parameters were placed by the process that this one was forked from; train there, or fork before"
             )
-        if self._step is not None and (step := self._step()) is not None:
-            step.abandon()
-        self._step, self._rest = None, ()
+        self._abandon()
+        self._rest, self._updated, self._gone = (), [], set()
         self.show()
         self.link.begin()
         self._follow(plan, host_bytes)
-        self._bring_to_rest()
+        self._bring_to_rest(beginning=True)
 
     def _abandon(self) -> None:
         if self._step is not None and (step := self._step()) is not None:
             step.abandon()
         self._step = None
+        self.backward_failed(None)
 
     def takes(self, step: OneStep) -> None:
-        """`step` is the one under way."""
+        """`step` is the one under way.
+
+        Raises:
+            ExecutionError: where updates come during the backward, and gradients are there before it.
+        """
+        assert self._plan is not None
+        if self._plan.during and any(p.grad is not None for group in self._plan.groups for p in group.parameters):
+            raise ExecutionError(
+                'parameters have gradients before the backward, and updates="during" cannot add to them; call zero_grad() before, or'
+                ' plan with updates="after"'
+            )
         self._step = weakref.ref(step)
 
     def _follow(self, plan: PlacedPlan, host_bytes: int) -> None:
@@ -147,30 +187,58 @@ class Placement:
             (parameter, state)
             for group in plan.groups
             for parameter, state in zip(group.parameters, group.state_bytes, strict=True)
-            if id(parameter) not in self._places
+            if (known := self._places.get(id(parameter))) is None or parameter.requires_grad > known.trained
         ]
-        end = self.base + sum(2 * room_of(parameter) + state for parameter, state in new)
+        if new and self.base:  # so that each lies in bytes that were secured at once
+            self.base = max(self.base, self.link.capacity)
+        end = self.base + sum(room_of(p) * (1 + p.requires_grad) + state for p, state in new)
         self.link.reserve(end + host_bytes)
         for parameter, state in new:
             self._places[id(parameter)] = places = _Places(parameter, state, self.link, self.base)
             self.base = places.end
+        if plan is not self._plan:
+            self._unguard()
+            if plan.during:
+                self._unguard = weakref.finalize(self, Guard(p for one in plan.groups for p in one.parameters).close)
         self._plan = plan
 
-    def _bring_to_rest(self) -> None:
+    def _bring_to_rest(self, beginning: bool) -> None:
+        """Have all lie where it does between steps. beginning: a step begins, which has no room for gradients on the
+        device."""
         assert self._plan is not None
         resident, on_both = self._plan.resident, self._plan.on_both
-        for of in (g, o, w):  # what goes makes room for what comes
-            values = [of(k) for k in range(1, len(self._plan.groups) + 1)]
-            for v in sorted(values, key=lambda v: v in resident):
-                for tensor in self._tensors(v):
-                    tensor.rest(v in resident, v in on_both)
+        numbers = range(1, len(self._plan.groups) + 1)
+        if not self.link.queues:
+            for of in (g, o, w):  # what goes makes room for what comes
+                values = [of(k) for k in numbers]
+                for v in sorted(values, key=lambda v: v in resident):
+                    for tensor in self._tensors(v):
+                        tensor.rest(v in resident, v in on_both)
+            return
+        for parameter in self._plan.outside:
+            move(parameter, self.link.device)
+        for k in numbers:
+            for state in self._tensors(o(k)):
+                state.rest(o(k) in resident, o(k) in on_both)
+            for parameter in self._parameters(k):
+                places = self._places[id(parameter)]
+                here = w(k) in resident and not (beginning and places.gradient.get() is not None)
+                places.weight.rest(here, w(k) in on_both)
+                places.gradient.rest(here)
+                if beginning and not here and w(k) in resident | self._plan.early:
+                    places.weight.prefetch()
+        self.link.drain()
 
-    def close(self) -> None:
-        """Leave everything to the caller, on the device, and give the host's bytes back."""
+    def close(self, resident: bool = True) -> None:
+        """Leave everything to the caller, on the device where `resident`, else as it lies; and give the host's bytes
+        back."""
+        self._abandon()
+        self._host.close()
+        self._unguard()
         self.show()
         for hook in self._hooks:
             hook.remove()
-        for places in self._places.values():
+        for places in self._places.values() if resident else ():
             for tensor in (places.weight, places.gradient, *places.states(self._state(places.parameter))):
                 tensor.rest(resident=True)
         self._places.clear()
@@ -179,62 +247,119 @@ class Placement:
     # -- within a step
 
     def operate(self, op: Op) -> None:
-        """Run a move of ``w``, ``g`` or ``o``."""
-        tensors = self._tensors(op.value)
-        if op.kind is OpKind.PREFETCH:
-            for tensor in tensors:
+        """Run an update, or a move of ``w``, ``g`` or ``o``."""
+        if op.kind in UPDATES:
+            self._update(op)
+            return
+        assert self._plan is not None
+        if op.of != "g":
+            self._host.join(op.stage)
+        if op.kind is OpKind.PREFETCH and op.value in self._plan.early and op.stage in self._updated:
+            return  # it comes when the next step begins, since the caller may change it before
+        updating = self.link.queues and op.of == "g" and op.stage in self._updated
+        for tensor in self._tensors(op.value):
+            if updating:  # by the host's thread, which alone may look at the caller's
+                tensor.let_go()
+            elif op.kind is OpKind.PREFETCH:
                 tensor.prefetch()
-        elif op.kind is OpKind.WAIT:
-            for tensor in tensors:
+            elif op.kind is OpKind.WAIT:
                 tensor.settle()
-        elif op.kind is OpKind.OFFLOAD:
-            for tensor in tensors:
+            elif op.kind is OpKind.OFFLOAD:
                 tensor.offload()
-        else:
-            for tensor in tensors:
+            else:
                 tensor.release()
 
-    def brought(self, groups: Iterable[int]) -> Iterator[tuple[nn.Parameter, PlacedTensor]]:
-        """The parameters of `groups` that compute finds elsewhere than where the caller's lie, or that come and go."""
+    def brought(self, groups: Iterable[int]) -> Iterator[tuple[nn.Parameter, PlacedTensor, PlacedGradient | None]]:
+        """The parameters of `groups` that compute finds elsewhere than where the caller's lie, or that come and go;
+        with where their gradients arrive, where that is not for autograd to see to."""
         assert self._plan is not None
         for k in groups:
-            if k in self._plan.moved:
-                for parameter in self._plan.groups[k - 1].parameters:
-                    weight = self._places[id(parameter)].weight
-                    if weight.look() and weight.device is not None:
-                        yield parameter, weight
+            for parameter in self._parameters(k):
+                places = self._places[id(parameter)]
+                elsewhere = self.link.queues and places.weight.on_host
+                if (elsewhere or k in self._plan.moved) and places.weight.look() and places.weight.device is not None:
+                    places.weight.settle()
+                    yield parameter, places.weight, places.gradient if elsewhere else None
+
+    def lender(self) -> Lender | None:
+        """Of parameters that lie on the host, where compute does not find them; None where there are none."""
+        return Lender(self._every(), self.link.device) or None
+
+    def streamed(self) -> Streamed | None:
+        """For a forward that no plan is for; None where it needs nothing."""
+        assert self._plan is not None
+        return Streamed(self._every(), self.link.device, self._plan.room) or None
+
+    def _every(self) -> list[nn.Parameter]:
+        assert self._plan is not None
+        return [parameter for group in self._plan.groups for parameter in group.parameters]
 
     def backward_done(self, operations: Sequence[Op]) -> None:
-        """``B 1`` has run; `operations` are left, of which those before the first update run now."""
-        self._step, self._rest = None, tuple(operations)
-        while self._rest and self._rest[0].kind not in UPDATES:
-            op, *rest = self._rest
-            self._rest = tuple(rest)
-            self.operate(op)
+        """``B 1`` has run; `operations` are left, of which those before the caller's ``optimizer.step()`` run now."""
         assert self._plan is not None
+        self._step, self._rest = None, tuple(operations)
+        try:
+            while self._rest and (self._plan.during or self._rest[0].kind not in UPDATES):
+                op, *rest = self._rest
+                self._rest = tuple(rest)
+                self.operate(op)
+            if self._plan.during:
+                self._end_update()
+        except BaseException as error:
+            self.backward_failed(error)
+            raise
+        if self._plan.during:
+            self._awaits_step = True
+            return
         for k in range(1, len(self._plan.groups) + 1):
-            for tensor in self._tensors(g(k)):
-                if tensor.leaving:
-                    tensor.release()
-            for tensor in (*self._tensors(w(k)), *self._tensors(o(k))):
-                tensor.hand_over()
+            for parameter in self._parameters(k):
+                places = self._places[id(parameter)]
+                if self.link.queues and not (w(k) in self._plan.resident and places.together):
+                    places.weight.release()
+                    places.gradient.release()
+                elif places.gradient.leaving:
+                    places.gradient.release()
+                for tensor in (places.weight, *places.states(self._state(parameter))):
+                    tensor.hand_over()
+                places.gradient.hand_over()
+        if self.link.queues:
+            self.link.drain()
 
-    # -- updates, when the caller's ``optimizer.step()`` runs
+    # -- updates: during the backward, or when the caller's ``optimizer.step()`` runs
 
-    def before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do all that the step would, group by group, so that it finds nothing left to do."""
-        if len(args) > 1 or any(value is not None for value in kwargs.values()):
-            raise ExecutionError(
-                "the optimizer's step was given a closure, which would run the model while its parameters are being updated; call backward"
-                " before, and step() without arguments"
-            )
+    def before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do all that the step would, group by group, so that it finds nothing left to do. A closure is called first,
+        as the step would; the step is given one that returns the same."""
+        closure = next((given for given in (*args[1:], *kwargs.values()) if callable(given)), None)
+        if closure is None:
+            self._update_all(optimizer)
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._update_all(optimizer)
+        return (args[0], lambda: loss), {}
+
+    def _update_all(self, optimizer: Optimizer) -> None:
         if self._plan is None:
             return
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
         self.show()
-        with _Chunks(optimizer) as chunks:
-            self._update_all(chunks)
-            chunks.step(None)  # what belongs to no group
+        self._refuse_late_gradients()
+        rest, self._rest, self._awaits_step = self._rest, (), False
+        self._chunks = [Chunks(optimizer)]
+        self._updated = self._updated if self._plan.during else []
+        try:
+            for op in rest:
+                self.operate(op)
+            for k in range(1, len(self._plan.groups) + 1):  # after a step without a plan
+                if k not in self._updated:
+                    self._update(Op(OpKind.H, k))
+            self._host.join()
+            self._chunks[0].step()  # what belongs to no group
+            self._end_update(bool(rest))
+        except BaseException as error:
+            self._give_up(error)
+            raise
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -251,50 +376,130 @@ class Placement:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
 
-    def _update_all(self, chunks: _Chunks) -> None:
+    def _refuse_late_gradients(self) -> None:
+        """Raise where a gradient came after its parameter had been updated within the backward."""
         assert self._plan is not None
-        rest, self._rest = self._rest, ()
-        groups = set(range(1, len(self._plan.groups) + 1))
-        for op in rest:
-            if op.kind is OpKind.U:
-                self._update_on_device(op.stage, chunks)
-            elif op.kind is OpKind.H:
-                self._update_as_they_lie(op.stage, chunks)
-            else:
-                self.operate(op)
-                continue
-            groups.discard(op.stage)
-        for k in sorted(groups):  # after a step without a plan
-            self._update_as_they_lie(k, chunks)
-        if rest:  # so that the caller never finds a copy that is on its way
-            for v in self._plan.resident:
+        late = [
+            k for k in self._updated if any(p.grad is not None and id(p) in self._gone for p in self._parameters(k))
+        ]
+        if late:
+            raise ExecutionError(
+                f"parameters of {self._name(late[0])} were given gradients after their update in the backward, by something outside of"
+                ' the model; plan with updates="after"'
+            )
+
+    def _update(self, op: Op) -> None:
+        """``U k``, or ``H k``, where they lie on the host."""
+        if not self._chunks:  # within a backward
+            if self._awaits_step:
+                raise ExecutionError(
+                    'this is a second backward before optimizer.step(), and updates="during" has made the updates of the first one:'
+                    ' gradients cannot be accumulated; plan with updates="after"'
+                )
+            self._in_backward = True
+            self._chunks = [Chunks(optimizer) for optimizer in self.optimizers]
+        self._updated.append(op.stage)
+        if op.kind is OpKind.H:
+            self._update_on_host(op.stage)
+        else:
+            self._update_on_device(op.stage)
+
+    def _update_on_device(self, k: int) -> None:
+        assert self._plan is not None
+        apart = self.link.queues
+        for v in (w(k), o(k)):
+            for tensor in self._tensors(v):
+                if apart:
+                    tensor.prefetch()
+                tensor.use_device()
+        gradients = [self._places[id(p)].gradient for p in self._parameters(k)]
+        for gradient in gradients:
+            if apart:
+                gradient.prefetch()
+            gradient.hand_over()
+        for chunks in self._chunks:
+            chunks.step(self._parameters(k))
+        for gradient in gradients:
+            if self._in_backward:
+                gradient.drop()
+            elif gradient.leaving and not (apart and w(k) in self._plan.resident):
+                gradient.release()
+
+    def _update_on_host(self, k: int) -> None:
+        """Where they lie, if host and compute are one. What a first update makes goes to the host before the next
+        parameter's is made."""
+        assert self._plan is not None
+        apart, resident, within = self.link.queues, o(k) in self._plan.resident, self._in_backward
+        tensors = [tensor for v in (g(k), w(k), o(k)) for tensor in self._tensors(v)] if apart else []
+        for tensor in tensors:
+            tensor.show_host()
+        chunks = self._chunks
+
+        def update() -> None:
+            for tensor in tensors:
+                tensor.arrive()
+            for parameter in self._parameters(k):
+                for one in chunks:
+                    one.step([parameter])
+                if within:
+                    parameter.grad = None
+                if not apart:
+                    for state in self._places[id(parameter)].states(self._state(parameter)):
+                        state.rest(resident)
+
+        self._host.run(k, update)
+
+    def _end_update(self, planned: bool = True) -> None:
+        """All groups have been updated: the caller may look, and never finds a copy that is on its way."""
+        assert self._plan is not None
+        self._host.join()
+        if self.link.queues:
+            self._bring_to_rest(beginning=False)
+        else:
+            for v in self._plan.resident if planned else ():
                 for tensor in self._tensors(v):
                     tensor.hand_over()
                     tensor.rest(True, v in self._plan.on_both)
+        if self._in_backward:
+            self._gone = {key for one in self._chunks for key in one.updated}
+        self._chunks, self._in_backward = [], False
 
-    def _update_on_device(self, k: int, chunks: _Chunks) -> None:
-        """``U k``."""
-        for v in (w(k), o(k)):
-            for tensor in self._tensors(v):
-                tensor.use_device()
-        gradients = self._tensors(g(k))
-        for gradient in gradients:
-            gradient.hand_over()
-        chunks.step(self._parameters(k))
-        for gradient in gradients:
-            if gradient.leaving:
-                gradient.release()
+    def _give_up(self, error: BaseException | None) -> list[Chunks]:
+        """An update has ended early: `error` says what has been updated."""
+        chunks, self._chunks, self._in_backward = self._chunks, [], False
+        with suppress(BaseException):
+            self._host.join()
+        if error is not None:
+            for one in chunks:
+                one.explain(error)
+        return chunks
 
-    def _update_as_they_lie(self, k: int, chunks: _Chunks) -> None:
-        """``H k``, where they lie on the host. What a first update makes goes there before the next parameter's is
-        made."""
+    def backward_failed(self, error: BaseException | None) -> None:
+        """A backward has ended early: whoever gets `error`, or else a warning, is told what it has updated."""
+        if not self._in_backward:
+            return
+        updated = {key for one in self._give_up(error) for key in one.updated}
+        names: list[list[str]] = [[], [], []]
         assert self._plan is not None
-        for parameter in self._parameters(k):
-            chunks.step([parameter])
-            for state in self._places[id(parameter)].states(self._state(parameter)):
-                state.rest(o(k) in self._plan.resident)
+        for k, group in enumerate(self._plan.groups, start=1):
+            if any(p.requires_grad for p in group.parameters):
+                parts = {id(p) in updated for p in group.parameters}
+                names[0 if parts == {True} else 1 if k in self._updated else 2].append(self._name(k))
+        whole, partly, not_yet = (", ".join(some) or "none" for some in names)
+        said = (
+            f"rotoff: a backward that updates parameters ended early: updated were those of {whole}; in part, or not, those of"
+            f" {partly}; not those of {not_yet}"
+        )
+        if error is None:
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+        elif hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(said)
 
     # -- small things
+
+    def _name(self, k: int) -> str:
+        assert self._plan is not None
+        return f"group {k} ({self._plan.groups[k - 1].name})"
 
     def _parameters(self, k: int) -> tuple[nn.Parameter, ...]:
         assert self._plan is not None
@@ -316,62 +521,8 @@ class Placement:
         return next((one.state[parameter] for one in self.optimizers if parameter in one.state), None)
 
 
-class _Chunks:
-    """Steps of an optimizer on some of its parameters; an error in one tells which have been updated, and which may be
-    in part."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._done = 0
-        self._every = [group["params"] for group in optimizer.param_groups]
-        self._under_way: list[nn.Parameter] = []
-        self._left = {id(p): (n, p) for n, params in enumerate(self._every) for p in params}
-
-    def __enter__(self) -> _Chunks:
-        return self
-
-    def step(self, parameters: Iterable[nn.Parameter] | None) -> None:
-        """Update `parameters`, of those that have not been yet; None: all that are left."""
-        keys = list(self._left) if parameters is None else [id(p) for p in parameters]
-        chosen: list[list[nn.Parameter]] = [[] for _ in self._every]
-        for key in keys:
-            if (found := self._left.pop(key, None)) is not None and found[1].grad is not None:
-                chosen[found[0]].append(found[1])
-        if not any(chosen):
-            return
-        for group, some in zip(self._optimizer.param_groups, chosen, strict=True):
-            group["params"] = some
-        self._under_way = [p for some in chosen for p in some]
-        own_step(self._optimizer)
-        self._done += len(self._under_way)
-        self._under_way = []
-
-    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        for group, every in zip(self._optimizer.param_groups, self._every, strict=True):
-            group["params"] = every
-        if error is not None and hasattr(error, "add_note"):  # Python 3.11
-            left = self._numbers(p for _, p in self._left.values() if p.grad is not None)
-            partly = self._numbers(self._under_way)
-            error.add_note(
-                f"rotoff: of the optimizer's parameters with gradients, this step had updated {self._done}; those numbered {partly or 'none'}"
-                f" may be updated in part, and those numbered {left or 'none'} are not"
-            )
-
-    def _numbers(self, parameters: Iterable[nn.Parameter]) -> str:
-        """Where `parameters` stand among all of the optimizer's, as in its state_dict."""
-        numbers = {id(p): n for n, p in enumerate(p for some in self._every for p in some)}
-        return ", ".join(str(n) for n in sorted(numbers[id(p)] for p in parameters))
-
-
-def own_step(optimizer: Optimizer) -> None:
-    """One step of the optimizer's class, past the hooks on its steps."""
-    step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
-
-
 def _weakly(method: weakref.WeakMethod[Any]) -> Any:
-    def call(*args: Any) -> None:
-        if (bound := method()) is not None:
-            bound(*args)
+    def call(*args: Any) -> Any:
+        return None if (bound := method()) is None else bound(*args)
 
     return call

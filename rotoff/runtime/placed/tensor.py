@@ -81,9 +81,17 @@ class PlacedTensor(ABC):
             self.settle()
             self.device, self._valid = None, False
             return False
-        if not self.on_host and (self.device is None or storage_key(self.device) != storage_key(tensor)):
-            self.settle()
-            self.device, self._valid = tensor.detach(), False  # one that the caller, or autograd, has made
+        if self.on_host or (self.device is not None and storage_key(self.device) == storage_key(tensor)):
+            return True
+        self.settle()  # one that the caller, or autograd, has made
+        self.device, self._valid = None, False
+        if tensor.device == self._link.device:
+            self.device = tensor.detach()
+        else:
+            self._link.drain()
+            self._have_host(tensor).copy_(tensor)
+            assert self.host is not None
+            self.put(self.host)
         return True
 
     def prefetch(self) -> None:
@@ -137,6 +145,23 @@ class PlacedTensor(ABC):
             assert self.host is not None
             self.put(self.host)
         self.device = None
+
+    def let_go(self) -> None:
+        """Give the device bytes back of what the caller finds on the host."""
+        self.settle()
+        self.device = None
+
+    def show_host(self) -> None:
+        """Have the caller's tensor lie on the host, whereto its bytes may still be on their way (`arrive` waits)."""
+        if not self.leaving:
+            self.release()
+        elif self.host is not None and not self.on_host:
+            self.put(self.host)
+
+    def arrive(self) -> None:
+        """Block the host until its bytes are there."""
+        if self._out is not None:
+            self._link.join(self._out)
 
     def use_device(self) -> None:
         """Have the caller's tensor lie on the device, where it is there, since it is about to be changed."""
@@ -209,17 +234,72 @@ class PlacedParameter(PlacedTensor):
 
 
 class PlacedGradient(PlacedTensor):
-    """A parameter's gradient."""
+    """A parameter's gradient. While it lies on another device than the parameter, within a step, the caller finds
+    none."""
 
     def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int) -> None:
         super().__init__(link, offset, room)
         self._parameter = parameter
+        self._apart: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor | None:
-        return self._parameter.grad
+        return self._parameter.grad if self._apart is None else self._apart
 
     def put(self, tensor: torch.Tensor) -> None:
-        self._parameter.grad = tensor
+        fits = tensor.device == self._parameter.device
+        self._apart = None if fits else tensor
+        self._parameter.grad = tensor if fits else None
+
+    def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Keep what autograd has for a parameter that lies on the host; returns what it is to add up there itself, at
+        once: all of it where hooks want to see it."""
+        parameter = self._parameter
+        hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooked or gradient.layout is not torch.strided or type(gradient) is not torch.Tensor:
+            return gradient.to(parameter.device)
+        if self._apart is not None:
+            gradient = self._apart + gradient
+        if gradient.stride() != parameter.stride() or not placeable(gradient):
+            own = torch.empty_strided(
+                parameter.size(), parameter.stride(), dtype=gradient.dtype, device=gradient.device
+            )
+            gradient = own.copy_(gradient)
+        self.settle()
+        self._apart, self.device, self._valid = gradient, gradient, False
+        return None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device has it, and alone."""
+        return self.look() and self.device is not None and not self.leaving and not self._joins()
+
+    def drop(self) -> None:
+        """The parameter has been updated."""
+        self.settle()
+        self._parameter.grad = self._apart = self.device = None
+
+    def _joins(self) -> bool:
+        """Whether it is to be added to one that the caller has."""
+        return self._apart is not None and self._parameter.grad is not None
+
+    def offload(self) -> None:
+        if not self._joins():
+            super().offload()
+
+    def release(self) -> None:
+        if self._joins():
+            assert self._apart is not None
+            assert self._parameter.grad is not None
+            self.settle()
+            with torch.no_grad():
+                self._parameter.grad.add_(self._apart.to(self._parameter.grad.device))
+            self._apart = self.device = None
+        super().release()
+
+    def hand_over(self) -> None:
+        super().hand_over()
+        if self._apart is not None and self._apart.device == self._parameter.device:
+            self.put(self._apart)
 
 
 class PlacedState(PlacedTensor):

@@ -1,0 +1,166 @@
+"""Parameters that lie on the host, lent to the device for calls that no plan has brought them for: forwards without
+gradients, measuring, a forward that takes another course."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ...tensors.eager_mode import EagerFunctionMode
+from .brought import bring
+
+_ASKED = frozenset({"device", "is_cuda", "is_cpu"})
+_FACTS = frozenset({"__get__", "__set__", "get_device"})
+
+
+class Lender(EagerFunctionMode):
+    """Within, calls of torch find parameters on `device`: their numbers are there for a time, and all are back where
+    they were when it is closed.
+
+    Args:
+        parameters: which may be lent. room: bytes of them that are lent at a time, once a call has its own.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, room: float = float("inf")) -> None:
+        super().__init__()
+        self._device = device
+        self._room = room
+        self._taken = 0
+        self._away = {id(p) for p in parameters if p.device != device and not p.is_meta}
+        self._kept: Collection[int] = frozenset()
+        self._lent: OrderedDict[int, tuple[nn.Parameter, torch.Tensor]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to lend."""
+        return bool(self._away)
+
+    def keep(self, wanted: Iterable[nn.Parameter]) -> None:
+        """Have parameters on the device until other ones are to be kept."""
+        own = {id(p): p for p in wanted}
+        self._kept = own.keys()
+        self.lend(own.values())
+
+    def lend(self, wanted: Iterable[nn.Parameter]) -> None:
+        """Have parameters on the device, at least until the next call."""
+        own = {id(p): p for p in wanted if id(p) in self._away}
+        for key in own:
+            if key in self._lent:
+                self._lent.move_to_end(key)
+        new = {key: p for key, p in own.items() if key not in self._lent}
+        more = sum(p.nbytes for p in new.values())
+        for key in [key for key in self._lent if key not in own and key not in self._kept]:
+            if self._taken + more <= self._room:
+                break
+            self._take_back(key)
+        for key, p in new.items():
+            self._lent[key] = p, self._bring(p)
+            self._taken += p.nbytes
+
+    def answer(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `function` says of a tensor: of one that may be lent, where calls find it."""
+        if args and id(args[0]) in self._away:
+            asked = getattr(getattr(function, "__self__", None), "__name__", "")
+            if asked in _ASKED or function is torch.Tensor.get_device:
+                with torch._C.DisableTorchFunction():
+                    return function(torch.empty(0, device=self._device))
+        return function(*args, **kwargs)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of torch."""
+        if getattr(function, "__name__", "") in _FACTS:
+            return self.answer(function, args, kwargs)
+        self.lend(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, nn.Parameter))
+        return function(*args, **kwargs)
+
+    def close(self) -> None:
+        """Give all back."""
+        for key in list(self._lent):
+            self._take_back(key)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.close()
+
+    def _bring(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Have it on the device; what is to be kept of it."""
+        own: torch.Tensor = parameter.data
+        parameter.data = own.to(self._device)
+        return own
+
+    def _take_back(self, key: int) -> None:
+        parameter, own = self._lent.pop(key)
+        self._taken -= parameter.nbytes
+        parameter.data = own
+
+
+class Streamed(Lender):
+    """Within, calls of torch are given copies on the device of the parameters that lie on the host, and gradients go
+    back there: for forwards that no plan is for, such as those without gradients. The parameters stay as they are."""
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of torch."""
+        if getattr(function, "__name__", "") in _FACTS:
+            return self.answer(function, args, kwargs)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if id(t) in self._away]
+        if not given:
+            return function(*args, **kwargs)
+        self.lend(given)
+        copies = {id(p): bring(p, self._lent[id(p)][1], None, _Home(p)) for p in given}
+        args, kwargs = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _bring(self, parameter: nn.Parameter) -> torch.Tensor:
+        return parameter.data.to(self._device)
+
+    def _take_back(self, key: int) -> None:
+        parameter, _ = self._lent.pop(key)
+        self._taken -= parameter.nbytes
+
+
+class _Home:
+    """Where the gradient of a parameter goes that lies on the host."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def take(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to(self._parameter.device)
+
+
+def settle_buffers(model: nn.Module, device: torch.device) -> None:
+    """Have the buffers of `model` lie on `device`, where they stay."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)  # as ``nn.Module.to`` does
+
+
+def all_on(model: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Have all of a model lie on `device`, and what optimizers keep of it."""
+    settle_buffers(model, device)
+    for parameter in model.parameters():
+        move(parameter, device)
+    for optimizer in optimizers:
+        for updated, state in optimizer.state.items():
+            move_state(updated, state)
+
+
+def move(parameter: nn.Parameter, device: torch.device) -> None:
+    """Have a parameter and its gradient lie on `device` from now on."""
+    if parameter.device != device:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.to(device)
+        parameter.grad = None if gradient is None else gradient.to(device)
+
+
+def move_state(parameter: torch.Tensor, state: dict[str, Any], scalars: bool = False) -> None:
+    """Have what an optimizer keeps of a parameter lie where that does; scalars: counts of steps, too."""
+    for key, tensor in state.items():
+        if isinstance(tensor, torch.Tensor) and tensor.device != parameter.device and (scalars or tensor.numel() > 1):
+            state[key] = tensor.to(parameter.device)

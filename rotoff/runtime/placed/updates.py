@@ -1,0 +1,104 @@
+"""An optimizer's step on some of its parameters, here or in a thread of the host; an error tells which have been
+updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .lending import move_state
+
+
+class Chunks:
+    """A step of an optimizer, in chunks: each on some of its parameters, each parameter once."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.updated: set[int] = set()  # by id
+        self._under_way: set[int] = set()
+        every = [(n, p) for n, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        self._left = {id(p): (n, p) for n, p in every}
+        self._numbers = {id(p): number for number, (_, p) in enumerate(every)}
+
+    def step(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Update `parameters`, of those that have not been yet; None: all that are left."""
+        keys = list(self._left) if parameters is None else [id(p) for p in parameters]
+        chosen: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
+        for key in keys:
+            if (found := self._left.get(key)) is not None and found[1].grad is not None:
+                chosen[found[0]].append(found[1])
+                del self._left[key]
+        own = {id(p) for some in chosen for p in some}
+        if not own:
+            return
+        for group, some in zip(self._optimizer.param_groups, chosen, strict=True):
+            for p in some:
+                scalars = bool(group.get("fused") or group.get("capturable"))
+                move_state(p, self._optimizer.state.get(p, {}), scalars)
+        part = copy_of(self._optimizer)
+        part.param_groups = [
+            {**group, "params": some} for group, some in zip(self._optimizer.param_groups, chosen, strict=True)
+        ]
+        self._under_way |= own
+        own_step(part)
+        self._under_way -= own
+        self.updated |= own
+
+    def explain(self, error: BaseException) -> None:
+        """Have `error` say what has been updated; parameters have the numbers of the optimizer's state_dict."""
+        if hasattr(error, "add_note"):  # Python 3.11
+            left = ", ".join(str(self._numbers[id(p)]) for _, p in self._left.values() if p.grad is not None)
+            partly = ", ".join(map(str, sorted(self._numbers[key] for key in self._under_way)))
+            error.add_note(
+                f"rotoff: of the optimizer's parameters with gradients, this step had updated {len(self.updated)}; those numbered {partly or 'none'}"
+                f" may be updated in part, and those numbered {left or 'none'} are not"
+            )
+
+
+def copy_of(optimizer: Optimizer) -> Any:
+    """An optimizer that shares its state, for a step on other groups of parameters."""
+    made: Any = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    return made
+
+
+def own_step(optimizer: Optimizer) -> None:
+    """One step of the optimizer's class, past the hooks on its steps."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+class HostLane:
+    """Runs updates one after the other, in a thread of the host's own where compute is elsewhere.
+
+    Args:
+        threaded: whether there is one.
+    """
+
+    def __init__(self, threaded: bool) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rotoff-host-updates") if threaded else None
+        self._waiting: dict[int, Future[None]] = {}
+
+    def run(self, k: int, update: Callable[[], None]) -> None:
+        """Run the update of group k."""
+        if self._pool is None:
+            update()
+        else:
+            self._waiting[k] = self._pool.submit(update)
+
+    def join(self, k: int | None = None) -> None:
+        """Wait for the update of group k, or for all; raises what one of them raised, once none runs any more."""
+        keys = list(self._waiting) if k is None else [k]
+        found = [self._waiting.pop(key) for key in keys if key in self._waiting]
+        failures = [error for one in found if (error := one.exception()) is not None]
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """End the thread, once its updates have ended."""
+        if self._pool is not None:
+            self._pool.shutdown()

@@ -1,0 +1,354 @@
+"""Training on CUDA with everything placed: parameters, gradients and optimizer states on the device and in pinned host
+memory, beside the plain model that has all of it on the device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ALL, Attention, Residual, fresh
+from torch import nn
+
+import rotoff
+
+pytestmark = pytest.mark.cuda
+
+STANDIN = "STANDIN" in os.environ  # computes on the CPU, so that bits are equal
+CUDA = torch.device("cuda", 0)
+NOT_THERE = {
+    "stateful",
+    *(["recurrent"] if STANDIN else []),
+}  # a tensor that no module moves; kernels that the stand-in lacks
+Record = Callable[[str, object], None]
+
+
+class Language(nn.Module):
+    """Asks a parameter for its device, and makes a tensor there, in the middle of its forward."""
+
+    def __init__(self, width: int = 32, blocks: int = 4, words: int = 50, tie: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.positions = nn.Parameter(0.1 * torch.randn(64, width))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.blocks = nn.ModuleList(nn.Sequential(Attention(width, 4), Residual(width)) for _ in range(blocks))
+        self.head = nn.Linear(width, words, bias=False)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        where = self.embedding.weight.device
+        x = self.embedding(x.to(where)) + self.positions[torch.arange(x.shape[1], device=where)]
+        for block in self.blocks:
+            assert next(block.parameters()).is_cuda
+            x = block(x) * self.scale
+        return self.head(x.to(self.head.weight.dtype))
+
+
+class LoRA(nn.Module):
+    """A linear layer with a low-rank part beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def language() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Language(), torch.randint(0, 50, (4, 12))
+
+
+def adapted() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(LoRA(nn.Linear(64, 64)), nn.Tanh()) for _ in range(6)]), torch.randn(16, 64)
+
+
+def made(name: str) -> tuple[nn.Module, Any]:
+    """On the host, with its batch on the device."""
+    if name in ALL:
+        model, batch = fresh(name)
+        x = batch()
+    else:
+        model, x = {"language": language, "adapted": adapted}[name]()
+    x = torch.utils._pytree.tree_map(lambda t: t.to(CUDA) if isinstance(t, torch.Tensor) else t, x)
+    return model, x
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        yield
+
+
+def everywhere(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All that must not differ, on the host."""
+    found = [*model.parameters(), *model.buffers()]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            found += [t for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
+    return [t.detach().cpu().clone() for t in found]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    loss = model(x).float().square().mean()
+    loss.backward()
+    assert all(p.grad is None or p.grad.device == p.device for p in model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    model(x).float().square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.cpu()
+
+
+def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    for _ in range(3):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        assert all(p.grad is None or p.grad.device == p.device for p in model.parameters())
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=n % 2 == 0)
+    return loss.detach()
+
+
+def hooked(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+    handles = [p.register_hook(lambda g: g * 1.5) for p in model.parameters() if p.requires_grad]
+    handles += [
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().cpu()))
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+    loss = step(model, optimizer, x, n)
+    for handle in handles:
+        handle.remove()
+    return loss.cpu() + torch.stack(seen).double().sort().values.sum()
+
+
+def looked_at(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    """Forwards without gradients, in eval mode and with gradients there, between forwards and steps."""
+    loss = model(x).float().square().mean()
+    model.eval()
+    with torch.no_grad():
+        seen = model(x).sum()
+    model.train()
+    loss.backward()
+    model.eval()
+    model(x).float().square().mean().backward()
+    model.train()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach() + seen
+
+
+def penalised(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    """Parameters that the loss takes outside of the model."""
+    loss = model(x).float().square().mean()
+    (loss + sum(p.square().sum().to(CUDA) for p in model.parameters() if p.requires_grad)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def clamped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    loss = step(model, optimizer, x, n)
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+    return loss
+
+
+def loaded(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    loss = step(model, optimizer, x, n)
+    if n == 1:
+        saved = torch.utils._pytree.tree_map(
+            lambda t: t.clone() if isinstance(t, torch.Tensor) else t,
+            (dict(model.state_dict()), optimizer.state_dict()),
+        )
+        step(model, optimizer, x, n)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    return loss
+
+
+def given_up(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    first = model(x).float().square().mean()
+    other = model(x).float().square().mean()
+    if n == 1:
+        other.backward()
+        optimizer.zero_grad()
+    del other
+    return first.detach() + step(model, optimizer, x, n)
+
+
+def frozen_later(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    for k, p in enumerate(model.parameters()):
+        if n in (1, 3) and k % 3 == 0:
+            p.requires_grad_(n == 3)
+    return step(model, optimizer, x, n)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+} | ({} if STANDIN else {"AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)})
+
+
+def placed(
+    name: str, share: float, updates: str, make: Any = OPTIMIZERS["AdamW"]
+) -> tuple[rotoff.Checkpointable, torch.optim.Optimizer, Any, int]:
+    """A model in a share of the way from the smallest limit to everything."""
+    model, x = made(name)
+    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    optimizer = make([p for p in wrapped.parameters() if p.requires_grad])
+    options = {"optimizer": optimizer, "updates": updates, "refine": False}
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        wrapped.compute_sequence(device_limit=1, **options)
+    least = refused.value.min_mem_limit
+    wrapped.compute_sequence(device_limit="1 TiB", **options)
+    limit = int(least + share * (wrapped.keep_all_memory - 1 - least))
+    wrapped.compute_sequence(device_limit=limit, **options)
+    assert wrapped._plan.placed is not None
+    return wrapped, optimizer, x, limit
+
+
+def plain_twin(model: nn.Module, make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    plain = copy.deepcopy(model).to(CUDA)
+    return plain, make([p for p in plain.parameters() if p.requires_grad])
+
+
+def compare(name: str, share: float, updates: str, how: Any, make: Any, record: Record, steps: int = 4) -> None:
+    wrapped, optimizer, x, _ = placed(name, share, updates, make)
+    plain, twin = plain_twin(made(name)[0], make)
+    results = []
+    for one, own in ((wrapped, optimizer), (plain, twin)):
+        torch.manual_seed(2)
+        losses = [how(one, own, x, n).cpu() for n in range(steps)]
+        results.append([*losses, *everywhere(one, own)])
+    equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    record("bits equal", equal)
+    assert equal or not STANDIN
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+    wrapped.close()
+
+
+@pytest.mark.parametrize(("share", "updates"), [(0.0, "after"), (0.5, "during")])
+@pytest.mark.parametrize("name", ["language", "adapted", *sorted(set(ALL) - NOT_THERE)])
+def test_training_is_the_plain_models(name: str, share: float, updates: str, record_property: Record) -> None:
+    compare(name, share, updates, step, OPTIMIZERS["AdamW"], record_property)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "how", [clipped, accumulated, hooked, looked_at, penalised, clamped, loaded, given_up, frozen_later]
+)
+def test_what_surrounds_a_step(how: Any, share: float, record_property: Record) -> None:
+    least = 0.3 if how is frozen_later else 0.0  # a limit for more parameters that need gradients
+    compare("language", max(share, least), "after", how, OPTIMIZERS["AdamW"], record_property)
+
+
+@pytest.mark.parametrize("how", [step, hooked, clamped, loaded])
+def test_what_surrounds_a_step_that_updates_during_its_backward(how: Any, record_property: Record) -> None:
+    compare("language", 0.3, "during", how, OPTIMIZERS["AdamW"], record_property)
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(optimizer: str, updates: str, record_property: Record) -> None:
+    compare("language", 0.5, updates, step, OPTIMIZERS[optimizer], record_property)
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+def test_no_step_holds_more_than_predicted(share: float, updates: str, record_property: Record) -> None:
+    """All that the device holds, of whole steps with their updates, and of forwards without gradients."""
+    gc.collect()
+    torch.cuda.synchronize()
+    others = torch.cuda.memory_allocated()
+    model, x = nn.Sequential(*[Residual(128) for _ in range(8)]), torch.randn(64, 128, device=CUDA)
+    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"optimizer": optimizer, "updates": updates, "refine": False}
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        wrapped.compute_sequence(device_limit=1, **options)
+    least = refused.value.min_mem_limit
+    wrapped.compute_sequence(device_limit="1 TiB", **options)
+    limit = int(least + share * (wrapped.keep_all_memory - 1 - least))
+    wrapped.compute_sequence(device_limit=limit, **options)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        wrapped(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            wrapped(x)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - others
+    record_property("measured and predicted bytes", f"{peak} {wrapped.get_expected_memory()} of {limit}")
+    assert peak <= wrapped.get_expected_memory() <= limit
+    wrapped.close()
+
+
+def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None:
+    model, x = made("language")
+    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
+    assert all(t.device == CUDA for t in (*model.parameters(), *model.buffers()))
+    step(wrapped, optimizer, x, 0)
+    wrapped.compute_sequence(device_limit=wrapped.keep_all_memory // 2, optimizer=optimizer, refine=False)
+    assert {p.device.type for p in model.parameters()} > {"cpu"} or not any(p.is_cuda for p in model.parameters())
+    step(wrapped, optimizer, x, 1)
+    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
+    assert all(p.device == CUDA for p in model.parameters())
+    states = [t for one in optimizer.state.values() for t in one.values() if t.numel() > 1]
+    assert all(t.device == CUDA for t in states)
+    step(wrapped, optimizer, x, 2)
+
+
+def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
+    model, x = made("language")
+    model.to(CUDA)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
+    assert all(p.device == CUDA for p in model.parameters())
+    wrapped.compute_sequence(device_limit=wrapped.keep_all_memory // 3, optimizer=optimizer, refine=False)
+    held = sum(p.nbytes for p in model.parameters() if p.is_cuda)
+    assert held < wrapped.keep_all_memory // 3
+    step(wrapped, optimizer, x, 0)
+    assert {t.device.type for t in wrapped.state_dict().values()} >= {"cpu"}
+    wrapped.close()
+
+
+def test_the_benchmark_of_placed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import placed_steps
+
+    size = ["--width", "64", "--blocks", "3", "--rows", "256", "--rounds", "1", "--refine", "0.05"]
+    limits = ["--device", "cuda", "--limits", "2500 KB", "--out", str(tmp_path / "placed.json")]
+    monkeypatch.setattr("sys.argv", ["placed_steps.py", *size, *limits])
+    placed_steps.main()
+    (row,) = json.loads((tmp_path / "placed.json").read_text())["rows"]
+    assert row["measured"] <= row["peak"] <= row["limit"] == 2_500_000
+    assert row["plain"] > 0
+    assert row["moved"] > 0
