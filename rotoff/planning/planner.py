@@ -257,12 +257,15 @@ def _quickly(
             return sequence
         kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
-    same = [way for way in ways if (way.kept, way.compact) == (kept, compact) and not way.shifted]
-    quick = [replace(way, request=replace(way.request, options=effort)) for way in same[:1]]
-    try:
-        found = _best_within(room, profile, replace(request, options=effort), quick) if quick else None
-    except InfeasibleError:
-        found = None
+    quick = [replace(way, request=replace(way.request, options=effort)) for way in ways if not way.shifted]
+    same = [way for way in quick if (way.kept, way.compact) == (kept, compact)][:1]
+    found = None
+    for some in (same, quick) if reused is None else (same,):
+        try:
+            found = _best_within(room, profile, replace(request, options=effort), some) if some else None
+        except InfeasibleError:
+            continue
+        break
     if found is None or (reused is not None and reused[0] <= _seconds(found, quick)):
         return None if reused is None else reused[1]
     return found

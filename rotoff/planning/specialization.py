@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 import threading
 import time
 import weakref
@@ -29,6 +28,7 @@ from ..capture.outside import without_checkpoints
 from ..capture.recording import same_calls
 from ..capture.undo import undone
 from ..core.chain import Stage
+from ..core.sequence import OpKind
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache
@@ -46,7 +46,7 @@ from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
 from .options import Options
-from .planner import Request, expected_bytes, least_limit, make_plan
+from .planner import Request, expected_bytes, least_limit, make_plan, plan_everything, reported_bytes
 from .sizes import MeasuredSizes, Sizes, covers, halves, rounded, split, volume
 
 logger = logging.getLogger("rotoff")
@@ -55,7 +55,8 @@ _MEASURING = threading.RLock()
 _OF_ONE_SIGNATURE = 8  # courses that are kept
 _FAMILIES = 8  # kinds of input, and states of the model, of which sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
-_SEVERAL = 2  # sizes measured before a word is said of it
+_SEVERAL = 2  # sizes measured before a word is said of it, and forms that no plan uses are left out
+LOOSE = 1.2  # times its own bytes: what a size is charged with before it counts as too much
 _STAGES = 20_000  # of all courses that are kept, a few kilobytes each
 
 
@@ -63,7 +64,8 @@ _STAGES = 20_000  # of all courses that are kept, a few kilobytes each
 class Specialization:
     """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its
     input. measure_again: whether steps have become others than this one; left: whether the last step that was to take
-    it did not; missed: how many did not, and patience: after how many all courses known are made one."""
+    it did not; missed: how many did not, and patience: after how many all courses known are made one. loose: how many
+    times what its steps may take the profile charges, where it follows from other sizes."""
 
     profile: Profile
     captured: strategy.Captured
@@ -76,6 +78,7 @@ class Specialization:
     _astray: dict[int, int] = field(default_factory=dict)
     missed: int = 0
     patience: int = 4
+    loose: float = 1.0
 
     @property
     def planned(self) -> Profile:
@@ -185,7 +188,8 @@ class Specializations:
         began = time.perf_counter()
         with _MEASURING:
             profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
-        logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), seconds)
         course = self.latest = Specialization(profile, found[0])
         course.hint = _constants(value)
         key = signature(value, self._model)
@@ -195,7 +199,9 @@ class Specializations:
         known.appendleft(course)
         if self._varies:
             family, sizes = _family(key)
-            self._sizes.setdefault(family, MeasuredSizes()).add(sizes, course)
+            several = self._sizes.setdefault(family, MeasuredSizes())
+            several.add(sizes, course)
+            several.owed, several.price = 0.0, seconds / volume(sizes)
             while len(self._sizes) > _FAMILIES:
                 self._sizes.pop(next(iter(self._sizes)))
             self._rounded = {
@@ -220,10 +226,7 @@ class Specializations:
         for wanted in dict.fromkeys((rounded(sizes), sizes)):  # which may fit where a rounded one does not
             course = self._rounded.get((family, wanted)) or self._made_between(measured, wanted, sizes)
             if course is not None:
-                if all(
-                    course is not one for one in measured
-                ):  # which may hold for less than all that round to the same
-                    self._rounded[family, wanted] = course
+                self._rounded[family, wanted] = course
                 self._known[key] = deque([course], maxlen=_OF_ONE_SIGNATURE)
                 self._drop()
                 return course
@@ -233,20 +236,32 @@ class Specializations:
         self, measured: MeasuredSizes[Specialization], wanted: Sizes, sizes: Sizes
     ) -> Specialization | None:
         """A course with a plan for all sizes up to `wanted`, of which `sizes` are one."""
+        assert self.request is not None
         near = measured.near(wanted, sizes)
         if near is None:
             return None
-        if near.profile is near.like.profile:
-            course = near.like
-        else:
-            course = Specialization(near.profile, near.like.captured, hint=near.like.hint)
-        if course.plan is None:
-            assert self.request is not None
-            try:
-                course.plan = make_plan(course.profile, self.request, near=self._plans(measured, course.profile))
-            except InfeasibleError:
-                return None  # what it takes may be less than what it is charged with
+        kept = reported_bytes(near.profile, plan_everything(near.profile, self.request.plain))
+        if len(measured) == 1 and near.loose >= LOOSE and kept > self.request.mem_limit:
+            return None  # two that were measured tell much more than one
+        course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
+        try:
+            course.plan = make_plan(course.profile, self.request, near=self._plans(measured, course.profile))
+        except InfeasibleError:
+            return None  # what it takes may be less than what it is charged with
         return course
+
+    def _too_loose(self, course: Specialization, key: Any) -> bool:
+        """Whether it is time to measure the size of this step: steps have taken longer by as much as that costs, since
+        they were planned for more bytes than they take."""
+        if course.loose < LOOSE or course.plan is None:
+            return False
+        family, sizes = _family(key)
+        measured = self._sizes.get(family)
+        if measured is None:
+            return False
+        more = course.plan.trace.makespan - course.profile.chain.compute_time
+        measured.owed += max(0.0, more)
+        return more > 0 and measured.owed > measured.price * volume(sizes)
 
     def _plans(self, measured: MeasuredSizes[Specialization], profile: Profile) -> list[tuple[Profile, ExecutionPlan]]:
         """Those made for the sizes nearest to that of `profile`."""
@@ -311,15 +326,34 @@ class Specializations:
                 self._model.eval()
 
     def _other_sizes(self, value: Any) -> tuple[Specialization | None, KnownTimes | None]:
-        """What was measured last at other sizes, and the times that it and others tell of."""
+        """What was measured last at other sizes, and the times that it and others tell of; from the third size on only of
+        forms that plans use, where these need more than the plain model."""
         family, sizes = _family(signature(value, self._model))
         measured = self._sizes.get(family)
         if measured is None:
             return None, None
-        near = measured.near(sizes, sizes, math.inf)
+        near = measured.near(sizes, sizes)
         if near is not None:
-            return measured.last, known_times(near.profile)
-        return measured.last, known_times(measured.last.profile, volume(sizes) / volume(measured.sizes[-1]))
+            times = known_times(near.profile)
+        else:
+            times = known_times(measured.last.profile, volume(sizes) / volume(measured.sizes[-1]))
+        used: set[Any] = set()
+        planned = [one for one in measured if one.plan is not None and not one.plan.keeps_all]
+        for one in planned:
+            assert one.plan is not None
+            used.update(
+                (op.stage, one.profile.behaviours[op.stage - 1].forms[op.form - 1].identity)
+                for op in one.plan.sequence.ops
+                if op.kind is OpKind.F_SEL
+            )
+        if planned and len(measured) >= _SEVERAL:
+            times = times._replace(
+                stages=tuple(
+                    row._replace(forms=tuple(form for form in row.forms if (i, form.identity) in used))
+                    for i, row in enumerate(times.stages, start=1)
+                )
+            )
+        return measured.last, times
 
     def measure_up_to(self, value: Any, request: Request) -> None:
         """Measure on the largest input `value`, and on halves of it, so that smaller ones are known as well.
@@ -416,7 +450,11 @@ class Specializations:
                 course.measure_again = False
                 course = self.measure(value, None, None, timed=False)
         if course is None:
+            self._say_larger(key)
             course = self._between_sizes(value, key)
+        if course is not None and can_measure and self._too_loose(course, key):
+            course = None
+            del self._known[key]
         if course is None:
             if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
                 return None
@@ -436,16 +474,20 @@ class Specializations:
         self.latest = course
         return course
 
+    def _say_larger(self, key: Any) -> None:
+        """In the log: that an input is larger than announced."""
+        family, sizes = _family(key)
+        if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):
+            logger.warning(
+                "rotoff: the input %s is larger than up_to, so it is planned now, and measured if need be",
+                [list(one) for one in sizes],
+            )
+
     def _say_new(self, key: Any) -> None:
         """In the log: that an input of a new kind or size is measured; once, how to measure less often."""
         logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", key[0])
         family, sizes = _family(key)
         known = self._sizes.get(family)
-        if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):
-            logger.warning(
-                "rotoff: the input %s is larger than up_to, so it is measured and planned now",
-                [list(one) for one in sizes],
-            )
         if known is None or len(known) < _SEVERAL or self._told_sizes:
             return
         self._told_sizes = True
@@ -457,8 +499,8 @@ class Specializations:
             f"dimension {d} of tensor {n}: {', '.join(str(one[n][d]) for one in every)}" for n, d in varying[:4]
         )
         logger.warning(
-            "rotoff: the input's sizes vary (%s). Sizes between two that were measured cost nothing, larger ones are measured; so measure"
-            " the largest ahead, by model.measure(*largest)",
+            "rotoff: the input's sizes vary (%s). Most are planned from those that were measured; larger ones may have to be"
+            " measured, too, so announce the largest, by compute_sequence(limit, up_to=largest)",
             told,
         )
 
