@@ -18,6 +18,7 @@ from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, InvalidSequenceError, OptionError, SequenceFormatError
 from ..io.cache import Cache
+from ..io.progress import Bar
 from ..profile.memory.skips import choices
 from ..profile.profile import Profile
 from ..report.rotor_names import NO_LIMIT
@@ -112,7 +113,9 @@ class Request:
     def _solve(self, chain: Chain, limit: int) -> Sequence:
         if self.policy is not None:
             return solve(chain, limit, policy=self.policy, **self.options)
-        return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **self.options)
+        with Bar("planning") as bar:
+            options = {"progress": lambda done, _: bar(done), **self.options}
+            return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **options)
 
 
 def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:

@@ -32,6 +32,7 @@ from ..core.sequence import OpKind
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache
+from ..io.progress import Bar
 from ..profile.measure import Progress, measure
 from ..profile.profile import Profile
 from ..profile.provenance import provenance
@@ -170,18 +171,23 @@ class Specializations:
     def measure(
         self,
         value: Any,
-        progress: Progress | None,
+        progress: Progress | bool | None,
         repeats: int | None,
         timed: bool = True,
         also: Sequence[Specialization] = (),
     ) -> Specialization:
         """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the
-        place of the courses `also`, and is of what those do, too."""
+        place of the courses `also`, and is of what those do, too. progress: as of `Checkpointable.measure`."""
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
-            with undone(self._model), without_checkpoints():
-                captured, profile = self._measure_here(value, progress, repeats, timed, also)
+            with undone(self._model), without_checkpoints(), Bar("measuring") as bar:
+                told = (
+                    (lambda done, of, name: bar(done / max(1, of), name))
+                    if progress is None or progress is True
+                    else progress
+                )
+                captured, profile = self._measure_here(value, told or None, repeats, timed, also)
             found.append(captured)
             return profile
 
