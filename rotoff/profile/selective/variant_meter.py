@@ -112,7 +112,8 @@ class FormMeter:
             choices = []
         elif times is not None:
             own = {n for n, kind in enumerate(behaviour.saved) if kind is SavedKind.OWN}
-            choices = [graph.choice(kept) for kept, algorithms in known if not algorithms and own > set(kept)]
+            chosen = [graph.choice(kept) for kept, algorithms in known if not algorithms and own > set(kept)]
+            choices = [choice for choice in chosen if choice is not None]
         else:
             choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= stage.worth]
         pairs, reason = self._measured(stage, choices, known)
