@@ -192,12 +192,14 @@ class PlanVariant:
 Known = tuple[Profile, ExecutionPlan]
 
 
-def make_plan(profile: Profile, request: Request, group: Any = None, near: Iterable[Known] = ()) -> ExecutionPlan:
+def make_plan(
+    profile: Profile, request: Request, group: Any = None, near: Iterable[Known] = (), thorough: bool = True
+) -> ExecutionPlan:
     """Plan under what is left of the user's limit once constants are taken off and the batch is added.
 
     group: of processes that follow one plan, which the first of them makes, or None. near: plans of the same stages at
     other sizes. One of them is taken where it is good enough, so that a new size costs little more than a look at
-    these.
+    these. thorough: whether to search at length where neither these nor a short search hold.
 
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
@@ -208,7 +210,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None, near: Itera
     room = _room(profile, group) if request.here else None
 
     def decide() -> Sequence:
-        return _decide(profile, request, room, tuple(near))
+        return _decide(profile, request, room, tuple(near), thorough)
 
     sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
@@ -221,7 +223,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None, near: Itera
     return plan
 
 
-def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Known, ...]) -> Sequence:
+def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Known, ...], thorough: bool) -> Sequence:
     """All that `make_plan` decides, as a sequence and its meta. room: host bytes that there are for it; None: enough.
 
     Raises:
@@ -236,6 +238,8 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
         if asked < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
         found = _quickly(profile, request, ways, near, room) if near and request.policy is None else None
+        if found is None and not thorough:
+            raise InfeasibleError("a short search found nothing", min(way.least for way in ways))
         return _best_within(room, profile, request, ways) if found is None else found
     except InfeasibleError as error:
         if str(error):  # of the host's memory, which says all
@@ -261,11 +265,11 @@ def _quickly(
         kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
     quick = [replace(way, request=replace(way.request, options=effort)) for way in ways if not way.shifted]
-    same = [way for way in quick if (way.kept, way.compact) == (kept, compact)][:1]
+    quick.sort(key=lambda way: (way.kept, way.compact) != (kept, compact))
     found = None
-    for some in (same, quick) if reused is None else (same,):
+    for way in quick if reused is None else quick[:1]:  # the first that holds is enough
         try:
-            found = _best_within(room, profile, replace(request, options=effort), some) if some else None
+            found = _best_within(room, profile, replace(request, options=effort), [way])
         except InfeasibleError:
             continue
         break

@@ -114,13 +114,13 @@ class MeasuredSizes(Generic[Of]):
                 rows.pop(gone, None)
         self._alike = [rows for rows in self._alike if rows]
 
-    def near(self, wanted: Sizes, sizes: Sizes) -> Near[Of] | None:
-        """The profile that charges least for `wanted` and all smaller ones, of which `sizes` are asked for; None where
-        what was measured does not tell."""
-        found = [one for rows in self._alike if (one := self._near(rows, wanted, sizes)) is not None]
+    def near(self, wanted: Sizes) -> Near[Of] | None:
+        """The profile that charges least for `wanted` and all smaller ones; None where what was measured does not
+        tell."""
+        found = [one for rows in self._alike if (one := self._near(rows, wanted)) is not None]
         return min(found, key=lambda one: _saved(one.profile), default=None)
 
-    def _near(self, rows: dict[Sizes, Of], wanted: Sizes, sizes: Sizes) -> Near[Of] | None:
+    def _near(self, rows: dict[Sizes, Of], wanted: Sizes) -> Near[Of] | None:
         fit = [at for at in rows if not _alone(at, wanted)]
         weights = covering(fit, [_saved(rows[at].profile) for at in fit], wanted) if fit else None
         if weights is None:
@@ -131,7 +131,7 @@ class MeasuredSizes(Generic[Of]):
             every = [(one, share) for one, share in every if share.bytes]
         every.sort(key=lambda pair: -_saved(pair[0].profile) * bool(pair[1].bytes))
         charged = sum(_saved(one.profile) * share.bytes for one, share in every)
-        loose = charged / min(_saved(one.profile) * volume(sizes) / volume(at) for at, one in rows.items())
+        loose = charged / min(_saved(one.profile) * volume(wanted) / volume(at) for at, one in rows.items())
         try:
             return Near(between([one.profile for one, _ in every], [share for _, share in every]), every[0][0], loose)
         except NotAlike:

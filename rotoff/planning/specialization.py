@@ -230,7 +230,7 @@ class Specializations:
         if not self._varies or measured is None or self.request.planner is not None:
             return None
         for wanted in dict.fromkeys((rounded(sizes), sizes)):  # which may fit where a rounded one does not
-            course = self._rounded.get((family, wanted)) or self._made_between(measured, wanted, sizes)
+            course = self._rounded.get((family, wanted)) or self._made_between(measured, wanted)
             if course is not None:
                 self._rounded[family, wanted] = course
                 self._known[key] = deque([course], maxlen=_OF_ONE_SIGNATURE)
@@ -238,12 +238,10 @@ class Specializations:
                 return course
         return None
 
-    def _made_between(
-        self, measured: MeasuredSizes[Specialization], wanted: Sizes, sizes: Sizes
-    ) -> Specialization | None:
-        """A course with a plan for all sizes up to `wanted`, of which `sizes` are one."""
+    def _made_between(self, measured: MeasuredSizes[Specialization], wanted: Sizes) -> Specialization | None:
+        """A course with a plan for all sizes up to `wanted`."""
         assert self.request is not None
-        near = measured.near(wanted, sizes)
+        near = measured.near(wanted)
         if near is None:
             return None
         kept = reported_bytes(near.profile, plan_everything(near.profile, self.request.plain))
@@ -251,7 +249,8 @@ class Specializations:
             return None  # two that were measured tell much more than one
         course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
         try:
-            course.plan = make_plan(course.profile, self.request, near=self._plans(measured, course.profile))
+            known = self._plans(measured, course.profile)
+            course.plan = make_plan(course.profile, self.request, near=known, thorough=not known)
         except InfeasibleError:
             return None  # what it takes may be less than what it is charged with
         return course
@@ -338,7 +337,7 @@ class Specializations:
         measured = self._sizes.get(family)
         if measured is None:
             return None, None
-        near = measured.near(sizes, sizes)
+        near = measured.near(sizes)
         if near is not None:
             times = known_times(near.profile)
         else:
@@ -418,7 +417,7 @@ class Specializations:
             )
 
         def fits(step: int) -> bool:
-            near = self._sizes[family].near(at(step), at(step))
+            near = self._sizes[family].near(at(step))
             return near is not None and least_limit(near.profile, request) <= request.mem_limit
 
         most = max(b - a for one, other in zip(low, high, strict=True) for a, b in zip(one, other, strict=True))
