@@ -29,7 +29,6 @@ from .core.sequence import Sequence
 from .core.sizes import parse_bytes
 from .errors import LimitError, MeasureError, OptionError
 from .io.cache import Cache
-from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.options import Options, read_device
@@ -201,8 +200,8 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Args:
             sample, kwargs: arguments of the model, on its device; one dict is of named arguments.
-            progress: called with (stages done, total, next stage); True: one changing line on standard error, if that
-                is a terminal.
+            progress: called with (stages done, total, next stage). None: one changing line on standard error, if that is
+                a terminal; False: nothing.
             repeats: timed runs of each stage, of which the median counts. None: until the median is known to 2 %, at
                 least 3 and at most 15 runs or about a third of a second (always 5 among several processes).
 
@@ -216,11 +215,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             return strategy.chain_input(self._model, *given, self._options.stages)
 
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
-        if progress is not True:
-            self._courses.measure(value, progress or None, repeats)
-        else:
-            with Bar("measuring") as bar:
-                self._courses.measure(value, lambda done, of, name: bar(done / max(1, of), name), repeats)
+        self._courses.measure(value, progress, repeats)
         return self
 
     def compute_sequence(

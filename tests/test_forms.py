@@ -19,6 +19,10 @@ from torch.nn import functional as F
 import rotoff
 from rotoff.core.sequence import Op, OpKind
 from rotoff.profile.profile import Profile
+from rotoff.profile.selective.variant_meter import FormMeter
+from rotoff.profile.selective.variant_run import WholeStage
+from rotoff.profile.timing.timing_cache import KnownForm
+from rotoff.tensors.stage import SavedKind
 
 WITH_FORMS = [
     "mlp",
@@ -427,3 +431,27 @@ def test_a_redo_makes_what_the_forward_made_whatever_the_module_would_do_now() -
     model[1][0].dropout.forward = lambda x: F.dropout(x * 1.0, 0.2)
     output.backward()
     assert same([p.grad for p in model.parameters()], expected)
+
+
+def test_a_known_form_that_stores_everything_at_this_size_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.gelu(self.inner(x)).softmax(-1)  # which is saved, and the output
+
+    seen: list[tuple[FormMeter, WholeStage]] = []
+    find = FormMeter.find
+    monkeypatch.setattr(
+        FormMeter, "find", lambda self, stage, *more: seen.append((self, stage)) or find(self, stage, *more)
+    )
+    model = nn.Sequential(nn.Linear(8, 8), Weights(), nn.Linear(8, 8))
+    rotoff.Checkpointable(model).measure(torch.randn(64, 8), repeats=1)
+    meter, stage = next((a, b) for a, b in seen if b.behaviour.saved.count(SavedKind.OWN) == 2)
+    own = [n for n, kind in enumerate(stage.behaviour.saved) if kind is SavedKind.OWN]
+    for kept in own:
+        meter._shared.clear()
+        found = find(meter, stage, (KnownForm(((kept,), ""), 0.0),))
+        assert all(recipe.kept < set(own) for recipe in found.recipes)

@@ -191,7 +191,7 @@ def test_between_two_sizes_a_tail_is_on_the_line() -> None:
     low, high = (
         Profile(torch.device("cpu"), chain, (), (), (Behaviour(()),), 0, 0, tail_times=(tail,)) for tail in (0.25, 0.75)
     )
-    assert between(low, high, Share.at(0.5, 2)).tail_times == (0.5,)
+    assert between([high, low], [Share(0.5, 0.5)] * 2).tail_times == (0.5,)
 
 
 # -- what plans make of them

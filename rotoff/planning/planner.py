@@ -18,6 +18,7 @@ from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, InvalidSequenceError, OptionError, SequenceFormatError
 from ..io.cache import Cache
+from ..io.progress import Bar
 from ..profile.memory.skips import choices
 from ..profile.profile import Profile
 from ..report.rotor_names import NO_LIMIT
@@ -113,7 +114,9 @@ class Request:
     def _solve(self, chain: Chain, limit: int) -> Sequence:
         if self.policy is not None:
             return solve(chain, limit, policy=self.policy, **self.options)
-        return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **self.options)
+        with Bar("planning") as bar:
+            options = {"progress": lambda done, _: bar(done), **self.options}
+            return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **options)
 
 
 def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:
@@ -190,12 +193,14 @@ class PlanVariant:
 Known = tuple[Profile, ExecutionPlan]
 
 
-def make_plan(profile: Profile, request: Request, group: Any = None, near: Iterable[Known] = ()) -> ExecutionPlan:
+def make_plan(
+    profile: Profile, request: Request, group: Any = None, near: Iterable[Known] = (), thorough: bool = True
+) -> ExecutionPlan:
     """Plan under what is left of the user's limit once constants are taken off and the batch is added.
 
     group: of processes that follow one plan, which the first of them makes, or None. near: plans of the same stages at
     other sizes. One of them is taken where it is good enough, so that a new size costs little more than a look at
-    these.
+    these. thorough: whether to search at length where neither these nor a short search hold.
 
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
@@ -206,7 +211,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None, near: Itera
     room = _room(profile, group) if request.here else None
 
     def decide() -> Sequence:
-        return _decide(profile, request, room, tuple(near))
+        return _decide(profile, request, room, tuple(near), thorough)
 
     sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
@@ -219,7 +224,7 @@ def make_plan(profile: Profile, request: Request, group: Any = None, near: Itera
     return plan
 
 
-def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Known, ...]) -> Sequence:
+def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Known, ...], thorough: bool) -> Sequence:
     """All that `make_plan` decides, as a sequence and its meta. room: host bytes that there are for it; None: enough.
 
     Raises:
@@ -234,6 +239,8 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
         if asked < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
         found = _quickly(profile, request, ways, near, room) if near and request.policy is None else None
+        if found is None and not thorough:
+            raise InfeasibleError("a short search found nothing", min(way.least for way in ways))
         return _best_within(room, profile, request, ways) if found is None else found
     except InfeasibleError as error:
         if str(error):  # of the host's memory, which says all
@@ -258,12 +265,15 @@ def _quickly(
             return sequence
         kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
-    same = [way for way in ways if (way.kept, way.compact) == (kept, compact) and not way.shifted]
-    quick = [replace(way, request=replace(way.request, options=effort)) for way in same[:1]]
-    try:
-        found = _best_within(room, profile, replace(request, options=effort), quick) if quick else None
-    except InfeasibleError:
-        found = None
+    quick = [replace(way, request=replace(way.request, options=effort)) for way in ways if not way.shifted]
+    quick.sort(key=lambda way: (way.kept, way.compact) != (kept, compact))
+    found = None
+    for way in quick if reused is None else quick[:1]:  # the first that holds is enough
+        try:
+            found = _best_within(room, profile, replace(request, options=effort), [way])
+        except InfeasibleError:
+            continue
+        break
     if found is None or (reused is not None and reused[0] <= _seconds(found, quick)):
         return None if reused is None else reused[1]
     return found

@@ -7,9 +7,12 @@ up: to one of eight steps from each power of two to the next.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ..profile.between_sizes import NotAlike, Share, between
 from ..profile.profile import Profile
@@ -18,11 +21,14 @@ from ..tensors.tree import flatten
 STEPS = 8  # from one power of two to the next
 GRAIN = 16  # of which sizes are rounded to multiples, from twice as much on, since models pad to such
 IMAGE, DEEP = 4, 32  # likewise of the last dimensions of tensors with so many, which deep networks divide by this
-BEYOND = 2.0
 MEASURED = 16  # that are kept
-NEAR = 1.25  # times its own bytes, a size is charged as a larger one without a look at others
+SQUARE = 2  # of a size, at most, in the bytes of a tensor
+MONOMIALS = 1000  # that bytes may be made of, at most
+EXACT = 1e-9
+PIVOTS = 200
 
 Sizes = tuple[tuple[int, ...], ...]  # of each tensor of the input
+Array = npt.NDArray[np.float64]
 
 
 class HasProfile(Protocol):
@@ -36,11 +42,12 @@ Of = TypeVar("Of", bound=HasProfile)
 
 
 class Near(NamedTuple, Generic[Of]):
-    """profile: that charges no less than the sizes asked for take. like: what was measured at the larger of the sizes
-    it is from."""
+    """profile: that charges no less than the sizes asked for take. like: what was measured at those of its sizes that
+    take most. loose: how many times what they may take it charges."""
 
     profile: Profile
     like: Of
+    loose: float
 
 
 def split(shapes: Sequence[Sequence[Any]]) -> tuple[Any, Sizes]:
@@ -53,11 +60,9 @@ def split(shapes: Sequence[Sequence[Any]]) -> tuple[Any, Sizes]:
 
 
 def rounded(sizes: Sizes) -> Sizes:
-    """The sizes that stand for `sizes`, none smaller."""
-    return tuple(
-        tuple(_rounded(size, DEEP if len(shape) >= IMAGE and d >= 2 else GRAIN) for d, size in enumerate(shape))
-        for shape in sizes
-    )
+    """The sizes that stand for `sizes`, none smaller; those that are the same stay so."""
+    deep = {size for shape in sizes if len(shape) >= IMAGE for size in shape[2:]}
+    return tuple(tuple(_rounded(size, DEEP if size in deep else GRAIN) for size in shape) for shape in sizes)
 
 
 def _rounded(size: int, grain: int) -> int:
@@ -71,7 +76,10 @@ class MeasuredSizes(Generic[Of]):
     """What was measured of one model at inputs that differ in sizes alone."""
 
     def __init__(self) -> None:
+        self.owed = 0.0  # seconds that steps took longer, since plans were made for more than they take
+        self.price = 0.0  # seconds for an element of the largest tensor, to measure one more
         self._rows: dict[Sizes, Of] = {}
+        self._alike: list[dict[Sizes, Of]] = []  # of the same step each
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,56 +99,114 @@ class MeasuredSizes(Generic[Of]):
 
     def add(self, sizes: Sizes, measured: Of) -> None:
         """Remember what was `measured` at `sizes`."""
-        self._rows.pop(sizes, None)
+        for rows in (self._rows, *self._alike):
+            rows.pop(sizes, None)
         self._rows[sizes] = measured
+        for rows in filter(None, self._alike):
+            if _alike(measured.profile, next(iter(rows.values())).profile):
+                rows[sizes] = measured
+                break
+        else:
+            self._alike.append({sizes: measured})
         while len(self._rows) > MEASURED:
-            del self._rows[next(iter(self._rows))]
+            gone = next(iter(self._rows))
+            for rows in (self._rows, *self._alike):
+                rows.pop(gone, None)
+        self._alike = [rows for rows in self._alike if rows]
 
-    def near(self, wanted: Sizes, sizes: Sizes, beyond: float = BEYOND) -> Near[Of] | None:
-        """A profile for `sizes` and all others up to `wanted`; None where what was measured does not tell.
+    def near(self, wanted: Sizes) -> Near[Of] | None:
+        """The profile that charges least for `wanted` and all smaller ones; None where what was measured does not
+        tell."""
+        found = [one for rows in self._alike if (one := self._near(rows, wanted)) is not None]
+        return min(found, key=lambda one: _saved(one.profile), default=None)
 
-        From two that were measured, where the line between them leads past `sizes`; else the smallest that is larger.
-        beyond: how far from the smaller of the two, as a multiple of what lies between them.
-        """
-        found: list[Near[Of]] = []
-        for (low, smaller), (high, larger) in product(self._rows.items(), repeat=2):
-            place = position(low, high, wanted)
-            if place is None:
-                continue
-            if place > 1 and covers(high, sizes):
-                place = 1.0
-            if place == 0.0 or place == 1.0:
-                one = larger if place else smaller
-                found.append(Near(one.profile, one))
-            elif place <= beyond:
-                try:
-                    found.append(
-                        Near(between(smaller.profile, larger.profile, Share.at(place, _degree(low, high))), larger)
-                    )
-                except NotAlike:
-                    continue
-        if not found:
-            larger_ones = [(high, one) for high, one in self._rows.items() if covers(high, sizes)]
-            if len(self._rows) > 2:
-                found = [Near(one.profile, one) for _, one in larger_ones]
-            else:
-                found = [Near(one.profile, one) for high, one in larger_ones if volume(high) <= NEAR * volume(sizes)]
-        return min(found, key=lambda one: sum(stage.saved_bytes for stage in one.profile.chain.stages), default=None)
+    def _near(self, rows: dict[Sizes, Of], wanted: Sizes) -> Near[Of] | None:
+        fit = [at for at in rows if not _alone(at, wanted)]
+        weights = covering(fit, [_saved(rows[at].profile) for at in fit], wanted) if fit else None
+        if weights is None:
+            return None
+        longer = volume(wanted) / sum(w * volume(at) for w, at in zip(weights, fit, strict=True))
+        every = [(rows[at], Share(w, longer * w)) for w, at in zip(weights, fit, strict=True)]
+        if sum(weights) < 1 + EXACT:  # else those without a weight tell what is the same at all sizes
+            every = [(one, share) for one, share in every if share.bytes]
+        every.sort(key=lambda pair: -_saved(pair[0].profile) * bool(pair[1].bytes))
+        charged = sum(_saved(one.profile) * share.bytes for one, share in every)
+        loose = charged / min(_saved(one.profile) * volume(wanted) / volume(at) for at, one in rows.items())
+        try:
+            return Near(between([one.profile for one, _ in every], [share for _, share in every]), every[0][0], loose)
+        except NotAlike:
+            return None
 
 
-def position(low: Sizes, high: Sizes, sizes: Sizes) -> float | None:
-    """How far on the line from `low` to `high`, 0 to 1 and beyond, all of `sizes` are covered; None where none of it
-    does."""
-    place = 0.0
-    for one, other, shape in zip(low, high, sizes, strict=True):
-        for a, b, size in zip(one, other, shape, strict=True):
-            if (
-                b < a or (a == b and size > a) or (b > a and a < 2)
-            ):  # one of a size is often handled in a way of its own
-                return None
-            if b > a:
-                place = max(place, (size - a) / (b - a))
-    return None if low == high else place
+def _saved(profile: Profile) -> int:
+    return sum(stage.saved_bytes for stage in profile.chain.stages)
+
+
+def _alike(one: Profile, other: Profile) -> bool:
+    try:
+        between([one, other], [Share(0.5, 0.5)] * 2)
+    except NotAlike:
+        return False
+    return True
+
+
+def _alone(sizes: Sizes, wanted: Sizes) -> bool:
+    """Whether one of `sizes` is 1, which is often handled in a way of its own, and that of `wanted` is not."""
+    return any(a == 1 != b for one, other in zip(sizes, wanted, strict=True) for a, b in zip(one, other, strict=True))
+
+
+def covering(points: Sequence[Sizes], costs: Sequence[float], wanted: Sizes) -> list[float] | None:
+    """Weights of `points` so that the sum of what these take is never below what `wanted` takes, whatever that is of
+    all that bytes may be: no more than a polynomial with no negative coefficient, at most the square of each size of a
+    tensor (attention's matrix). Of those, the weights of which the `costs` come to least; None where `wanted` has a
+    size that none of the points says anything of.
+
+    By duality of linear programs: weights are enough for every such polynomial where they are for each monomial. Sizes
+    are counted from half of the smallest, so that dimensions may also be less by a constant, as behind a convolution.
+    """
+    columns = [
+        [shape[d] for shape in shapes] for shapes in zip(*points, wanted, strict=True) for d in range(len(shapes[0]))
+    ]
+    tensors = [n for n, shape in enumerate(wanted) for _ in shape]
+    degrees: dict[tuple[float, ...], Counter[int]] = {}  # sizes that vary together, and in how many dimensions of each
+    floors: dict[tuple[float, ...], float] = {}
+    for tensor, column in zip(tensors, columns, strict=True):
+        least, most = min(column), max(column)
+        if least == most:
+            continue
+        if len(set(column[:-1])) == 1 and column[-1] > column[0]:
+            return None
+        kind = tuple(round((size - least) / (most - least), 9) for size in column)
+        degrees.setdefault(kind, Counter())[tensor] += 1
+        floors[kind] = min(floors.get(kind, math.inf), least / 2 / (most - least))
+    if math.prod(1 + SQUARE * max(counts.values()) for counts in degrees.values()) > MONOMIALS:
+        return None
+    monomials = np.ones((1, len(points) + 1))
+    for kind, counts in degrees.items():
+        sizes = (np.array(kind) + floors[kind]) / (1 + floors[kind])
+        powers = [sizes**n for n in range(1 + SQUARE * max(counts.values()))]
+        monomials = np.concatenate([monomials * power for power in powers])
+    known, asked = monomials[:, :-1], monomials[:, -1]
+    weights = _least(known, asked, np.array(costs, dtype=float) / max(1.0, *costs))
+    weights[weights < EXACT] = 0.0
+    return [float(w) for w in weights * max(1.0, float((asked / (known @ weights)).max()))]
+
+
+def _least(known: Array, asked: Array, costs: Array) -> Array:
+    """The x >= 0 with known @ x >= asked and the least costs @ x, by the simplex method on the dual problem."""
+    rows, columns = known.shape
+    table = np.block([[known.T, np.eye(columns), costs[:, None]], [-asked, np.zeros(columns + 1)]])
+    for _ in range(PIVOTS):
+        entering = int(table[-1, :-1].argmin())
+        if table[-1, entering] >= -EXACT:
+            break
+        rising = table[:-1, entering]
+        ratios = np.where(rising > EXACT, table[:-1, -1] / np.maximum(rising, EXACT), np.inf)
+        leaving = int(ratios.argmin())
+        table[leaving] /= table[leaving, entering]
+        others = np.arange(columns + 1) != leaving
+        table[others] -= np.outer(table[others, entering], table[leaving])
+    return np.array(table[-1, rows : rows + columns])
 
 
 def covers(high: Sizes, sizes: Sizes) -> bool:
@@ -167,11 +233,6 @@ def halves(value: Any) -> list[Any]:
 def volume(sizes: Sizes) -> int:
     """Elements of the largest tensor."""
     return max(math.prod(shape) for shape in sizes)
-
-
-def _degree(low: Sizes, high: Sizes) -> int:
-    """Of bytes along the line: at most the square of each size of a tensor that grows, as of attention's matrix."""
-    return 2 * max(sum(b > a for a, b in zip(one, other, strict=True)) for one, other in zip(low, high, strict=True))
 
 
 def _all_but_sizes(shape: Sequence[int], *more: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 import threading
 import time
 import weakref
@@ -30,9 +29,11 @@ from ..capture.outside import without_checkpoints
 from ..capture.recording import same_calls
 from ..capture.undo import undone
 from ..core.chain import Stage
+from ..core.sequence import OpKind
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache
+from ..io.progress import Bar
 from ..profile.measure import Progress, measure
 from ..profile.profile import Profile
 from ..profile.provenance import provenance
@@ -57,7 +58,8 @@ _MEASURING = threading.RLock()
 _OF_ONE_SIGNATURE = 8  # courses that are kept
 _FAMILIES = 8  # kinds of input, and states of the model, of which sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
-_SEVERAL = 2  # sizes measured before a word is said of it
+_SEVERAL = 2  # sizes measured before a word is said of it, and forms that no plan uses are left out
+LOOSE = 1.2  # times its own bytes: what a size is charged with before it counts as too much
 _STAGES = 20_000  # of all courses that are kept, a few kilobytes each
 
 
@@ -65,7 +67,8 @@ _STAGES = 20_000  # of all courses that are kept, a few kilobytes each
 class Specialization:
     """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its
     input. measure_again: whether steps have become others than this one; left: whether the last step that was to take
-    it did not; missed: how many did not, and patience: after how many all courses known are made one."""
+    it did not; missed: how many did not, and patience: after how many all courses known are made one. loose: how many
+    times what its steps may take the profile charges, where it follows from other sizes."""
 
     profile: Profile
     captured: strategy.Captured
@@ -78,6 +81,7 @@ class Specialization:
     _astray: dict[int, int] = field(default_factory=dict)
     missed: int = 0
     patience: int = 4
+    loose: float = 1.0
 
     @property
     def planned(self) -> Profile:
@@ -172,18 +176,23 @@ class Specializations:
     def measure(
         self,
         value: Any,
-        progress: Progress | None,
+        progress: Progress | bool | None,
         repeats: int | None,
         timed: bool = True,
         also: Sequence[Specialization] = (),
     ) -> Specialization:
         """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the
-        place of the courses `also`, and is of what those do, too."""
+        place of the courses `also`, and is of what those do, too. progress: as of `Checkpointable.measure`."""
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
-            with undone(self._model), without_checkpoints(), self._lender() as lender:
-                captured, profile = self._measure_here(value, progress, repeats, timed, also, lender)
+            with undone(self._model), without_checkpoints(), self._lender() as lender, Bar("measuring") as bar:
+                told = (
+                    (lambda done, of, name: bar(done / max(1, of), name))
+                    if progress is None or progress is True
+                    else progress
+                )
+                captured, profile = self._measure_here(value, told or None, repeats, timed, also, lender)
             found.append(captured)
             return profile
 
@@ -192,7 +201,8 @@ class Specializations:
             settle_buffers(self._model, self.device)
         with _MEASURING:
             profile = measure_here() if self._group is None else agree_on_profile(measure_here, self._group)
-        logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        logger.info("rotoff: measured %d stages in %.1f s", len(profile.chain), seconds)
         course = self.latest = Specialization(profile, found[0])
         course.hint = _constants(value)
         key = signature(value, self._model)
@@ -202,7 +212,9 @@ class Specializations:
         known.appendleft(course)
         if self._varies:
             family, sizes = _family(key)
-            self._sizes.setdefault(family, MeasuredSizes()).add(sizes, course)
+            several = self._sizes.setdefault(family, MeasuredSizes())
+            several.add(sizes, course)
+            several.owed, several.price = 0.0, seconds / volume(sizes)
             while len(self._sizes) > _FAMILIES:
                 self._sizes.pop(next(iter(self._sizes)))
             self._rounded = {
@@ -225,35 +237,43 @@ class Specializations:
         if not self._varies or measured is None or self.request.planner is not None:
             return None
         for wanted in dict.fromkeys((rounded(sizes), sizes)):  # which may fit where a rounded one does not
-            course = self._rounded.get((family, wanted)) or self._made_between(measured, wanted, sizes)
+            course = self._rounded.get((family, wanted)) or self._made_between(measured, wanted)
             if course is not None:
-                if all(
-                    course is not one for one in measured
-                ):  # which may hold for less than all that round to the same
-                    self._rounded[family, wanted] = course
+                self._rounded[family, wanted] = course
                 self._known[key] = deque([course], maxlen=_OF_ONE_SIGNATURE)
                 self._drop()
                 return course
         return None
 
-    def _made_between(
-        self, measured: MeasuredSizes[Specialization], wanted: Sizes, sizes: Sizes
-    ) -> Specialization | None:
-        """A course with a plan for all sizes up to `wanted`, of which `sizes` are one."""
-        near = measured.near(wanted, sizes)
+    def _made_between(self, measured: MeasuredSizes[Specialization], wanted: Sizes) -> Specialization | None:
+        """A course with a plan for all sizes up to `wanted`."""
+        assert self.request is not None
+        near = measured.near(wanted)
         if near is None:
             return None
-        if near.profile is near.like.profile:
-            course = near.like
-        else:
-            course = Specialization(near.profile, near.like.captured, hint=near.like.hint)
-        if course.plan is None:
-            assert self.request is not None
-            try:
-                course.plan = make_plan(course.profile, self.request, near=self._plans(measured, course.profile))
-            except InfeasibleError:
-                return None  # what it takes may be less than what it is charged with
+        kept = reported_bytes(near.profile, plan_everything(near.profile, self.request.plain))
+        if len(measured) == 1 and near.loose >= LOOSE and kept > self.request.mem_limit:
+            return None  # two that were measured tell much more than one
+        course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
+        try:
+            known = self._plans(measured, course.profile)
+            course.plan = make_plan(course.profile, self.request, near=known, thorough=not known)
+        except InfeasibleError:
+            return None  # what it takes may be less than what it is charged with
         return course
+
+    def _too_loose(self, course: Specialization, key: Any) -> bool:
+        """Whether it is time to measure the size of this step: steps have taken longer by as much as that costs, since
+        they were planned for more bytes than they take."""
+        if course.loose < LOOSE or course.plan is None:
+            return False
+        family, sizes = _family(key)
+        measured = self._sizes.get(family)
+        if measured is None:
+            return False
+        more = course.plan.trace.makespan - course.profile.chain.compute_time
+        measured.owed += max(0.0, more)
+        return more > 0 and measured.owed > measured.price * volume(sizes)
 
     def _plans(self, measured: MeasuredSizes[Specialization], profile: Profile) -> list[tuple[Profile, ExecutionPlan]]:
         """Those made for the sizes nearest to that of `profile`."""
@@ -331,15 +351,34 @@ class Specializations:
                 self._model.eval()
 
     def _other_sizes(self, value: Any) -> tuple[Specialization | None, KnownTimes | None]:
-        """What was measured last at other sizes, and the times that it and others tell of."""
+        """What was measured last at other sizes, and the times that it and others tell of; from the third size on only of
+        forms that plans use, where these need more than the plain model."""
         family, sizes = _family(signature(value, self._model))
         measured = self._sizes.get(family)
         if measured is None:
             return None, None
-        near = measured.near(sizes, sizes, math.inf)
+        near = measured.near(sizes)
         if near is not None:
-            return measured.last, known_times(near.profile)
-        return measured.last, known_times(measured.last.profile, volume(sizes) / volume(measured.sizes[-1]))
+            times = known_times(near.profile)
+        else:
+            times = known_times(measured.last.profile, volume(sizes) / volume(measured.sizes[-1]))
+        used: set[Any] = set()
+        planned = [one for one in measured if one.plan is not None and not one.plan.keeps_all]
+        for one in planned:
+            assert one.plan is not None
+            used.update(
+                (op.stage, one.profile.behaviours[op.stage - 1].forms[op.form - 1].identity)
+                for op in one.plan.sequence.ops
+                if op.kind is OpKind.F_SEL
+            )
+        if planned and len(measured) >= _SEVERAL:
+            times = times._replace(
+                stages=tuple(
+                    row._replace(forms=tuple(form for form in row.forms if (i, form.identity) in used))
+                    for i, row in enumerate(times.stages, start=1)
+                )
+            )
+        return measured.last, times
 
     def measure_up_to(self, value: Any, request: Request) -> None:
         """Measure on the largest input `value`, and on halves of it, so that smaller ones are known as well.
@@ -398,7 +437,7 @@ class Specializations:
             )
 
         def fits(step: int) -> bool:
-            near = self._sizes[family].near(at(step), at(step))
+            near = self._sizes[family].near(at(step))
             return near is not None and least_limit(near.profile, request) <= request.mem_limit
 
         most = max(b - a for one, other in zip(low, high, strict=True) for a, b in zip(one, other, strict=True))
@@ -436,7 +475,11 @@ class Specializations:
                 course.measure_again = False
                 course = self.measure(value, None, None, timed=False)
         if course is None:
+            self._say_larger(key)
             course = self._between_sizes(value, key)
+        if course is not None and can_measure and self._too_loose(course, key):
+            course = None
+            del self._known[key]
         if course is None:
             if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
                 return None
@@ -479,17 +522,21 @@ class Specializations:
         else:
             course.plan = replace(course.plan, lets_go=self.lets_go)
 
+    def _say_larger(self, key: Any) -> None:
+        """In the log: that an input is larger than announced."""
+        family, sizes = _family(key)
+        if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):
+            logger.warning(
+                "rotoff: the input %s is larger than up_to, so it is planned now, and measured if need be",
+                [list(one) for one in sizes],
+            )
+
     def _say_new(self, key: Any) -> None:
         """In the log: that an input of a new kind or size is measured; once, how to measure less often."""
         told = ", ".join(f"{dtype.removeprefix('torch.')} {list(shape)}" for shape, dtype, *_ in key[0])
         logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", told)
         family, sizes = _family(key)
         known = self._sizes.get(family)
-        if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):
-            logger.warning(
-                "rotoff: the input %s is larger than up_to, so it is measured and planned now",
-                [list(one) for one in sizes],
-            )
         if known is None or len(known) < _SEVERAL or self._told_sizes:
             return
         self._told_sizes = True
@@ -501,8 +548,8 @@ class Specializations:
             f"dimension {d} of tensor {n}: {', '.join(str(one[n][d]) for one in every)}" for n, d in varying[:4]
         )
         logger.warning(
-            "rotoff: the input's sizes vary (%s). Sizes between two that were measured cost nothing, larger ones are measured; so measure"
-            " the largest ahead, by model.measure(*largest)",
+            "rotoff: the input's sizes vary (%s). Most are planned from those that were measured; larger ones may have to be"
+            " measured, too, so announce the largest, by compute_sequence(limit, up_to=largest)",
             told,
         )
 

@@ -1,12 +1,11 @@
-"""The profile of an input size that was not measured, from the profiles of two that were.
+"""The profile of an input size that was not measured, from the profiles of some that were.
 
-Bytes of a tensor are a product of sizes, and bytes at a moment of the step are a sum of those. Along the straight line
-from one input's sizes to larger ones, such a sum is a polynomial with no negative coefficient, so it is convex, and the
-chord between two measured profiles is never below it. Beyond the larger one the polynomial is bounded by its degree.
-All fields of a profile are taken from the chord together: what one field subtracts from another it subtracts there,
-too. Times follow the straight line.
+Bytes of a tensor are a product of sizes, bytes at a moment of the step are a sum of those, and a peak is the largest
+of such sums. What weights of measured profiles are never below any of these is for who chooses them
+(`planning.sizes`). All fields of a profile are taken with the same weights: what one field subtracts from another it
+subtracts there, too.
 
-What must be the same at both sizes is compared: stages, what each saves, changes and draws, which of its tensors share
+What must be the same at all sizes is compared: stages, what each saves, changes and draws, which of its tensors share
 storages, and how its smaller forms are made again. Where anything differs there is no profile in between, and the new
 size is measured.
 """
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.chain import Chain, Stage
+from ..core.chain import Stage
 from ..errors import ChainError
 from ..tensors.recipe import Constant, Recipe, Stored, Unread
 from ..tensors.stage import Behaviour, StageModule
@@ -30,7 +29,10 @@ from .memory.skips import Skip
 from .profile import Profile
 
 SUBTRACTED = (Skip, FreedEarly)  # parts of other fields, which their sum must not exceed
-ROUNDING = 64  # bytes of a stage that whole numbers on the chord may be short of
+ROUNDING = 64  # bytes of a stage that whole numbers may be short of
+# what a step of any size has in common: what moves bytes and what the runtime takes for a tensor
+OF_FIRST = ("meta", "d2h_bandwidth", "h2d_bandwidth", "copy_bandwidth", "upkeep_times", "host_bound")
+PLACES = ("first", "last", "until", "enough")  # whole numbers that are no bytes
 
 
 class NotAlike(Exception):
@@ -38,85 +40,86 @@ class NotAlike(Exception):
 
 
 class Share(NamedTuple):
-    """Where a size lies on the line from a smaller one, 0, to a larger one, 1. bytes: of the difference in bytes, time:
-    in seconds."""
+    """What a measured profile counts for: its bytes, and its seconds."""
 
     bytes: float
     time: float
 
-    @classmethod
-    def at(cls, position: float, degree: int) -> Share:
-        """At `position` on the line. Beyond its end bytes are no more than if all of the difference were of
-        `degree`."""
-        return cls(position**degree if position > 1 else position, position)
 
-
-def between(low: Profile, high: Profile, share: Share) -> Profile:
-    """The profile at `share` of the way from `low` to `high`.
+def between(profiles: Sequence[Profile], shares: Sequence[Share]) -> Profile:
+    """The sum of the `shares` of `profiles`; the first one tells what is neither bytes nor seconds of the step.
 
     Raises:
         NotAlike: where they differ in more than bytes and seconds.
     """
-    low, high = _with_common_forms(low, high)
     try:
-        found: Profile = _mixed(low, high, share)
+        found: Profile = _mixed(_with_common_forms(profiles), shares)
     except ChainError as error:
         raise NotAlike(str(error)) from None
     return replace(found, unmanaged_bytes=found.unmanaged_bytes + ROUNDING * len(found.chain))
 
 
-def _mixed(low: Any, high: Any, share: Share, whole: Callable[[float], int] = math.ceil) -> Any:
-    kind = type(high)
-    if type(low) is not kind:
-        raise NotAlike(f"a {type(low).__name__} and a {kind.__name__}")
+def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[float], int] = math.ceil) -> Any:
+    first, kind = values[0], type(values[0])
+    if any(type(value) is not kind for value in values):
+        raise NotAlike(" and ".join(sorted({type(value).__name__ for value in values})))
     if kind is int:
-        return high if low == high else max(0, whole(low + (high - low) * share.bytes))
+        if all(value == first for value in values):
+            return first
+        return max(0, whole(sum(value * share.bytes for value, share in zip(values, shares, strict=True))))
     if kind is float:
-        return max(0.0, low + (high - low) * share.time)
+        return sum(value * share.time for value, share in zip(values, shares, strict=True))
     if kind is StageModule or kind is Recipe:
-        return high
-    if kind is Chain:
-        rest = {
-            f.name: _mixed(getattr(low, f.name), getattr(high, f.name), share) for f in fields(high) if f.name != "meta"
-        }
-        return replace(high, **rest)
+        return first
     if kind in SUBTRACTED:
         whole = math.floor
-    if is_dataclass(high) and not isinstance(high, type):
-        return replace(
-            high, **{f.name: _mixed(getattr(low, f.name), getattr(high, f.name), share, whole) for f in fields(high)}
-        )
-    if isinstance(high, tuple):
-        if len(low) != len(high):
-            raise NotAlike(f"{len(low)} and {len(high)} of {kind.__name__}")
-        mixed = [_mixed(a, b, share, whole) for a, b in zip(low, high, strict=True)]
-        return kind(*mixed) if hasattr(kind, "_fields") else tuple(mixed)
-    if isinstance(high, Mapping):
-        if low.keys() != high.keys():
+    names = [f.name for f in fields(first)] if is_dataclass(first) else getattr(kind, "_fields", ())
+    if names:
+        rows = {name: [getattr(value, name) for value in values] for name in names}
+        if any(name in PLACES and any(one != row[0] for one in row) for name, row in rows.items()):
+            raise NotAlike(f"places in several {kind.__name__}")
+        mixed = {name: row[0] if name in OF_FIRST else _mixed(row, shares, whole) for name, row in rows.items()}
+        return kind(**mixed) if hasattr(kind, "_fields") else replace(first, **mixed)
+    if isinstance(first, tuple):
+        if any(len(value) != len(first) for value in values):
+            raise NotAlike(f"{sorted({len(value) for value in values})} of {kind.__name__}")
+        return tuple(_mixed(row, shares, whole) for row in zip(*values, strict=True))
+    if isinstance(first, Mapping):
+        if any(value.keys() != first.keys() for value in values):
             raise NotAlike("other keys")
-        return {key: _mixed(low[key], value, share) for key, value in high.items()}
-    if low is not high and (isinstance(high, nn.Module | torch.Tensor) or low != high):
-        raise NotAlike(f"{low!r} and {high!r}"[:200])
-    return high
+        return {key: _mixed([value[key] for value in values], shares, whole) for key in first}
+    compared = not isinstance(first, nn.Module | torch.Tensor)
+    if any(value is not first and not (compared and value == first) for value in values):
+        raise NotAlike(f"{values!r}"[:200])
+    return first
 
 
 # -- smaller forms
 
 
-def _with_common_forms(low: Profile, high: Profile) -> tuple[Profile, Profile]:
-    """Both with the forms alone that each stage has at both sizes, whose redo runs and hands on the same operations."""
-    if len(low.behaviours) != len(high.behaviours):
-        raise NotAlike(f"{len(low.behaviours)} and {len(high.behaviours)} stages")
-    pairs = [_common(a.forms, b.forms) for a, b in zip(low.behaviours, high.behaviours, strict=True)]
-    return _keeping(low, [[i for i, _ in rows] for rows in pairs]), _keeping(
-        high, [[j for _, j in rows] for rows in pairs]
-    )
+def _with_common_forms(profiles: Sequence[Profile]) -> list[Profile]:
+    """All with the forms alone that each stage has at every size, whose redo runs and hands on the same operations."""
+    counts = {len(profile.behaviours) for profile in profiles}
+    if len(counts) > 1:
+        raise NotAlike(f"{sorted(counts)} stages")
+    rows = [
+        _common([behaviour.forms for behaviour in stage])
+        for stage in zip(*(profile.behaviours for profile in profiles), strict=True)
+    ]
+    return [_keeping(profile, [[of[n] for of in row] for row in rows]) for n, profile in enumerate(profiles)]
 
 
-def _common(low: Sequence[Recipe], high: Sequence[Recipe]) -> list[tuple[int, int]]:
-    places = {recipe.identity: i for i, recipe in enumerate(low)}
-    found = [(places.get(recipe.identity), j) for j, recipe in enumerate(high)]
-    return [(i, j) for i, j in found if i is not None and _same_redo(low[i], high[j])]
+def _common(forms: Sequence[Sequence[Recipe]]) -> list[list[int]]:
+    """Of each form that all have, its number in each."""
+    places = [{recipe.identity: n for n, recipe in enumerate(one)} for one in forms]
+    return [
+        [at[recipe.identity] for at in places]
+        for recipe in forms[0]
+        if all(
+            recipe.identity in at and _same_redo(recipe, one[at[recipe.identity]])
+            for at, one in zip(places, forms, strict=True)
+        )
+    ]
 
 
 def _same_redo(a: Recipe, b: Recipe) -> bool:

@@ -76,6 +76,7 @@ def measure(
     meter.begin(value)
     meter.samples_upkeep = known is None or known.upkeep is None
     meter.checked = known.heaviest if known is not None else None
+    meter.warm = device.type == "cpu" and known is not None and not known.checked
     waiting = {(row.name, n): row for n, row in enumerate(known.stages if known else ())}
     measured: list[Measured] = []
     prefix = 0  # groups up to the last one whose output needs no gradient

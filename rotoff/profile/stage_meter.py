@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.mutations import ChangedAttributes, ChangedBuffers
+from ..capture.operations import OperationLog
 from ..capture.sharding import gathers
 from ..core.chain import Stage
 from ..errors import MeasureError
@@ -133,6 +134,7 @@ class Meter:
         self._measured: dict[Any, Measured] = {}  # likewise
         self._upkeep = UpkeepMeter()
         self.samples_upkeep = True
+        self.warm = False  # whether the stages have run in this process, and need no workspaces of a new size
         self.checked: StageTimes | None = None  # known times of the stage that tells whether they still hold
 
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
@@ -172,7 +174,8 @@ class Meter:
         elif kind in self._measured and (known is None or known is not self.checked):
             measured = self._measured[kind].of(stage)
         else:
-            backward(get_edges(outputs), ones(outputs), run.targets(leaves))
+            if not self.warm:
+                backward(get_edges(outputs), ones(outputs), run.targets(leaves))
             del outputs, leaves
             if self.bench.device.type == "cuda" and not any(gathers(module) for module in stage.modules):
                 self._replay(run)
@@ -244,7 +247,8 @@ class Meter:
         back, noncontiguous_grad_bytes = self._backward(run, outputs)
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
         dropping = self._dropping(run, shapes)
-        end = self._end(run, kinds)
+        operations = self._recorded(run, kinds)
+        end = self._end(kinds, operations)
         timings = None if known else self._times(run, end)
         if known is not None and known is self.checked:
             check_times(known, self._looked_at(run))
@@ -281,7 +285,8 @@ class Meter:
         )
         reason = "switched off" if self._forms is None else "the last stage needs none"
         if self._forms is not None and not run.last:
-            found = self._forms.find(WholeStage(run, costs, behaviour, carried_bytes), known.forms if known else None)
+            whole = WholeStage(run, costs, behaviour, carried_bytes)
+            found = self._forms.find(whole, known.forms if known else None, operations)
             costs, reason = replace(costs, forms=found.forms), found.reason
             behaviour = replace(behaviour, forms=found.recipes)
         if self.samples_upkeep:
@@ -365,19 +370,23 @@ class Meter:
         """What the runtime itself takes, by the stages measured so far."""
         return self._upkeep.times()
 
-    def _end(self, run: Run, kinds: Sequence[SavedKind]) -> End:
-        """Where a replay may end. A stage that is compiled or gathers parameters may have something to do at its end,
-        and so has one with an operation that autograd saves an argument of before it is written (the noise of
-        ``rrelu``)."""
-        own = [n for n, kind in enumerate(kinds) if kind is SavedKind.OWN]
-        if not own or unfit(run.stage) is not None:
-            return End()
+    def _recorded(self, run: Run, kinds: Sequence[SavedKind]) -> OperationLog | None:
+        """The operations of a forward, where they matter and can be seen."""
+        if SavedKind.OWN not in kinds or unfit(run.stage) is not None:
+            return None
         try:
             log = self.bench.recorded(run)
         except Exception:  # a forward may break in any way under a dispatch mode
+            return None
+        return log if len(log.packs) == len(kinds) else None
+
+    def _end(self, kinds: Sequence[SavedKind], log: OperationLog | None) -> End:
+        """Where a replay may end. A stage that is compiled or gathers parameters may have something to do at its end,
+        and so has one with an operation that autograd saves an argument of before it is written (the noise of
+        ``rrelu``)."""
+        if log is None:
             return End()
-        if len(log.packs) != len(kinds):
-            return End()
+        own = [n for n, kind in enumerate(kinds) if kind is SavedKind.OWN]
         behind = log.operations[log.packs[own[-1]].before :]
         storages = {log.packs[n].storage for n in own}
         if None in storages or storages & {storage for op in behind for storage in op.writes}:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 
 from ...errors import MeasureError
@@ -56,6 +57,11 @@ class AllocationLog:
     def level(self) -> int:
         """Bytes held at the end above the start."""
         return sum(event.size for event in self.events)
+
+    def before(self, name: str) -> AllocationLog:
+        """The events before the mark named `name`."""
+        at = next(n for n, event in enumerate(self.events) if event.mark == name)
+        return AllocationLog(self.events[:at])
 
     def after(self, name: str) -> AllocationLog:
         """The events after the mark named `name`."""
@@ -197,11 +203,12 @@ def _walk(roots: Iterable[Any], device: torch.device) -> Iterable[tuple[int, All
     while todo:
         node = todo.pop()
         todo.extend(node.children)
-        if node.tag.name == "Allocation":
+        tag = node.tag  # each field of a node is looked up anew
+        if tag == _EventType.Allocation:
             fields = node.extra_fields
             if fields.device.type == device.type and (
                 device.index is None or fields.device.index in (device.index, -1)
             ):
                 yield node.start_time_ns, Allocation(fields.ptr, fields.alloc_size)
-        elif node.name.startswith(_MARK):
-            yield node.start_time_ns, Allocation(0, 0, node.name[len(_MARK) :])
+        elif tag == _EventType.TorchOp and (name := node.name).startswith(_MARK):
+            yield node.start_time_ns, Allocation(0, 0, name[len(_MARK) :])

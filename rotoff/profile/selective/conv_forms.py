@@ -62,10 +62,9 @@ def find_conv_forms(
         trial = VariantRun(stage, replace(base[1], algorithms=by), bench)
         if (known and trial.recipe.identity not in known) or not _runs(stage.run, trial):
             return
-        forward_transient, backward_peak = trial.forward_bytes()[1], trial.backward_peak()
-        form = Form(base[0].saved_bytes, 0.0, forward_transient, backward_peak)
-        forward_freed = base[0].forward_transient_bytes - forward_transient
-        backward_freed = max(made, base[0].backward_transient_bytes) - max(made, backward_peak)
+        form = replace(trial.costs(0.0), saved_bytes=base[0].saved_bytes)
+        forward_freed = base[0].forward_transient_bytes - form.forward_transient_bytes
+        backward_freed = max(made, base[0].backward_transient_bytes) - max(made, form.backward_transient_bytes)
         if max(forward_freed, backward_freed) >= max(1.0, stage.worth):
             found.append((form, trial))
 

@@ -67,14 +67,16 @@ class FormMeter:
         self._algorithms = tuple(algorithms)
         self._shared: dict[Any, tuple[Stage, FoundForms]] = {}
 
-    def find(self, stage: WholeStage, times: KnownForms | None = None) -> FoundForms:
-        """Forms of `stage`. times: of its forms, where they are known."""
+    def find(
+        self, stage: WholeStage, times: KnownForms | None = None, recorded: OperationLog | None = None
+    ) -> FoundForms:
+        """Forms of `stage`. times: of its forms, where they are known. recorded: its operations, where they are."""
         try:
-            return self._found(stage, times)
+            return self._found(stage, times, recorded)
         except torch.OutOfMemoryError:  # a form beside what it is compared with takes more than the stage's step does
             return FoundForms(reason="the device has too little memory left to measure them")
 
-    def _found(self, stage: WholeStage, times: KnownForms | None) -> FoundForms:
+    def _found(self, stage: WholeStage, times: KnownForms | None, recorded: OperationLog | None) -> FoundForms:
         run, costs, behaviour = stage.run, stage.costs, stage.behaviour
         if times == ():
             return FoundForms(reason="none was found when its times were measured")
@@ -86,7 +88,9 @@ class FormMeter:
         if no_parts and not self._algorithms:
             return FoundForms(reason=no_parts)
         try:
-            logs = [self.bench.recorded(run) for _ in range(self.recorded)]
+            logs = [recorded] if recorded is not None else []
+            while len(logs) < (self.recorded if times is None else 1):
+                logs.append(self.bench.recorded(run))
         except (
             Exception
         ) as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
@@ -108,7 +112,8 @@ class FormMeter:
             choices = []
         elif times is not None:
             own = {n for n, kind in enumerate(behaviour.saved) if kind is SavedKind.OWN}
-            choices = [graph.choice(kept) for kept, algorithms in known if not algorithms and own > set(kept)]
+            chosen = [graph.choice(kept) for kept, algorithms in known if not algorithms and own > set(kept)]
+            choices = [choice for choice in chosen if choice is not None]
         else:
             choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= stage.worth]
         pairs, reason = self._measured(stage, choices, known)
@@ -141,9 +146,8 @@ class FormMeter:
         )
         pairs: list[tuple[Form, Recipe]] = []
         for trial, seconds in zip(trials, known, strict=True):
-            saved_bytes, forward_transient = trial.forward_bytes()
             seconds = stage.costs.backward_time + next(redos) if seconds is None else seconds
-            pairs.append((Form(saved_bytes, seconds, forward_transient, trial.backward_peak()), trial.recipe))
+            pairs.append((trial.costs(seconds), trial.recipe))
         return pairs, reason
 
     # -- what an estimate has another way for

@@ -64,27 +64,26 @@ class VariantRun:
         """What the backward of the last forward gives gradients of; parameters come last."""
         return self._run.targets(self._leaves)
 
-    def forward_bytes(self) -> tuple[int, int]:
-        """(saved bytes, forward transient bytes)."""
-        allocator = self._bench.allocator
-        (outputs, step), log = allocator.log(self.forward)
-        live = log.live()
-        kept = {allocator.address(t) for t in (*outputs, *step.stored(1))}
-        saved = sum(size for ptr, size in live.items() if ptr in kept)
-        return saved + self._carried_bytes, max(0, log.peak() - sum(live.values()) - self._carried_bytes)
-
-    def backward_peak(self) -> int:
-        """Bytes above what ā and δ_i hold while ``B`` runs, its redo included; as `BackwardBytes.peak`."""
+    def costs(self, backward_time: float) -> Form:
+        """The form, of which ``B`` takes `backward_time`. What its backward holds is above what ā and δ_i do, its redo
+        included; as `BackwardBytes.peak`."""
+        allocator, kept = self._bench.allocator, set[int]()
 
         def step() -> Gradients:
-            outputs, _ = self.forward()
+            outputs, made = self.forward()
+            kept.update(allocator.address(t) for t in (*outputs, *made.stored(1)))
+            allocator.mark("forward")
             start = handed_over(outputs, ones(outputs))
-            self._bench.allocator.mark("backward")
+            allocator.mark("backward")
             del outputs
             return backward(*start, self.targets())
 
-        _, log, ends = log_backward(self._bench.allocator, self._run.parameters, step)
-        return log.after("backward").peak(ends)
+        _, log, ends = log_backward(allocator, self._run.parameters, step)
+        forward = log.before("forward")
+        live = forward.live()
+        saved = sum(size for ptr, size in live.items() if ptr in kept)
+        transient = max(0, forward.peak() - sum(live.values()) - self._carried_bytes)
+        return Form(saved + self._carried_bytes, backward_time, transient, log.after("backward").peak(ends))
 
 
 def _plan_of_one(*before: Op) -> ExecutionPlan:

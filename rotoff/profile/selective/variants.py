@@ -298,11 +298,12 @@ class StageGraph:
         points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0), MOST)
         return [Choice(self.recipe(kept), nbytes, seconds) for kept, nbytes, seconds in points]
 
-    def choice(self, slots: Iterable[int]) -> Choice:
-        """The form that stores the saved tensors number `slots`."""
+    def choice(self, slots: Iterable[int]) -> Choice | None:
+        """The form that stores the saved tensors number `slots`; None where that is all, as what is copied at one size
+        is not at another."""
         kept = frozenset(s for n in slots if n in self._packs and (s := self._packs[n].storage) is not None)
         kept, nbytes, seconds = self._point(kept | self.given)
-        return Choice(self.recipe(kept), nbytes, seconds)
+        return None if kept >= self.saved else Choice(self.recipe(kept), nbytes, seconds)
 
 
 Point = tuple[frozenset[int], int, float]
