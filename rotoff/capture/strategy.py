@@ -32,6 +32,7 @@ from .partition import cuts
 from .recorder import UnrecordableError, check_arguments
 from .recording import Call, record
 from .tape import Tape
+from .undo import BeforeStep
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
 CURE = (
@@ -68,13 +69,9 @@ class Captured:
         last = replace(self.stages[-1], modules=(*self.stages[-1].modules, starts))
         return replace(self, stages=[*self.stages[:-1], last], starts=starts)
 
-    def plain(self, forward: Callable[..., Any], value: Any) -> Any:
-        """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the
-        stages."""
-        return self.started(self.own(forward, value))
-
     def own(self, forward: Callable[..., Any], value: Any) -> Any:
-        """`plain`, with every output in its graph."""
+        """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the
+        stages, and every output in its graph."""
         args, kwargs = ((value,), {}) if self.cached is None else value
         with switched_off(self.cached or ()):
             return forward(*args, **kwargs)
@@ -186,6 +183,7 @@ def capture(
     forward: Callable[..., Any] | None = None,
     known: Sequence[Tape] = (),
     like: Tape | None = None,
+    in_step: BeforeStep | None = None,
 ) -> Captured:
     """The stages of `model` for inputs like `value`, a result of `chain_input`; the model is left as it was.
 
@@ -194,7 +192,7 @@ def capture(
             ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it
                 is.
         known: what other forwards of it did; the stages are for those, too. like: what one did for inputs of other
-            sizes.
+            sizes. in_step: how all was before the step of which `forward` is called, once; it leaves what it leaves.
 
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.
@@ -207,7 +205,7 @@ def capture(
     cached = () if kwargs.get("use_cache") else tuple(caches(model))
     try:
         with switched_off(cached):
-            call = Call(model, forward or model, args, kwargs, device, known, like)
+            call = Call(model, forward or model, args, kwargs, device, known, like, in_step)
             tape = _recorded(call, [model.get_submodule(name) for name in names])
     except UncuttableError:
         raise
@@ -234,7 +232,7 @@ def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
     """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it
     succeeds."""
     varying: list[nn.Module] = []
-    opaque: set[nn.Module] = set()
+    opaque: set[nn.Module] = set() if call.in_step is None else call.in_step.opaque
     while True:
         try:
             tape = record(call, whole, varying)

@@ -147,19 +147,25 @@ class StageTape:
         for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
             tensor.requires_grad_(needs)
         try:
-            for call, dying in self._to_make(returned, everything or wanted is not None):
-                self.running_dead = call.dead
-                result = _made(call, values, changed)
-                for var, tensor in zip(call.outputs, tensors_of(result), strict=False):
-                    if var is not None:
-                        values[var] = tensor
-                result = tensor = None  # type: ignore[assignment]  # which are in the way of what they made
-                for var in dying:
-                    values.pop(var, None)
+            self._make(self._to_make(returned, everything or wanted is not None), values, changed)
         finally:
             for tensor, needs in switched:
                 tensor.requires_grad_(not needs)
         return [values[var] for var in returned]
+
+    def _make(
+        self, calls: Sequence[tuple[Call, list[Var]]], values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]
+    ) -> None:
+        """Make `calls`, and let go of what no later one needs."""
+        for call, dying in calls:
+            self.running_dead = call.dead
+            result = _made(call, values, changed)
+            for var, tensor in zip(call.outputs, tensors_of(result), strict=False):
+                if var is not None:
+                    values[var] = tensor
+            result = tensor = None  # type: ignore[assignment]  # which are in the way of what they made
+            for var in dying:
+                values.pop(var, None)
 
     def _switched(self) -> list[tuple[torch.Tensor, bool]]:
         """The parameters that now are otherwise than then, and whether they needed a gradient; raises where a constant
