@@ -44,7 +44,7 @@ from ..profile.timing.timing_cache import KnownTimes, TimesChanged, find_times, 
 from ..runtime.execution_plan import ExecutionPlan
 from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
-from ..runtime.taped_forward import TapedForward
+from ..runtime.taped_forward import TapedForward, UntapedError
 from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
@@ -339,8 +339,14 @@ class Specializations:
             return taped.run(lambda: forward(*args, **kwargs))
 
         captured = strategy.capture(self._model, value, device, self._options.stages, run, known, like, taped.before)
-        if captured.tape is not None:
+        if captured.tape is None:
+            return captured
+        try:
             taped.let_go(captured.tape)
+        except UntapedError:
+            taped.before.put_back()
+            with undone(self._model):
+                return self._captured(value, device, known, like, None)
         return captured
 
     def _other_sizes(self, value: Any) -> tuple[Specialization | None, KnownTimes | None]:
@@ -441,7 +447,8 @@ class Specializations:
             return self._made_one(value, also, taped) if also else self.measure(value, None, None, False, (), taped)
 
         try:
-            return self._taken(value, measured_here), taped
+            course = self._taken(value, measured_here)
+            return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:
                 taped.before.put_back()

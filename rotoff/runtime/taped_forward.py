@@ -25,11 +25,15 @@ from .call_interception import as_call_of, following
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
 from .replay import ReplayState, Surroundings
-from .stage_tape import TAG, Call, StageTape, Var, tensors_of
+from .stage_tape import TAG, Call, StageTape, Var, autocast_now, tensors_of
 
 FIRST = 1  # the one stage that there is
 _HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 CURE = "; measure the model before training, by model.measure(*sample)"
+
+
+class UntapedError(Exception):
+    """A forward did what no tape holds: it has to be run again."""
 
 
 class _Span(NamedTuple):
@@ -78,11 +82,14 @@ class _Taping(LiveForward):
         self.reads.places = {storage_key(tensor): n for n, tensor in enumerate(given)}
         self.spans: list[_Span] = []
         self._opaque = opaque
+        self.asked_nodes = False  # of the graph: hooks on them, and backward hooks of modules, are on no tape
         tape.inputs = [vars(tensor)[TAG] for tensor in given]
         self.begin_stage(FIRST, tape, replay.mark)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().call(function, args, kwargs)
+        if isinstance(result, torch.autograd.graph.Node) and not self.inside:
+            self.asked_nodes = True
         if not self.inside and getattr(function, "__name__", "") in _HOOKS:
             named = [self._reference([], FIRST, one) for one in args]
             self.tape.calls.append(Call(function, named, kwargs, (), None))
@@ -141,10 +148,13 @@ class TapedForward:
 
     Use it in a training step whose course is not known: `run` calls the model's own code; `let_go` forgets the graph
     that it made; and `again` makes the same calls, in the graph of the planned step.
+
+    before: how all was. usable: whether the tape is whole.
     """
 
     def __init__(self, model: nn.Module, value: Any, device: torch.device) -> None:
         self.before = BeforeStep(model, device)
+        self.usable = False
         self._device = device
         self._given = flatten(value)[0]
         self._live: _Taping | None = None
@@ -161,6 +171,8 @@ class TapedForward:
         self._replay = ReplayState(surroundings, ())
         self._tape = _WholeTape("of the whole model")
         self._live = _Taping(self._replay, surroundings, self._given, self._tape, self.before.opaque)
+        if torch._C._is_any_autocast_enabled():
+            self._live.autocast_before = autocast_now()
         with following(self._live):
             self._result = forward()
         return self._result
@@ -169,14 +181,14 @@ class TapedForward:
         """Forget the graph of what was run, and `recorded`.
 
         Raises:
-            MeasureError: where the forward cannot be run from its tape.
+            UntapedError: where the tape does not hold all that the forward did.
         """
         live, tape = self._live, self._tape
         assert live is not None
-        if tape.lost or any(isinstance(what, Var) and now.requires_grad for what, now in tape.before.values()):
-            raise MeasureError(
-                "the forward changes its input in place, which cannot be repeated in the step that measures it" + CURE
-            )
+        changed = any(isinstance(what, Var) and now.requires_grad for what, now in tape.before.values())
+        if tape.lost or changed or live.asked_nodes:
+            raise UntapedError
+        self.usable = True
         self._attributes = attributes = recorded.attributes
         left = self._result, [vars(module)[name] for module, name in attributes]
         self._result = None
