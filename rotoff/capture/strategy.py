@@ -223,12 +223,22 @@ def capture(
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found = cuts.stages(tape, count, names)
     how = "recorded operations, cut " + (
-        "where the named modules end, which run as they are" if names else "where few bytes cross"
+        "where the named modules end" if names else "where few bytes cross"
     )
     return Captured(found, how, bool(tape.attributes), cached, tape=tape)
 
 
-def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
+def _recorded(call: Call, named: Sequence[nn.Module]) -> Tape:
+    """A recording; where one that looks into the modules `named` fails, one that takes them whole."""
+    try:
+        return _looked_into(call, ())
+    except MeasureError:
+        if not named:
+            raise
+    return _looked_into(call, named)
+
+
+def _looked_into(call: Call, whole: Sequence[nn.Module]) -> Tape:
     """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it
     succeeds."""
     varying: list[nn.Module] = []
