@@ -222,9 +222,7 @@ def capture(
         raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found = cuts.stages(tape, count, names)
-    how = "recorded operations, cut " + (
-        "where the named modules end" if names else "where few bytes cross"
-    )
+    how = "recorded operations, cut " + ("where the named modules end" if names else "where few bytes cross")
     return Captured(found, how, bool(tape.attributes), cached, tape=tape)
 
 
