@@ -15,8 +15,8 @@ weak references, so recording takes about what a forward without gradients does.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from .outside import other_generators, put_other_generators, seen_calls
 from .partition.weight_casts import share
 from .recorder import Recorder, check_arguments
 from .tape import NOTHING, Tape
-from .undo import BeforeStep
 from .union import union
 from .unrepeatable import UnrepeatableError
 
@@ -41,11 +40,25 @@ DRAWS = 32  # recordings of a forward that goes by chance, at most
 CALM = 6  # of those in a row that show nothing new, after which there are no more
 
 
+class InStep(Protocol):
+    """The forward of a step, which is run once and leaves what it leaves.
+
+    opaque: modules whose calls were found not to be told apart; a call of theirs is one.
+    """
+
+    opaque: set[nn.Module]
+
+    def watched(self) -> AbstractContextManager[None]:
+        """What its calls are made in."""
+
+    def put_back(self) -> None:
+        """Have all as it was before."""
+
+
 class Call(NamedTuple):
     """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`. known: what other such calls
     did, which this one may do, too. like: what one with inputs of other sizes did: a forward that does the same is run
-    once. in_step: how all was before the step of which this is the forward, run once; it leaves what it leaves, unless it
-    fails."""
+    once. in_step: what is to be done where this is the forward of a step."""
 
     model: nn.Module
     forward: Callable[..., Any]
@@ -54,7 +67,7 @@ class Call(NamedTuple):
     device: torch.device
     known: Sequence[Tape] = ()
     like: Tape | None = None
-    in_step: BeforeStep | None = None
+    in_step: InStep | None = None
 
 
 def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn.Module] = ()) -> Tape:
@@ -161,6 +174,7 @@ def _once(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Modul
         recorder.begin(given)
         try:
             with (
+                nullcontext() if call.in_step is None else call.in_step.watched(),
                 saved_tensors_hooks(recorder.saves, _never),
                 seen_calls(recorder.called, recorder.applied),
                 recorder.casts.counting(),

@@ -30,9 +30,8 @@ from .backward_roots import BackwardStarts
 from .caches import caches, switched_off
 from .partition import cuts
 from .recorder import UnrecordableError, check_arguments
-from .recording import Call, record
+from .recording import Call, InStep, record
 from .tape import Tape
-from .undo import BeforeStep
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
 CURE = (
@@ -178,7 +177,7 @@ def capture(
     forward: Callable[..., Any] | None = None,
     known: Sequence[Tape] = (),
     like: Tape | None = None,
-    in_step: BeforeStep | None = None,
+    in_step: InStep | None = None,
 ) -> Captured:
     """The stages of `model` for inputs like `value`, a result of `chain_input`; the model is left as it was.
 
@@ -187,7 +186,7 @@ def capture(
             ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it
                 is.
         known: what other forwards of it did; the stages are for those, too. like: what one did for inputs of other
-            sizes. in_step: how all was before the step of which `forward` is called, once; it leaves what it leaves.
+            sizes. in_step: where `forward` is that of a step.
 
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.

@@ -46,14 +46,10 @@ class _Before:
 
 
 class BeforeStep(_Before):
-    """What a model and the generators were before a step, to be put back where the step cannot be made.
-
-    opaque: modules whose calls were found not to be told apart; a call of theirs is one.
-    """
+    """What a model and the generators were before a step, to be put back where the step cannot be made."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model)
-        self.opaque: set[nn.Module] = set()
         self._generators = Generators(device)
         self._states = self._generators.states()
         self._buffers = BufferCopies(buffers_of(model))

@@ -336,15 +336,16 @@ class Specializations:
             return strategy.capture(self._model, value, device, self._options.stages, forward, known, like)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return taped.run(lambda: forward(*args, **kwargs))
+            taped.result = forward(*args, **kwargs)
+            return taped.result
 
-        captured = strategy.capture(self._model, value, device, self._options.stages, run, known, like, taped.before)
+        captured = strategy.capture(self._model, value, device, self._options.stages, run, known, like, taped)
         if captured.tape is None:
             return captured
         try:
             taped.let_go(captured.tape)
         except UntapedError:
-            taped.before.put_back()
+            taped.put_back()
             with undone(self._model):
                 return self._captured(value, device, known, like, None)
         return captured
@@ -451,7 +452,7 @@ class Specializations:
             return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:
-                taped.before.put_back()
+                taped.put_back()
             raise
 
     def _taken(self, value: Any, measured_here: Callable[..., Specialization]) -> Specialization | None:

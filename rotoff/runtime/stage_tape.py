@@ -135,6 +135,18 @@ class StageTape:
         """
         switched = self._switched()
         returned = self.outputs if wanted is None else wanted
+        values, changed = self._found(given)
+        for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
+            tensor.requires_grad_(needs)
+        try:
+            self._make(self._to_make(returned, everything or wanted is not None), values, changed)
+        finally:
+            for tensor, needs in switched:
+                tensor.requires_grad_(not needs)
+        return [values[var] for var in returned]
+
+    def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
+        """The tensors that a run starts from, and by id those that take the place of others."""
         values: dict[Var, torch.Tensor] = dict(zip(self.inputs, given, strict=True))
         changed = self.brought()
         for key, (what, content) in self.before.items():
@@ -144,14 +156,7 @@ class StageTape:
                 values[what] = clone
             else:
                 changed[key] = clone  # type: ignore[index]
-        for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
-            tensor.requires_grad_(needs)
-        try:
-            self._make(self._to_make(returned, everything or wanted is not None), values, changed)
-        finally:
-            for tensor, needs in switched:
-                tensor.requires_grad_(not needs)
-        return [values[var] for var in returned]
+        return values, changed
 
     def _make(
         self, calls: Sequence[tuple[Call, list[Var]]], values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]

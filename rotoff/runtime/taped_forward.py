@@ -7,7 +7,8 @@ then measured and planned, and the planned step runs the tape in place of the mo
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,6 +121,10 @@ class _WholeTape(StageTape):
 
     spans: Sequence[_Span] = ()
 
+    def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
+        with torch._C.DisableTorchFunction():  # no calls of the model's own
+            return super()._found(given)
+
     def _make(
         self,
         calls: Sequence[tuple[Call, list[Var]]],
@@ -146,36 +151,42 @@ class _WholeTape(StageTape):
 class TapedForward:
     """One forward of the model's own code on the tensors `given`, and what runs its tape.
 
-    Use it in a training step whose course is not known: `run` calls the model's own code; `let_go` forgets the graph
-    that it made; and `again` makes the same calls, in the graph of the planned step.
+    Use it in a training step whose course is not known: run the model's own code while it is `watched`; `let_go` forgets
+    the graph that it made; and `again` makes the same calls, in the graph of the planned step.
 
-    before: how all was. usable: whether the tape is whole.
+    result: what the model's own code returned. usable: whether the tape is whole. opaque: modules whose calls cannot be
+    told apart; a call of theirs is one.
     """
 
     def __init__(self, model: nn.Module, value: Any, device: torch.device) -> None:
-        self.before = BeforeStep(model, device)
+        self.opaque: set[nn.Module] = set()
         self.usable = False
+        self.result: Any = None
+        self._before = BeforeStep(model, device)
         self._device = device
         self._given = flatten(value)[0]
         self._live: _Taping | None = None
-        self._result: Any = None
         self._leaves: list[Any] = []
         self._spec: pytree.TreeSpec | None = None
         self._attributes: Sequence[tuple[nn.Module, str]] = ()
         self._stashed: list[Var] = []  # tensors that the model's own code holds elsewhere
         self._exchanged: list[tuple[Var, torch.Tensor]] = []  # and what is to take their place
 
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """What `forward` returns, which is the model's own; once more, where the last one could not be recorded."""
+    def put_back(self) -> None:
+        """Have the model and the generators as they were."""
+        self._before.put_back()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, the calls of the model's own forward are put on a new tape."""
         surroundings = Surroundings(self._device)
         self._replay = ReplayState(surroundings, ())
         self._tape = _WholeTape("of the whole model")
-        self._live = _Taping(self._replay, surroundings, self._given, self._tape, self.before.opaque)
+        self._live = _Taping(self._replay, surroundings, self._given, self._tape, self.opaque)
         if torch._C._is_any_autocast_enabled():
             self._live.autocast_before = autocast_now()
         with following(self._live):
-            self._result = forward()
-        return self._result
+            yield
 
     def let_go(self, recorded: Tape) -> None:
         """Forget the graph of what was run, and `recorded`.
@@ -190,8 +201,8 @@ class TapedForward:
             raise UntapedError
         self.usable = True
         self._attributes = attributes = recorded.attributes
-        left = self._result, [vars(module)[name] for module, name in attributes]
-        self._result = None
+        left = self.result, [vars(module)[name] for module, name in attributes]
+        self.result = None
         found, self._spec = pytree.tree_flatten(left)
         for leaf in found:
             var = vars(leaf).get(TAG) if isinstance(leaf, torch.Tensor) else None
