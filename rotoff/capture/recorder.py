@@ -222,15 +222,23 @@ class Recorder(TorchFunctionMode):
             return iter(self.call(torch.unbind, args, {}))
         return self.call(func, args, kwargs)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `function` and note it; nothing that is called meanwhile is seen."""
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run `function`, as `run` does, and note it; nothing that is called meanwhile is seen."""
         self._inside = True
         try:
-            return self._noted(function, args, kwargs)
+            return self._noted(function, args, kwargs, run or function)
         finally:
             self._inside = False
 
-    def _noted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _noted(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
         name = getattr(function, "__name__", "")
         self._note_gone()
         generated = self._generators.states()
@@ -258,7 +266,7 @@ class Recorder(TorchFunctionMode):
         grad, autocast = torch.is_grad_enabled(), _autocast()
         self._saves.clear()
         with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
-            result = function(*args, **kwargs)
+            result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
@@ -340,14 +348,16 @@ class Recorder(TorchFunctionMode):
             self._place.pop()
             self._places.leave()
 
-    def applied(self, apply: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    def applied(
+        self, apply: Callable[..., Any], original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """In place of a custom Function's or a scripted function's call."""
         if self._inside or threading.get_ident() != self._thread:
-            return apply(*args, **kwargs)
+            return original(*args, **kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Module):
                 self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__})")
-        return self.call(apply, args, kwargs)
+        return self.call(apply, args, kwargs, original)
 
     def _reference(self, leaf: Any) -> Any:
         """What stands for `leaf` in an argument."""
