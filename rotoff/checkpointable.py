@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -519,15 +520,23 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training step, or `plain` where nothing is to be done."""
         value = strategy.chain_input(self._model, args, kwargs, self._options.stages)
-        course = self._courses.take(value)
+        course, taped = self._courses.take(value)
         if course is None:
             return plain(*args, **kwargs)
+        if taped is None:
+            return self._run(course, value, partial(course.captured.own, plain, value))
+        result = self._run(course, value, taped.again)
+        taped.exchange()
+        return result
+
+    def _run(self, course: Specialization, value: Any, own: Callable[[], Any]) -> Any:
+        """A training step of `course`, in which `own` is the model's own forward."""
         assert course.plan is not None
         profile, plan = course.planned, course.plan
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if plan.keeps_all and not self._check and recording is None:
-            return course.captured.plain(plain, value)
-        strategy.refuse_passed_by(self._model, attached=self._courses.plain is not None)
+            return course.captured.started(own())
+        strategy.refuse_passed_by()
         given = flatten(value)[0]
         if course.expected is None:
             for stage in profile.prefix:
@@ -561,7 +570,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             placement.takes(step)
         if course.expected is None:
             return course.captured.started(step.forward(value))
-        result = step.follow(course.expected, given, lambda: course.captured.own(plain, value))
+        result = step.follow(course.expected, given, own)
         self._courses.followed(course, step)
         return course.captured.started(result)
 

@@ -515,7 +515,7 @@ def test_a_changed_model_is_recorded_anew(change: str) -> None:
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_named_stages_run_as_they_are(by_name: bool) -> None:
+def test_named_modules_are_the_stages(by_name: bool) -> None:
     model = Masked()
     batch = (torch.randn(16, 8), torch.arange(16) % 2 == 0)
     asked = [f"layers.{n}" for n in range(4)] if by_name else None

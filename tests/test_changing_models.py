@@ -15,5 +15,11 @@ def test_what_changes_between_steps_is_followed_or_refused(row: Row, mode: str) 
     assert is_right(row, said), said
 
 
+@pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
+def test_the_step_that_measures_is_the_plain_one(row: Row) -> None:
+    said = verdict(row, "joint", measured=False)
+    assert is_right(row, said), said
+
+
 def test_names_tell_rows_apart() -> None:
     assert len({row.name for row in TABLE}) == len(TABLE)

@@ -54,6 +54,10 @@ class KnownTensors:
             self.tables.append(tensor)
         return tensor  # a table that is no buffer
 
+    def forget(self) -> None:
+        """Give up the references to the tensors themselves."""
+        self._known.clear()
+
     def owners(self, tensor: torch.Tensor) -> tuple[Owned, ...]:
         """The model's own tensors that lie in the storage of `tensor`: itself, or what it is a view of."""
         return tuple(self._owners.get(key_of(tensor), ()))

@@ -15,10 +15,14 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpoints
 
+_APPLY = torch.autograd.Function.__dict__["apply"]
+_SCRIPTED: Any = torch.jit.ScriptFunction.__call__
+
 
 @contextmanager
 def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Iterator[None]:
-    """Within, calls go through `called(original, module, *args)` and `applied(original, function, *args)`."""
+    """Within, calls go through `called(original, module, *args)` and `applied(function, original, of, *args)`: `function`
+    is what PyTorch itself calls, `original` what is there now."""
     call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
     scripted: Any = torch.jit.ScriptFunction
     script_call = scripted.__call__
@@ -27,10 +31,10 @@ def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Itera
         return called(call, module, *args, **kwargs)
 
     def wrapped_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return applied(apply.__get__(None, cls), cls, *args, **kwargs)
+        return applied(_APPLY.__get__(None, cls), apply.__get__(None, cls), cls, *args, **kwargs)
 
     def wrapped_script(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return applied(partial(script_call, function), function, *args, **kwargs)
+        return applied(partial(_SCRIPTED, function), partial(script_call, function), function, *args, **kwargs)
 
     nn.Module.__call__ = wrapped_call  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(wrapped_apply)  # type: ignore[method-assign,assignment]

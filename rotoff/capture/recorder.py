@@ -100,7 +100,8 @@ class Recorder(TorchFunctionMode):
     """Notes every call while it is active.
 
     Args:
-        whole, varying: modules that are not to be looked into; the work of those `varying` depends on data.
+        whole, varying: modules that are not to be looked into; the work of those `varying` depends on data. in_step:
+            whether what the forward leaves behind is to stay.
     """
 
     def __init__(
@@ -109,8 +110,10 @@ class Recorder(TorchFunctionMode):
         device: torch.device,
         whole: Collection[nn.Module],
         varying: Collection[nn.Module],
+        in_step: bool = False,
     ) -> None:
         super().__init__()
+        self._in_step = in_step
         self._varying = frozenset(varying)
         self._whole = self._varying.union(whole)
         self._sizes = DataSizes()
@@ -154,13 +157,16 @@ class Recorder(TorchFunctionMode):
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
-    def note_held(self) -> None:
-        """Take what is still there; the caller has the graph, and nothing else of what was returned. Its hooks go then,
-        so that one which has the tensor that it is on leaves no cycle."""
+    def finish(self) -> None:
+        """Take what is still there, where what was returned counts as gone; the caller has the graph."""
         known = {self.tape.variables[n].storage for n in (*self.tape.inputs, *self.tape.result_variables())}
         self.tape.held = self._tensors.there() - known
-        for handle in self._hooks:
+        if self._in_step:
+            self._tensors.forget()  # the graph's hooks hold this
+            return
+        for handle in self._hooks:  # one which has the tensor that it is on leaves a cycle
             handle.remove()
+        self._put_back()
 
     def saves(self, tensor: torch.Tensor) -> None:
         """In place of keeping what autograd saves."""
@@ -168,8 +174,10 @@ class Recorder(TorchFunctionMode):
         if storage is not None:
             self._saves.append((storage, tensor.untyped_storage().nbytes()))
 
-    def put_back(self) -> None:
-        """Give the attributes that every step sets what they held before."""
+    def _put_back(self) -> None:
+        """Give the attributes that every step sets what they held before, and generators their states."""
+        for generator, state in self.tape.generators:
+            generator.set_state(state)
         for module, name in self.tape.attributes:
             before = self._before[module]
             if name in before:
@@ -189,6 +197,8 @@ class Recorder(TorchFunctionMode):
             if not any(t.requires_grad and self._tensors.number(t) is not None for t in tensors):
                 continue
             if value is self._before[module].get(name, NOTHING):
+                if self._in_step:  # it is exchanged there
+                    continue
                 raise UncuttableError(
                     f"module {self._names[module]!r} ({type(module).__name__}) adds tensors of the graph to its attribute {name!r};"
                     " have its forward set the attribute anew, or the model return them"
@@ -212,15 +222,23 @@ class Recorder(TorchFunctionMode):
             return iter(self.call(torch.unbind, args, {}))
         return self.call(func, args, kwargs)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `function` and note it; nothing that is called meanwhile is seen."""
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run `function`, as `run` does, and note it; nothing that is called meanwhile is seen."""
         self._inside = True
         try:
-            return self._noted(function, args, kwargs)
+            return self._noted(function, args, kwargs, run or function)
         finally:
             self._inside = False
 
-    def _noted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _noted(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
         name = getattr(function, "__name__", "")
         self._note_gone()
         generated = self._generators.states()
@@ -233,7 +251,9 @@ class Recorder(TorchFunctionMode):
             what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
             self._leave_to_module(what, [at for at in self._place if not self._taken_whole(at[0])], opaque=True)
             self._refuse(what, kind=UnrecordableError)
-        self.tape.generators += [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, torch.Generator) and all(one is not known for known, _ in self.tape.generators):
+                self.tape.generators.append((one, one.get_state()))
         if (objection := self._parameters.objection(function, args, kwargs)) is not None:
             self._refuse(*objection, UnrepeatableError)
         if (hooks := foreign_hooks()) is not None:
@@ -246,7 +266,7 @@ class Recorder(TorchFunctionMode):
         grad, autocast = torch.is_grad_enabled(), _autocast()
         self._saves.clear()
         with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
-            result = function(*args, **kwargs)
+            result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
@@ -328,14 +348,16 @@ class Recorder(TorchFunctionMode):
             self._place.pop()
             self._places.leave()
 
-    def applied(self, apply: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    def applied(
+        self, apply: Callable[..., Any], original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """In place of a custom Function's or a scripted function's call."""
         if self._inside or threading.get_ident() != self._thread:
-            return apply(*args, **kwargs)
+            return original(*args, **kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Module):
                 self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__})")
-        return self.call(apply, args, kwargs)
+        return self.call(apply, args, kwargs, original)
 
     def _reference(self, leaf: Any) -> Any:
         """What stands for `leaf` in an argument."""

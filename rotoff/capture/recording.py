@@ -15,7 +15,8 @@ weak references, so recording takes about what a forward without gradients does.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
-from ..tensors.buffers import buffers_preserved, preserved
+from ..tensors.buffers import buffers_of, buffers_preserved, preserved
 from ..tensors.rng import Generators
 from ..tensors.storage import copied
 from ..tensors.tree import flatten
@@ -39,10 +40,25 @@ DRAWS = 32  # recordings of a forward that goes by chance, at most
 CALM = 6  # of those in a row that show nothing new, after which there are no more
 
 
+class InStep(Protocol):
+    """The forward of a step, which is run once and leaves what it leaves.
+
+    opaque: modules whose calls were found not to be told apart; a call of theirs is one.
+    """
+
+    opaque: set[nn.Module]
+
+    def watched(self) -> AbstractContextManager[None]:
+        """What its calls are made in."""
+
+    def put_back(self) -> None:
+        """Have all as it was before."""
+
+
 class Call(NamedTuple):
     """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`. known: what other such calls
     did, which this one may do, too. like: what one with inputs of other sizes did: a forward that does the same is run
-    once."""
+    once. in_step: what is to be done where this is the forward of a step."""
 
     model: nn.Module
     forward: Callable[..., Any]
@@ -51,6 +67,7 @@ class Call(NamedTuple):
     device: torch.device
     known: Sequence[Tape] = ()
     like: Tape | None = None
+    in_step: InStep | None = None
 
 
 def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn.Module] = ()) -> Tape:
@@ -64,6 +81,16 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
             be well if some modules were taken whole.
     """
     drawn = other_generators()
+    if call.in_step:
+        try:
+            tape = _once(call, whole, varying)
+        except BaseException:
+            call.in_step.put_back()
+            raise
+        tape.random = _goes_by_chance(tape) or drawn != other_generators()
+        tape = _with_known(call, tape)
+        share(tape)
+        return tape
     with preserved((), call.device):
         try:
             tape = _every_call(call, whole, varying)
@@ -91,15 +118,13 @@ def _every_call(call: Call, whole: Collection[nn.Module], varying: Collection[nn
         again = _once(call, whole, varying)
         if not same_calls(tape, again):
             return again  # it goes by what the runs before have left, and not by chance
-    order = {name: n for n, (name, _) in enumerate(call.model.named_modules())}
-    for other in call.known:
-        tape = union(other, tape, order) or tape
+    tape = _with_known(call, tape)
     tape.random |= not alike or _goes_by_chance(tape) or python != other_generators()
     calm = 0 if tape.random else CALM
     draws = 0
     while calm < CALM and draws < DRAWS:
         draws += 1
-        both = union(tape, _once(call, whole, varying), order)
+        both = union(tape, _once(call, whole, varying), _order(call.model))
         if both is None:
             break
         if same_calls(tape, both):
@@ -107,6 +132,19 @@ def _every_call(call: Call, whole: Collection[nn.Module], varying: Collection[nn
         else:
             calm, tape = 0, both
     return tape
+
+
+def _with_known(call: Call, tape: Tape) -> Tape:
+    """`tape` with what other calls did."""
+    for other in call.known:
+        if (both := union(other, tape, _order(call.model))) is not None:
+            both.random = True
+            tape = both
+    return tape
+
+
+def _order(model: nn.Module) -> dict[str, int]:
+    return {name: n for n, (name, _) in enumerate(model.named_modules())}
 
 
 def _goes_by_chance(tape: Tape) -> bool:
@@ -128,20 +166,21 @@ def _once(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Modul
     model, forward, args, kwargs, device, *_ = call
     given, rebuild = flatten((args, kwargs))
     check_arguments((args, kwargs))
-    given = [copied(t).requires_grad_(t.requires_grad) for t in given]  # the forward may change them
-    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    with buffers_preserved(buffers), torch.enable_grad():
-        recorder = Recorder(model, device, whole, varying)
+    if not call.in_step:  # the forward may change them
+        given = [copied(t).requires_grad_(t.requires_grad) for t in given]
+        args, kwargs = rebuild(given)
+    with nullcontext() if call.in_step else buffers_preserved(buffers_of(model)), torch.enable_grad():
+        recorder = Recorder(model, device, whole, varying, call.in_step is not None)
         recorder.begin(given)
-        copied_args, copied_kwargs = rebuild(given)
         try:
             with (
+                nullcontext() if call.in_step is None else call.in_step.watched(),
                 saved_tensors_hooks(recorder.saves, _never),
                 seen_calls(recorder.called, recorder.applied),
                 recorder.casts.counting(),
                 recorder,
             ):
-                result = forward(*copied_args, **copied_kwargs)
+                result = forward(*args, **kwargs)
         except MeasureError:
             raise
         except Exception as error:
@@ -151,9 +190,8 @@ def _once(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Modul
         recorder.end(result)
         graph = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         del result
-        recorder.note_held()
+        recorder.finish()
         del graph
-        recorder.put_back()
     return recorder.tape
 
 

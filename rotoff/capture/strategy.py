@@ -1,10 +1,9 @@
-"""How a model is cut into stages: the way that fits it, tried in order.
+"""How a model is cut into stages: its forward is recorded (`recording`), and cut (`partition.cuts`).
 
-1. ``nn.Sequential``, unless asked for other stages: its modules (`sequential`); the chain's input is the one argument.
-2. Any model, recorded (`recording`): the operations of one forward, cut where few bytes cross; the chain's input is
-  (args,
-   kwargs) of the call. Modules that the user names are taken whole, and it is cut where they end (`cuts`). So are the
-   innermost ones whose work depends on data: a loop over the experts in use, a number computed that sets a shape.
+The modules of an ``nn.Sequential``, and those that the user names, end stages; any other model is cut where few bytes
+cross. Modules that cannot be looked into are taken whole: where a recording that looks into the named ones fails, those;
+and the innermost ones whose work depends on data (a loop over the experts in use, a number computed that sets a shape).
+The chain's input is (args, kwargs) of the call.
 """
 
 from __future__ import annotations
@@ -30,14 +29,11 @@ from .backward_roots import BackwardStarts
 from .caches import caches, switched_off
 from .partition import cuts
 from .recorder import UnrecordableError, check_arguments
-from .recording import Call, record
+from .recording import Call, InStep, record
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
-CURE = (
-    'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole, or make the'
-    " model an nn.Sequential of them"
-)
+CURE = 'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole'
 Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are
 
 
@@ -68,13 +64,9 @@ class Captured:
         last = replace(self.stages[-1], modules=(*self.stages[-1].modules, starts))
         return replace(self, stages=[*self.stages[:-1], last], starts=starts)
 
-    def plain(self, forward: Callable[..., Any], value: Any) -> Any:
-        """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the
-        stages."""
-        return self.started(self.own(forward, value))
-
     def own(self, forward: Callable[..., Any], value: Any) -> Any:
-        """`plain`, with every output in its graph."""
+        """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the
+        stages, and every output in its graph."""
         args, kwargs = ((value,), {}) if self.cached is None else value
         with switched_off(self.cached or ()):
             return forward(*args, **kwargs)
@@ -108,10 +100,6 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             " it was made from, in which parts may be scripted"
         )
     look_into((args, kwargs))
-    if is_sequential(model) and wanted is None:
-        if kwargs or len(args) != 1:
-            raise MeasureError("an nn.Sequential takes one positional argument: a tensor, or a tuple of tensors")
-        return args[0]
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -141,9 +129,8 @@ def read_sample(
     return sample, kwargs
 
 
-def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
-    """Raise MeasureError where hooks are registered that a planned step would pass by. attached: whether `model` itself
-    is called."""
+def refuse_passed_by() -> None:
+    """Raise MeasureError where hooks are registered that a planned step would pass by."""
     if _has_any_global_hook():
         raise MeasureError(
             "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what modules do"
@@ -151,16 +138,11 @@ def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
         )
     if (said := foreign_hooks()) is not None:
         raise MeasureError(f"the model {''.join(said)}")
-    if not attached and is_sequential(model) and sequential.hooked(model):
-        raise MeasureError(
-            "the nn.Sequential is hooked as a whole, and rotoff runs its modules; register the hook on the rotoff.Checkpointable"
-            " around it, or use rotoff.attach"
-        )
 
 
 def check_measurable(model: nn.Module, value: Any) -> None:
     """Raise MeasureError where `model` cannot be measured on `value` whatever its forward does."""
-    refuse_passed_by(model, attached=True)
+    refuse_passed_by()
     if torch.is_inference_mode_enabled():
         raise MeasureError(
             "the model cannot be measured within torch.inference_mode(); measure it outside, it switches gradients on"
@@ -185,8 +167,7 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             storage_key(tensor)  # so that a sparse one is refused here
     tensors = flatten(value)[0]
     refuse_packed(value, "the model's input")
-    if not tensors or not is_sequential(model):  # a Sequential may hand on anything beside tensors
-        check_arguments(value)
+    check_arguments(value)
     if not tensors:
         raise MeasureError(
             "the model's input holds no tensor that rotoff can see; pass tensors, or tuples, lists, dicts and dataclasses of them"
@@ -204,6 +185,7 @@ def capture(
     forward: Callable[..., Any] | None = None,
     known: Sequence[Tape] = (),
     like: Tape | None = None,
+    in_step: InStep | None = None,
 ) -> Captured:
     """The stages of `model` for inputs like `value`, a result of `chain_input`; the model is left as it was.
 
@@ -212,25 +194,25 @@ def capture(
             ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it
                 is.
         known: what other forwards of it did; the stages are for those, too. like: what one did for inputs of other
-            sizes.
+            sizes. in_step: where `forward` is that of a step.
 
     Raises:
         MeasureError: where no way fits; the sentence says what was tried and what to do.
     """
     check_measurable(model, value)
     if is_sequential(model) and wanted is None:
-        return Captured(sequential.stages(model), "the modules of an nn.Sequential")
-    names = named(model, wanted)
+        names = [stage.name for stage in sequential.stages(model)]
+    else:
+        names = named(model, wanted)
     args, kwargs = value
     cached = () if kwargs.get("use_cache") else tuple(caches(model))
     try:
         with switched_off(cached):
-            call = Call(model, forward or model, args, kwargs, device, known, like)
+            call = Call(model, forward or model, args, kwargs, device, known, like, in_step)
             tape = _recorded(call, [model.get_submodule(name) for name in names])
     except UncuttableError:
         raise
     except Exception as error:  # the model's own forward may fail in any way
-        tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
         said = reason[0] if reason else type(error).__name__
         cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) and not error.modules else CURE
@@ -239,20 +221,28 @@ def capture(
                 f"{type(error).__name__}: {said}",
                 f"see that model(*sample) runs by itself; where it does, {CURE}",
             )
-        raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
+        raise MeasureError(f"the model's forward cannot be recorded ({said}); {cure}") from error
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found = cuts.stages(tape, count, names)
-    how = "recorded operations, cut " + (
-        "where the named modules end, which run as they are" if names else "where few bytes cross"
-    )
+    how = "recorded operations, cut " + ("where the named modules end" if names else "where few bytes cross")
     return Captured(found, how, bool(tape.attributes), cached, tape=tape)
 
 
-def _recorded(call: Call, whole: Sequence[nn.Module]) -> Tape:
+def _recorded(call: Call, named: Sequence[nn.Module]) -> Tape:
+    """A recording; where one that looks into the modules `named` fails, one that takes them whole."""
+    try:
+        return _looked_into(call, ())
+    except MeasureError:
+        if not named:
+            raise
+    return _looked_into(call, named)
+
+
+def _looked_into(call: Call, whole: Sequence[nn.Module]) -> Tape:
     """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it
     succeeds."""
     varying: list[nn.Module] = []
-    opaque: set[nn.Module] = set()
+    opaque: set[nn.Module] = set() if call.in_step is None else call.in_step.opaque
     while True:
         try:
             tape = record(call, whole, varying)

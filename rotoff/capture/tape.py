@@ -108,7 +108,7 @@ class Tape:
     """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and
     their structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it
     returns and a list of what they hold. varying: modules taken whole of which the work depends on data. generators:
-    those that calls were given. tables: tensors among the arguments that were there before and are neither parameters
+    those that calls were given, each in the state in which it was found. tables: tensors among the arguments that were there before and are neither parameters
     nor buffers. called: the modules that were called, those within modules taken whole left out.  opaque: those of the
     modules taken whole whose calls cannot be told apart. entries: of each call of a module (and how many of it came
     before), the number of operations before it that make or change tensors. modules: those of the model. random:
@@ -123,7 +123,7 @@ class Tape:
     result_spec: pytree.TreeSpec | None = None
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     varying: frozenset[nn.Module] = frozenset()
-    generators: list[torch.Generator] = field(default_factory=list)
+    generators: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
     tables: list[torch.Tensor] = field(default_factory=list)
     called: set[nn.Module] = field(default_factory=set)
     opaque: set[nn.Module] = field(default_factory=set)

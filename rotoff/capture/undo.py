@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tensors.buffers import BufferCopies, buffers_of
+from ..tensors.rng import Generators
 from .outside import other_generators, put_other_generators
 from .unrepeatable import compiled
 
@@ -22,17 +24,40 @@ _DEPTH = 4  # of containers and objects within one another that are looked into
 def undone(model: nn.Module) -> Iterator[None]:
     """After the block the modules of `model` hold what they held before it, as do the containers, the objects and the
     tensors that are no buffers in their attributes; and Python's and NumPy's generators go on from where they were."""
-    drawn = other_generators()
-    before: dict[int, tuple[Any, Any]] = {}
-    for module in model.modules():
-        if not compiled(module):
-            _note(vars(module), before, 0)
+    before = _Before(model)
     try:
         yield
     finally:
-        for held, content in before.values():
+        before.put_back()
+
+
+class _Before:
+    def __init__(self, model: nn.Module) -> None:
+        self._drawn = other_generators()
+        self._held: dict[int, tuple[Any, Any]] = {}
+        for module in model.modules():
+            if not compiled(module):
+                _note(vars(module), self._held, 0)
+
+    def put_back(self) -> None:
+        for held, content in self._held.values():
             _put_back(held, content)
-        put_other_generators(drawn)
+        put_other_generators(self._drawn)
+
+
+class BeforeStep(_Before):
+    """What a model and the generators were before a step, to be put back where the step cannot be made."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model)
+        self._generators = Generators(device)
+        self._states = self._generators.states()
+        self._buffers = BufferCopies(buffers_of(model))
+
+    def put_back(self) -> None:
+        super().put_back()
+        self._generators.put(self._states)
+        self._buffers.put_back()
 
 
 def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:

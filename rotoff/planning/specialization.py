@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.outside import without_checkpoints
 from ..capture.recording import same_calls
+from ..capture.tape import Tape
 from ..capture.undo import undone
 from ..core.chain import Stage
 from ..core.sequence import OpKind
@@ -45,6 +46,7 @@ from ..runtime.execution_plan import ExecutionPlan
 from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
 from ..runtime.placed.lending import Lender, settle_buffers
+from ..runtime.taped_forward import TapedForward, UntapedError
 from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
@@ -180,19 +182,22 @@ class Specializations:
         repeats: int | None,
         timed: bool = True,
         also: Sequence[Specialization] = (),
+        taped: TapedForward | None = None,
     ) -> Specialization:
         """Measure on the chain's input `value`; times may be interpolated where not `timed`. What it finds takes the
-        place of the courses `also`, and is of what those do, too. progress: as of `Checkpointable.measure`."""
+        place of the courses `also`, and is of what those do, too. The model's own forward is that of the step which
+        `taped` is for, if any. progress: as of `Checkpointable.measure`."""
         found: list[strategy.Captured] = []
 
         def measure_here() -> Profile:
-            with undone(self._model), without_checkpoints(), self._lender() as lender, Bar("measuring") as bar:
+            undo = nullcontext() if taped else undone(self._model)
+            with undo, without_checkpoints(), self._lender() as lender, Bar("measuring") as bar:
                 told = (
                     (lambda done, of, name: bar(done / max(1, of), name))
                     if progress is None or progress is True
                     else progress
                 )
-                captured, profile = self._measure_here(value, told or None, repeats, timed, also, lender)
+                captured, profile = self._measure_here(value, told or None, repeats, timed, also, lender, taped)
             found.append(captured)
             return profile
 
@@ -296,6 +301,7 @@ class Specializations:
         timed: bool,
         also: Sequence[Specialization],
         lender: Lender | None,
+        taped: TapedForward | None,
     ) -> tuple[strategy.Captured, Profile]:
         device = self.device or device_of(self._model, value)
 
@@ -309,7 +315,7 @@ class Specializations:
             known = [one.captured.tape for one in also if one.captured.tape is not None]
             like, times = self._other_sizes(value) if self._varies and not timed and not also else (None, None)
             tape = None if like is None else like.captured.tape
-            captured = strategy.capture(self._model, value, device, self._options.stages, self.plain, known, tape)
+            captured = self._captured(value, device, known, tape, taped)
             captured = captured.starting(read_backward_from(self._options.backward_from))
             root = self._root()
             refuse_root_shards(self._model if root is None else root, captured.stages)
@@ -331,11 +337,13 @@ class Specializations:
                 return measure(captured.stages, value, meter, bandwidth, progress, times, named, merged)
 
             try:
-                profile = measured(between or kept)
+                with _unchanged(self._model, captured):
+                    profile = measured(between or kept)
             except TimesChanged as changed:
                 logger.info("rotoff: times from the cache are not used, since %s", changed)
                 kept = None
-                profile = measured(None)
+                with _unchanged(self._model, captured):
+                    profile = measured(None)
             if kept is None and between is None:
                 keep_times(self._cache, key, profile)
             meta = provenance(self._model, value, device)
@@ -349,6 +357,33 @@ class Specializations:
         finally:
             if not was_training:
                 self._model.eval()
+
+    def _captured(
+        self,
+        value: Any,
+        device: torch.device,
+        known: Sequence[Tape],
+        like: Tape | None,
+        taped: TapedForward | None,
+    ) -> strategy.Captured:
+        forward: Callable[..., Any] = self.plain or self._model
+        if taped is None:
+            return strategy.capture(self._model, value, device, self._options.stages, forward, known, like)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            taped.result = forward(*args, **kwargs)
+            return taped.result
+
+        captured = strategy.capture(self._model, value, device, self._options.stages, run, known, like, taped)
+        if captured.tape is None:
+            return captured
+        try:
+            taped.let_go(captured.tape)
+        except UntapedError:
+            taped.put_back()
+            with undone(self._model):
+                return self._captured(value, device, known, like, None)
+        return captured
 
     def _other_sizes(self, value: Any) -> tuple[Specialization | None, KnownTimes | None]:
         """What was measured last at other sizes, and the times that it and others tell of; from the third size on only of
@@ -455,9 +490,26 @@ class Specializations:
             if course is not self.latest:
                 course.plan = None
 
-    def take(self, value: Any) -> Specialization | None:
-        """The planned course for the chain's input `value`, measured where it is new; None where nothing needs a
-        gradient."""
+    def take(self, value: Any) -> tuple[Specialization | None, TapedForward | None]:
+        """The planned course for the chain's input `value`, None where nothing needs a gradient; and, where it is new,
+        the forward of this step by which it was measured."""
+        taped: TapedForward | None = None
+
+        def measured_here(also: deque[Specialization] | None = None) -> Specialization:
+            nonlocal taped
+            if not self._placed and self.device is None:
+                taped = TapedForward(self._model, value, device_of(self._model, value))
+            return self._made_one(value, also, taped) if also else self.measure(value, None, None, False, (), taped)
+
+        try:
+            course = self._taken(value, measured_here)
+            return course, taped if taped is not None and taped.usable else None
+        except BaseException:
+            if taped is not None:
+                taped.put_back()
+            raise
+
+    def _taken(self, value: Any, measured_here: Callable[..., Specialization]) -> Specialization | None:
         assert self.request is not None
         key, hint = signature(value, self._model), _constants(value)
         known = self._known.get(key, deque[Specialization]())
@@ -469,11 +521,11 @@ class Specializations:
         can_measure = self._group is not None or not torch.autograd._profiler_enabled()  # of which there can be one
         if course is not None and self._group is None and can_measure:
             if sum(one.missed for one in known) >= course.patience:
-                course = self._made_one(value, known)
+                course = measured_here(known)
             elif course.measure_again and len(known) < _OF_ONE_SIGNATURE:
                 logger.info("rotoff: measuring anew, since the model's forward has become another")
                 course.measure_again = False
-                course = self.measure(value, None, None, timed=False)
+                course = measured_here()
         if course is None:
             self._say_larger(key)
             course = self._between_sizes(value, key)
@@ -490,7 +542,7 @@ class Specializations:
                 )
                 return None
             self._say_new(key)
-            course = self.measure(value, None, None, timed=False)
+            course = measured_here()
         self._known.move_to_end(key)
         self._look_at_loop(course)
         if course.plan is None:
@@ -499,6 +551,11 @@ class Specializations:
             course.plan = make_plan(course.profile, self.request, self._group, near)
         self.latest = course
         return course
+
+    @property
+    def _placed(self) -> bool:
+        """Whether parameters are not where a forward finds them by itself."""
+        return self.request is not None and self.request.planner is not None
 
     def _look_at_loop(self, course: Specialization) -> None:
         """Plan the course anew where its last backward showed another loop, and keeping everything fits in only one."""
@@ -584,13 +641,13 @@ class Specializations:
             told,
         )
 
-    def _made_one(self, value: Any, known: deque[Specialization]) -> Specialization:
+    def _made_one(self, value: Any, known: deque[Specialization], taped: TapedForward | None) -> Specialization:
         """A course of all that those `known` do, and the forward for `value`, since steps go between them as they like;
         the first of them, where the limit is too small for that."""
         assert self.request is not None
         logger.info("rotoff: measuring for all that the model's forward does, since it goes another way in each step")
         before = list(known)
-        course = self.measure(value, None, None, timed=False, also=before)
+        course = self.measure(value, None, None, timed=False, also=before, taped=taped)
         course.patience = 2 * before[0].patience
         try:
             course.plan = make_plan(course.profile, self.request, self._group)
@@ -601,6 +658,19 @@ class Specializations:
                 one.missed, one.patience = 0, course.patience
             return before[0]
         return course
+
+
+@contextmanager
+def _unchanged(model: nn.Module, captured: strategy.Captured) -> Iterator[None]:
+    """After the block the model, and the generators that its forward uses, are as before it."""
+    generators = [] if captured.tape is None else [generator for generator, _ in captured.tape.generators]
+    states = [generator.get_state() for generator in generators]
+    try:
+        with undone(model):
+            yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _with_outside(profile: Profile, course: Course) -> Profile:
@@ -646,9 +716,7 @@ def signature(value: Any, model: nn.Module) -> Any:
     found = [p for module in todo for p in module._parameters.values() if p is not None]
     parameters = tuple([(p.shape, p.dtype, p.requires_grad) for p in found])
     modes = tuple([module.training for module in todo])
-    # the modules of an nn.Sequential are its stages, and run themselves
-    stages = tuple(modules) if strategy.is_sequential(model) else ()
-    return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
+    return shapes, autocast, parameters, modes, torch.get_default_dtype()
 
 
 def _same_calls(one: strategy.Captured, other: strategy.Captured) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -42,6 +42,12 @@ def _rotoff_called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if live is None or live.inside:
         return _own_call(module, *args, **kwargs)
     return live.called(_own_call, module, *args, **kwargs)
+
+
+def as_call_of(module: nn.Module, run: Callable[[], Any]) -> Any:
+    """What `run` returns, which is seen as a call of `module`."""
+    live = _FOLLOWED.live
+    return run() if live is None else live.called(lambda _: run(), module)
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -158,7 +158,7 @@ def _switch(modes: Sequence[tuple[nn.Module, str, bool]]) -> list[tuple[nn.Modul
             if module.training is not value:
                 before.append((module, name, not value))
                 module.training = value
-        elif (parameter := module._parameters.get(name)) is not None and parameter.requires_grad is not value:
+        elif (parameter := getattr(module, name, None)) is not None and parameter.requires_grad is not value:
             before.append((module, name, not value))
             parameter.requires_grad_(value)
     return before

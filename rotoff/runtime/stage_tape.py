@@ -135,6 +135,18 @@ class StageTape:
         """
         switched = self._switched()
         returned = self.outputs if wanted is None else wanted
+        values, changed = self._found(given)
+        for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
+            tensor.requires_grad_(needs)
+        try:
+            self._make(self._to_make(returned, everything or wanted is not None), values, changed)
+        finally:
+            for tensor, needs in switched:
+                tensor.requires_grad_(not needs)
+        return [values[var] for var in returned]
+
+    def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
+        """The tensors that a run starts from, and by id those that take the place of others."""
         values: dict[Var, torch.Tensor] = dict(zip(self.inputs, given, strict=True))
         changed = self.brought()
         for key, (what, content) in self.before.items():
@@ -144,22 +156,21 @@ class StageTape:
                 values[what] = clone
             else:
                 changed[key] = clone  # type: ignore[index]
-        for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
-            tensor.requires_grad_(needs)
-        try:
-            for call, dying in self._to_make(returned, everything or wanted is not None):
-                self.running_dead = call.dead
-                result = _made(call, values, changed)
-                for var, tensor in zip(call.outputs, tensors_of(result), strict=False):
-                    if var is not None:
-                        values[var] = tensor
-                result = tensor = None  # type: ignore[assignment]  # which are in the way of what they made
-                for var in dying:
-                    values.pop(var, None)
-        finally:
-            for tensor, needs in switched:
-                tensor.requires_grad_(not needs)
-        return [values[var] for var in returned]
+        return values, changed
+
+    def _make(
+        self, calls: Sequence[tuple[Call, list[Var]]], values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]
+    ) -> None:
+        """Make `calls`, and let go of what no later one needs."""
+        for call, dying in calls:
+            self.running_dead = call.dead
+            result = _made(call, values, changed)
+            for var, tensor in zip(call.outputs, tensors_of(result), strict=False):
+                if var is not None:
+                    values[var] = tensor
+            result = tensor = None  # type: ignore[assignment]  # which are in the way of what they made
+            for var in dying:
+                values.pop(var, None)
 
     def _switched(self) -> list[tuple[torch.Tensor, bool]]:
         """The parameters that now are otherwise than then, and whether they needed a gradient; raises where a constant

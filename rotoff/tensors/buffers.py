@@ -44,14 +44,29 @@ def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: to
 @contextmanager
 def buffers_preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
     """`preserved`, of buffers alone."""
-    saved = [(module, name, buffer, buffer.detach().clone(), _version(buffer)) for module, name, buffer in buffers]
+    copies = BufferCopies(buffers)
     try:
         yield
     finally:
+        copies.put_back()
+
+
+class BufferCopies:
+    """What is in `buffers`, each with its module and name, to be put back there in place."""
+
+    def __init__(self, buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
+        self._saved = [(module, name, one, one.detach().clone(), _version(one)) for module, name, one in buffers]
+
+    def put_back(self) -> None:
         with torch.no_grad():
-            for module, name, buffer, content, version in saved:
+            for module, name, buffer, content, version in self._saved:
                 if not same_content(buffer, content):
                     buffer.copy_(content)
                 if _version(buffer) != version:
                     torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
                 module._buffers[name] = buffer
+
+
+def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Every buffer of `model`, with its module and name."""
+    return [(m, name, one) for m in model.modules() for name, one in m._buffers.items() if one is not None]

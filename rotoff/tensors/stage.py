@@ -67,7 +67,7 @@ class StageModule:
         found: dict[tuple[nn.Module, str], bool] = {}
         for outer in self.modules:
             read = getattr(outer, "parameters_read", None)
-            every = ((module, name) for module in outer.modules() for name in module._parameters)
+            every = ((module, name) for module in outer.modules() for name, _ in module.named_parameters(recurse=False))
             for module, name in every if read is None else read():
                 if (parameter := module._parameters[name]) is not None:
                     found[module, name] = parameter.requires_grad
@@ -88,7 +88,7 @@ class StageModule:
         found: dict[tuple[nn.Module, str], None] = {}
         for outer in self.modules:
             read = getattr(outer, "buffers_read", None)
-            every = ((module, name) for module in outer.modules() for name in module._buffers)
+            every = ((module, name) for module in outer.modules() for name, _ in module.named_buffers(recurse=False))
             found.update(dict.fromkeys(every if read is None else read()))
         return found
 

@@ -115,14 +115,12 @@ class PlannedModes:
             f"the {format_bytes(usable)} that {self.device} has for training ({format_bytes(self.device_bytes)}, less"
             f" {MARGIN:.0%} for context and libraries)"
         )
-        if (
-            placed := min((row.step_time for row in self.placed if row.step_time is not None), default=None)
-        ) is not None:
-            if not (self.fits and self.mem_limit and self.keeps_limit):
-                return (
-                    f"fits with a device_limit, at {placed:.4g} s a step: {_parts(self.resident_bytes)} are more than {of},"
-                    " and partly lie on the host"
-                )
+        times = [row.step_time for row in self.placed if row.step_time is not None]
+        if times and not (self.fits and self.mem_limit and self.keeps_limit):
+            return (
+                f"fits with a device_limit, at {min(times):.4g} s a step: {_parts(self.resident_bytes)} are more than {of},"
+                " and partly lie on the host"
+            )
         if not self.fits:
             return f"DOES NOT FIT: {has}, more than {of}; {cure}"
         if not self.keeps_limit:

@@ -213,20 +213,24 @@ def moves_or_recomputes(sequence: rotoff.Sequence, mode: str) -> bool:
     return {"remat": recomputes, "offload": moves, "joint": recomputes or moves}[mode]
 
 
-def verdict(row: Row, mode: str) -> str:
-    """How `row` trains in `mode`: "equal", "wrong: ...", "refused: ...", "error: ..." or "no plan: ..."."""
+def verdict(row: Row, mode: str, measured: bool = True) -> str:
+    """How `row` trains in `mode`: "equal", "wrong: ...", "refused: ...", "error: ..." or "no plan: ...".
+
+    measured: whether the model has been measured before its first step; else that step measures it.
+    """
     expected = _plain(row)
 
     def train_it() -> str:
         net = fresh(row)
-        # Where parts of stages can be kept, whole ones are recomputed less; and finding them takes a third of the time.
-        run = rotoff.Checkpointable(net, cache_directory=None, stages=STAGES, forms=mode == "joint")
+        run = planned(row, net, mode)
         try:
-            seeded()
-            args, kwargs = row.call(0)
-            run.measure(*args, repeats=1, **kwargs)
-            if not plan(run, mode, row.room):
+            if run is None:
                 return "no plan: it keeps everything, as the plain model does"
+            if not measured:
+                limit = run.mem_limit
+                run.close()
+                net = fresh(row)
+                run = checkpointable(net, mode).compute_sequence(limit, mode=mode, refine=False)
             if row.again is not None:
                 row.again(net)
             for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
@@ -236,7 +240,8 @@ def verdict(row: Row, mode: str) -> str:
                         return f"wrong: {what} in step {n}{told}"
             return "equal"
         finally:
-            run.close()
+            if run is not None:
+                run.close()
 
     try:
         return by_itself(train_it)
@@ -244,6 +249,27 @@ def verdict(row: Row, mode: str) -> str:
         return f"refused: {error}"
     except Exception as error:  # what it says is the verdict
         return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def checkpointable(net: nn.Module, mode: str) -> rotoff.Checkpointable:
+    # Where parts of stages can be kept, whole ones are recomputed less; and finding them takes a third of the time.
+    return rotoff.Checkpointable(net, cache_directory=None, stages=STAGES, forms=mode == "joint")
+
+
+def planned(row: Row, net: nn.Module, mode: str) -> rotoff.Checkpointable | None:
+    """`net`, measured on what its first step gets, with a plan that `mode` shows in; None where there is no such."""
+    run = checkpointable(net, mode)
+    seeded()
+    args, kwargs = row.call(0)
+    try:
+        run.measure(*args, repeats=1, **kwargs)
+        if plan(run, mode, row.room):
+            return run
+    except BaseException:
+        run.close()
+        raise
+    run.close()
+    return None
 
 
 def is_right(row: Row, said: str) -> bool:

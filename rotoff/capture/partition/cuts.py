@@ -53,11 +53,16 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[S
         current = max(current, place.get(id(op), 0))
         if id(op) not in place and id(op) not in rest:
             needed.update((n, current) for n in op.reads)
-    return _modules(tape, pieces, bool(first), needed, lifetimes(tape, operations, first, place, len(pieces)))
+    return _modules(tape, names, pieces, bool(first), needed, lifetimes(tape, operations, first, place, len(pieces)))
 
 
 def _modules(
-    tape: Tape, pieces: list[list[Operation]], prepared: bool, needed: dict[int, int], lives: list[Lifetimes]
+    tape: Tape,
+    names: Sequence[str],
+    pieces: list[list[Operation]],
+    prepared: bool,
+    needed: dict[int, int],
+    lives: list[Lifetimes],
 ) -> list[StageModule]:
     last_use = needed | {n: len(pieces) for n in tape.result_variables()}
     for number, piece in enumerate(pieces):
@@ -71,7 +76,7 @@ def _modules(
             known.update(dict.fromkeys(_made(op)))
         final = number + 1 == len(pieces)
         leaves = [n for n in known if last_use.get(n, -1) > number]
-        name = "masks and tables" if prepared and number == 0 else _name(piece)
+        name = "masks and tables" if prepared and number == 0 else _name(piece, names)
         run = Segment(tape, piece, enters, None if final else leaves)
         storages = () if final else tuple(tape.variables[n].storage for n in leaves)
         found.append(StageModule(name, (run,), storages, lives[number]))
@@ -99,7 +104,8 @@ def _made(op: Operation) -> list[int]:
 @dataclass(frozen=True)
 class _Cost:
     """made: bytes of the storages that an operation adds. alive: (birth, bytes) of every storage that is needed after
-    it, its birth being the position of the operation that made it; None where no cut may be."""
+    it, its birth being the position of the operation that made it; none where all that crosses can be made first; None
+    where no cut may be."""
 
     made: int
     alive: tuple[tuple[int, int], ...] | None
@@ -164,7 +170,7 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
                 alive[storage] -= 1
                 if not alive[storage]:
                     del alive[storage]
-        free = None if welded[position] or views or not alive else tuple((births[s], sizes[s]) for s in alive)
+        free = None if welded[position] or views else tuple((births[s], sizes[s]) for s in alive)
         costs.append(_Cost(made[position], free))
     return costs
 
@@ -188,11 +194,7 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
     last, best, made = -1, None, 0
     for position, cost in enumerate(costs[:-1]):
         made += cost.made
-        if (
-            cost.alive is not None
-            and made >= share / 2
-            and (best is None or cost.price(last) <= costs[best].price(last))
-        ):
+        if cost.alive and made >= share / 2 and (best is None or cost.price(last) <= costs[best].price(last)):
             best = position
         if made < 1.5 * share or best is None:
             continue
@@ -283,9 +285,11 @@ def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts
     return found[::-1]
 
 
-def _name(piece: list[Operation]) -> str:
-    """The modules that a stage's operations begin and end in."""
-    named = [op.place[-1][0] for op in piece if op.place and op.place[-1][0]]
+def _name(piece: list[Operation], wanted: Sequence[str]) -> str:
+    """The modules that a stage's operations begin and end in: of those `wanted`, where there are any."""
+    named = [name for op in piece for name, _ in op.place if name in wanted]
+    if not named:
+        named = [op.place[-1][0] for op in piece if op.place and op.place[-1][0]]
     if not named:
         named = [op.name for op in piece] or ["output"]
     return named[0] if named[0] == named[-1] else f"{named[0]}..{named[-1]}"

@@ -67,14 +67,16 @@ class Segment(nn.Module):
         whole."""
         yield from ((module, name) for module, table, name in self._owned if table == "_parameters")
         for outer in self._whole:
-            yield from ((module, name) for module in outer.modules() for name in module._parameters)
+            yield from (
+                (module, name) for module in outer.modules() for name, _ in module.named_parameters(recurse=False)
+            )
 
     def buffers_read(self) -> Iterator[tuple[nn.Module, str]]:
         """(module, name) of the buffers that the operations read or write, and of those of modules that are called as a
         whole."""
         yield from ((module, name) for module, table, name in self._owned if table == "_buffers")
         for outer in self._whole:
-            yield from ((module, name) for module in outer.modules() for name in module._buffers)
+            yield from ((module, name) for module in outer.modules() for name, _ in module.named_buffers(recurse=False))
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Those whose buffers the operations read, and those that are called as a whole."""

@@ -69,6 +69,9 @@ class _Walk:
         head = f"{type(module).__module__}.{type(module).__qualname__}#{self._number(module)}"
         if not first:
             return head
+        if isinstance(module, torch.jit.ScriptModule):
+            stored = [self._stored(tensor) for tensor in (*module.parameters(), *module.buffers())]
+            return f"{head} {module.inlined_graph} training={module.training} {stored}"
         parts = [head, self._forward(type(module)), f"training={module.training}"]
         parts += [f"{name}:{self._stored(t)}" for name, t in module._parameters.items()]
         parts += [f"{name}={self._stored(t)}" for name, t in module._buffers.items()]
