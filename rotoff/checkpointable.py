@@ -536,7 +536,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if plan.keeps_all and not self._check and recording is None:
             return course.captured.started(own())
-        strategy.refuse_passed_by()
+        strategy.refuse_passed_by(self._model, attached=self._courses.plain is not None)
         given = flatten(value)[0]
         if course.expected is None:
             for stage in profile.prefix:

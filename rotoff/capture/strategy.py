@@ -1,9 +1,10 @@
-"""How a model is cut into stages: its forward is recorded (`recording`), and cut (`partition.cuts`).
+"""How a model is cut into stages: the way that fits it, tried in order.
 
-The modules of an ``nn.Sequential``, and those that the user names, end stages; any other model is cut where few bytes
-cross. Modules that cannot be looked into are taken whole: where a recording that looks into the named ones fails, those;
-and the innermost ones whose work depends on data (a loop over the experts in use, a number computed that sets a shape).
-The chain's input is (args, kwargs) of the call.
+1. ``nn.Sequential``, unless asked for other stages: its modules (`sequential`); the chain's input is the one argument.
+2. Any model, recorded (`recording`): the operations of one forward, cut where few bytes cross; the chain's input is
+  (args,
+   kwargs) of the call. Modules that the user names are taken whole, and it is cut where they end (`cuts`). So are the
+   innermost ones whose work depends on data: a loop over the experts in use, a number computed that sets a shape.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from .recording import Call, InStep, record
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
-CURE = 'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole'
+CURE = (
+    'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole, or make the'
+    " model an nn.Sequential of them"
+)
 Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are
 
 
@@ -129,8 +133,9 @@ def read_sample(
     return sample, kwargs
 
 
-def refuse_passed_by() -> None:
-    """Raise MeasureError where hooks are registered that a planned step would pass by."""
+def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
+    """Raise MeasureError where hooks are registered that a planned step would pass by. attached: whether `model` itself
+    is called."""
     if _has_any_global_hook():
         raise MeasureError(
             "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what modules do"
@@ -138,11 +143,16 @@ def refuse_passed_by() -> None:
         )
     if (said := foreign_hooks()) is not None:
         raise MeasureError(f"the model {''.join(said)}")
+    if not attached and is_sequential(model) and sequential.hooked(model):
+        raise MeasureError(
+            "the nn.Sequential is hooked as a whole, and rotoff runs its modules; register the hook on the rotoff.Checkpointable"
+            " around it, or use rotoff.attach"
+        )
 
 
 def check_measurable(model: nn.Module, value: Any) -> None:
     """Raise MeasureError where `model` cannot be measured on `value` whatever its forward does."""
-    refuse_passed_by()
+    refuse_passed_by(model, attached=True)
     if torch.is_inference_mode_enabled():
         raise MeasureError(
             "the model cannot be measured within torch.inference_mode(); measure it outside, it switches gradients on"
@@ -213,6 +223,7 @@ def capture(
     except UncuttableError:
         raise
     except Exception as error:  # the model's own forward may fail in any way
+        tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
         said = reason[0] if reason else type(error).__name__
         cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) and not error.modules else CURE
@@ -221,7 +232,7 @@ def capture(
                 f"{type(error).__name__}: {said}",
                 f"see that model(*sample) runs by itself; where it does, {CURE}",
             )
-        raise MeasureError(f"the model's forward cannot be recorded ({said}); {cure}") from error
+        raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found = cuts.stages(tape, count, names)
     how = "recorded operations, cut " + ("where the named modules end" if names else "where few bytes cross")
