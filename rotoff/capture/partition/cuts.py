@@ -194,7 +194,11 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
     last, best, made = -1, None, 0
     for position, cost in enumerate(costs[:-1]):
         made += cost.made
-        if cost.alive and made >= share / 2 and (best is None or cost.price(last) <= costs[best].price(last)):
+        if (
+            cost.alive
+            and made >= share / 2
+            and (best is None or cost.price(last) <= costs[best].price(last))
+        ):
             best = position
         if made < 1.5 * share or best is None:
             continue
