@@ -104,6 +104,10 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             " it was made from, in which parts may be scripted"
         )
     look_into((args, kwargs))
+    if is_sequential(model) and wanted is None:
+        if kwargs or len(args) != 1:
+            raise MeasureError("an nn.Sequential takes one positional argument: a tensor, or a tuple of tensors")
+        return args[0]
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -177,7 +181,8 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             storage_key(tensor)  # so that a sparse one is refused here
     tensors = flatten(value)[0]
     refuse_packed(value, "the model's input")
-    check_arguments(value)
+    if not tensors or not is_sequential(model):  # a Sequential may hand on anything beside tensors
+        check_arguments(value)
     if not tensors:
         raise MeasureError(
             "the model's input holds no tensor that rotoff can see; pass tensors, or tuples, lists, dicts and dataclasses of them"
@@ -211,9 +216,8 @@ def capture(
     """
     check_measurable(model, value)
     if is_sequential(model) and wanted is None:
-        names = [stage.name for stage in sequential.stages(model)]
-    else:
-        names = named(model, wanted)
+        return Captured(sequential.stages(model), "the modules of an nn.Sequential")
+    names = named(model, wanted)
     args, kwargs = value
     cached = () if kwargs.get("use_cache") else tuple(caches(model))
     try:

@@ -497,7 +497,8 @@ class Specializations:
 
         def measured_here(also: deque[Specialization] | None = None) -> Specialization:
             nonlocal taped
-            if not self._placed and self.device is None:
+            sequential = strategy.is_sequential(self._model) and self._options.stages is None
+            if not self._placed and self.device is None and not sequential:
                 taped = TapedForward(self._model, value, device_of(self._model, value))
             return self._made_one(value, also, taped) if also else self.measure(value, None, None, False, (), taped)
 
@@ -716,7 +717,9 @@ def signature(value: Any, model: nn.Module) -> Any:
     found = [p for module in todo for p in module._parameters.values() if p is not None]
     parameters = tuple([(p.shape, p.dtype, p.requires_grad) for p in found])
     modes = tuple([module.training for module in todo])
-    return shapes, autocast, parameters, modes, torch.get_default_dtype()
+    # the modules of an nn.Sequential are its stages, and run themselves
+    stages = tuple(modules) if strategy.is_sequential(model) else ()
+    return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
 
 
 def _same_calls(one: strategy.Captured, other: strategy.Captured) -> bool:

@@ -104,8 +104,7 @@ def _made(op: Operation) -> list[int]:
 @dataclass(frozen=True)
 class _Cost:
     """made: bytes of the storages that an operation adds. alive: (birth, bytes) of every storage that is needed after
-    it, its birth being the position of the operation that made it; none where all that crosses can be made first; None
-    where no cut may be."""
+    it, its birth being the position of the operation that made it; None where no cut may be."""
 
     made: int
     alive: tuple[tuple[int, int], ...] | None
@@ -170,7 +169,7 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
                 alive[storage] -= 1
                 if not alive[storage]:
                     del alive[storage]
-        free = None if welded[position] or views else tuple((births[s], sizes[s]) for s in alive)
+        free = None if welded[position] or views or not alive else tuple((births[s], sizes[s]) for s in alive)
         costs.append(_Cost(made[position], free))
     return costs
 
@@ -195,7 +194,7 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
     for position, cost in enumerate(costs[:-1]):
         made += cost.made
         if (
-            cost.alive
+            cost.alive is not None
             and made >= share / 2
             and (best is None or cost.price(last) <= costs[best].price(last))
         ):
