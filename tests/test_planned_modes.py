@@ -169,8 +169,21 @@ def device_of(mebibytes: int) -> rotoff.Device:
     return rotoff.Device("small", mebibytes * 2**20, 1e11, {"float32": 1e12}, 1e10, 1e10)
 
 
-def test_what_does_not_fit_is_placed() -> None:
+class Applied(nn.Module):
+    """A forward of its own around `layers`."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).relu()
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_what_does_not_fit_is_placed(applied: bool) -> None:
     model, x = wide()
+    model = Applied(model) if applied else model
     found = rotoff.plan(model, x, device=device_of(48), optimizer="adamw")  # 96 MiB of parameters, gradients, states
     assert (found.mem_limit, found.fits) == (0, False)
     assert [row.step_time for row in found] == [None] * 3

@@ -6,7 +6,7 @@ would find; the seconds of an update are what it reads and writes over the rate 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from ..profile.parameter_groups import find_groups
 from ..profile.profile import Profile
 from ..solver import solve
 from ..solver.bounds import host_plan, lower_bound, min_mem_limit
+from ..tensors.stage import StageModule
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-3),
@@ -74,9 +75,23 @@ HEAD = (
 )
 
 
+class _OfStages(nn.Module):
+    """A model of which no more is known than its stages."""
+
+    def __init__(self, stages: Sequence[StageModule]) -> None:
+        super().__init__()
+        self._all = tuple(module for stage in stages for module in stage.modules)  # no children: they name their own
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter({id(p): p for module in self._all for p in module.parameters(recurse)}.values())
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        return iter({id(b): b for module in self._all for b in module.buffers(recurse)}.values())
+
+
 def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandwidth: float) -> tuple[Chain, int]:
     """The profile's chain with its groups of parameters, and the bytes on the device that the chain does not know."""
-    model = nn.ModuleList(module for stage in (*profile.prefix, *profile.stages) for module in stage.modules)
+    model = _OfStages((*profile.prefix, *profile.stages))
     trained = [p for p in model.parameters() if p.requires_grad]
     probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), {})
     found = find_groups(
@@ -91,7 +106,8 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
         return replace(group, update_time=traffic / rate, host_update_time=traffic / host_bandwidth)
 
     chain = replace(profile.chain, parameters=tuple(timed(group) for group in found.costs))
-    constant = found.outside_bytes + found.outside_update_bytes
+    unused = profile.chain.meta["parameter_bytes"] - sum(p.nbytes for p in model.parameters())
+    constant = found.outside_bytes + found.outside_update_bytes + max(0, unused)
     return chain, constant + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
 
 
