@@ -231,8 +231,8 @@ def halves(value: Any) -> list[Any]:
 
 
 def volume(sizes: Sizes) -> int:
-    """Elements of the largest tensor."""
-    return max(math.prod(shape) for shape in sizes)
+    """Elements of the largest tensor, 1 at least."""
+    return max(1, *(math.prod(shape) for shape in sizes))
 
 
 def _all_but_sizes(shape: Sequence[int], *more: Any) -> Any:

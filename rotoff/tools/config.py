@@ -39,6 +39,7 @@ class RotoffConfig:
     mem_slots: int = 50
     policy: str | None = None
     host_limit: int | str | None = None
+    device: str | None = None
     stages: int | list[str] | None = None
     backward_from: str | int | list[str | int] | None = None
     forms: bool | list[str] = True
