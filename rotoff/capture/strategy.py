@@ -2,9 +2,8 @@
 
 1. ``nn.Sequential``, unless asked for other stages: its modules (`sequential`); the chain's input is the one argument.
 2. Any model, recorded (`recording`): the operations of one forward, cut where few bytes cross; the chain's input is
-  (args,
-   kwargs) of the call. Modules that the user names are taken whole, and it is cut where they end (`cuts`). So are the
-   innermost ones whose work depends on data: a loop over the experts in use, a number computed that sets a shape.
+   (args, kwargs) of the call. Where the user names modules, it is cut where they end (`cuts`). The innermost modules
+   whose work depends on data are taken whole: a loop over the experts in use, a number computed that sets a shape.
 """
 
 from __future__ import annotations
