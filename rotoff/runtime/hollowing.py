@@ -35,12 +35,16 @@ def whole_base(tensor: torch.Tensor) -> None:
 
 _STUBS: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
 _MOST_STUBS = 1024
+_NUMBERS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # which all stubs of a kind share
 
 
 def _stub(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One number that stands for all of a tensor's: not a number, so that whoever reads it unseen shows."""
     if len(_STUBS) >= _MOST_STUBS:
         _STUBS.clear()
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    found = _STUBS[shape, dtype, device] = torch.full((), value, dtype=dtype, device=device).expand(shape)
+    one = _NUMBERS.get((dtype, device))
+    if one is None:
+        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        one = _NUMBERS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
+    found = _STUBS[shape, dtype, device] = one.expand(shape)
     return found
