@@ -525,8 +525,12 @@ class Checkpointable(RotorNames, ModuleProxy):
             return plain(*args, **kwargs)
         if taped is None:
             return self._run(course, value, partial(course.captured.own, plain, value))
-        result = self._run(course, value, taped.again)
-        taped.exchange()
+        try:
+            result = self._run(course, value, taped.again)
+            taped.exchange()
+        except BaseException:
+            taped.put_back()
+            raise
         return result
 
     def _run(self, course: Specialization, value: Any, own: Callable[[], Any]) -> Any:

@@ -41,12 +41,7 @@ CALM = 6  # of those in a row that show nothing new, after which there are no mo
 
 
 class InStep(Protocol):
-    """The forward of a step, which is run once and leaves what it leaves.
-
-    opaque: modules whose calls were found not to be told apart; a call of theirs is one.
-    """
-
-    opaque: set[nn.Module]
+    """The forward of a step, which is run once and leaves what it leaves."""
 
     def watched(self) -> AbstractContextManager[None]:
         """What its calls are made in."""

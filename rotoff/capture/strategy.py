@@ -256,7 +256,7 @@ def _looked_into(call: Call, whole: Sequence[nn.Module]) -> Tape:
     """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it
     succeeds."""
     varying: list[nn.Module] = []
-    opaque: set[nn.Module] = set() if call.in_step is None else call.in_step.opaque
+    opaque: set[nn.Module] = set()
     while True:
         try:
             tape = record(call, whole, varying)

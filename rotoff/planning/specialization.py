@@ -27,8 +27,10 @@ from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.outside import without_checkpoints
 from ..capture.recording import same_calls
+from ..capture.sharding import gathers
 from ..capture.tape import Tape
 from ..capture.undo import undone
+from ..capture.unrepeatable import compiled
 from ..core.chain import Stage
 from ..core.sequence import OpKind
 from ..core.sizes import format_bytes
@@ -498,7 +500,8 @@ class Specializations:
         def measured_here(also: deque[Specialization] | None = None) -> Specialization:
             nonlocal taped
             sequential = strategy.is_sequential(self._model) and self._options.stages is None
-            if not self._placed and self.device is None and not sequential:
+            closed = any(compiled(module) or gathers(module) for module in self._model.modules())
+            if not (self._placed or self.device is not None or sequential or closed):
                 taped = TapedForward(self._model, value, device_of(self._model, value))
             return self._made_one(value, also, taped) if also else self.measure(value, None, None, False, (), taped)
 

@@ -7,7 +7,7 @@ then measured and planned, and the planned step runs the tape in place of the mo
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
-from ..capture.sharding import gathers
 from ..capture.tape import Tape
 from ..capture.undo import BeforeStep
 from ..errors import MeasureError
@@ -74,7 +74,6 @@ class _Taping(LiveForward):
         surroundings: Surroundings,
         given: list[torch.Tensor],
         tape: StageTape,
-        opaque: Collection[nn.Module],
     ) -> None:
         super().__init__(NOTHING_EXPECTED, _Unstaged(), surroundings.generators, given)
         self.reads = _Reads()
@@ -82,7 +81,7 @@ class _Taping(LiveForward):
             self.reads.note_resident(tensor)
         self.reads.places = {storage_key(tensor): n for n, tensor in enumerate(given)}
         self.spans: list[_Span] = []
-        self._opaque = opaque
+        self.hooks: list[tuple[Call, RemovableHandle | None]] = []
         self.asked_nodes = False  # of the graph: hooks on them, and backward hooks of modules, are on no tape
         tape.inputs = [vars(tensor)[TAG] for tensor in given]
         self.begin_stage(FIRST, tape, replay.mark)
@@ -93,21 +92,17 @@ class _Taping(LiveForward):
             self.asked_nodes = True
         if not self.inside and getattr(function, "__name__", "") in _HOOKS:
             named = [self._reference([], FIRST, one) for one in args]
-            self.tape.calls.append(Call(function, named, kwargs, (), None))
+            self.tape.calls.append(Call(partial(_hook, function, result), named, kwargs, (), None))
+            self.hooks.append((self.tape.calls[-1], result))
         return result
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """In place of ``nn.Module.__call__``."""
         begin = len(self.tape.calls)
-        if gathers(module) or (module in self._opaque and not self.inside):
-            for tensor in (*module.parameters(), *module.buffers()):
-                self.reads.note_resident(tensor)
-            return self.call(module, args, kwargs)
         result = super().called(original, module, *args, **kwargs)
-        end = len(self.tape.calls)
-        if not self.inside and [call.function for call in self.tape.calls[begin:end]] != [module]:
+        if not self.inside:
             found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
-            self.spans.append(_Span(module, begin, end, [var for var in found if var is not None]))
+            self.spans.append(_Span(module, begin, len(self.tape.calls), [var for var in found if var is not None]))
         return result
 
     def left(self) -> list[Var]:
@@ -154,12 +149,10 @@ class TapedForward:
     Use it in a training step whose course is not known: run the model's own code while it is `watched`; `let_go` forgets
     the graph that it made; and `again` makes the same calls, in the graph of the planned step.
 
-    result: what the model's own code returned. usable: whether the tape is whole. opaque: modules whose calls cannot be
-    told apart; a call of theirs is one.
+    result: what the model's own code returned. usable: whether the tape is whole.
     """
 
     def __init__(self, model: nn.Module, value: Any, device: torch.device) -> None:
-        self.opaque: set[nn.Module] = set()
         self.usable = False
         self.result: Any = None
         self._before = BeforeStep(model, device)
@@ -167,6 +160,7 @@ class TapedForward:
         self._given = flatten(value)[0]
         self._live: _Taping | None = None
         self._leaves: list[Any] = []
+        self._told: dict[Var, dict[str, Any]] = {}  # attributes that the model's own code gave to what it returns
         self._spec: pytree.TreeSpec | None = None
         self._attributes: Sequence[tuple[nn.Module, str]] = ()
         self._stashed: list[Var] = []  # tensors that the model's own code holds elsewhere
@@ -182,7 +176,7 @@ class TapedForward:
         surroundings = Surroundings(self._device)
         self._replay = ReplayState(surroundings, ())
         self._tape = _WholeTape("of the whole model")
-        self._live = _Taping(self._replay, surroundings, self._given, self._tape, self.opaque)
+        self._live = _Taping(self._replay, surroundings, self._given, self._tape)
         if torch._C._is_any_autocast_enabled():
             self._live.autocast_before = autocast_now()
         with following(self._live):
@@ -196,8 +190,12 @@ class TapedForward:
         """
         live, tape = self._live, self._tape
         assert live is not None
+        for call, handle in live.hooks:
+            if handle is not None and handle.id not in (handle.hooks_dict_ref() or ()):
+                call.function = _removed
         changed = any(isinstance(what, Var) and now.requires_grad for what, now in tape.before.values())
-        if tape.lost or changed or live.asked_nodes:
+        drawn_elsewhere = any(generator.device.type != "cpu" for generator, _ in recorded.generators)
+        if tape.lost or changed or live.asked_nodes or recorded.opaque or drawn_elsewhere:
             raise UntapedError
         self.usable = True
         self._attributes = attributes = recorded.attributes
@@ -207,6 +205,8 @@ class TapedForward:
         for leaf in found:
             var = vars(leaf).get(TAG) if isinstance(leaf, torch.Tensor) else None
             self._leaves.append(leaf if var is None else var)
+            if var is not None:
+                self._told[var] = _attributes(leaf)
         for module, name in attributes:
             vars(module)[name] = None
         found = left = leaf = None  # type: ignore[assignment]
@@ -224,6 +224,8 @@ class TapedForward:
         wanted = list(dict.fromkeys([*(leaf for leaf in self._leaves if isinstance(leaf, Var)), *self._stashed]))
         with self._replay:
             made = dict(zip(wanted, self._tape.run(self._given, wanted), strict=True))
+        for var, told in self._told.items():
+            vars(made[var]).update(told)
         leaves = [made[leaf] if isinstance(leaf, Var) else leaf for leaf in self._leaves]
         assert self._spec is not None
         result, left = pytree.tree_unflatten(leaves, self._spec)
@@ -248,7 +250,7 @@ def _put_in_place(var: Var, tensor: torch.Tensor) -> None:
     held = var.tensor()
     if held is None:
         return
-    vars(held).clear()
+    told = _attributes(held)
     var.tensor = lambda: None  # type: ignore[assignment]
     own = tensor.view_as(tensor) if tensor.grad_fn is not None else tensor  # to which nothing refers
     try:
@@ -258,6 +260,26 @@ def _put_in_place(var: Var, tensor: torch.Tensor) -> None:
             f"the forward leaves a tensor of shape {tuple(tensor.shape)} that needs a gradient where the step that measures"
             f" it cannot exchange it ({error}){CURE}"
         ) from error
+    vars(held).clear()
+    vars(held).update(told)
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Those that the model's own code gave to `tensor`."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_rotoff")}
+
+
+def _hook(
+    register: Callable[..., Any], handle: RemovableHandle | None, tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
+    """Register a hook again; who holds its `handle` removes this one by it."""
+    new = register(tensor, *args, **kwargs)
+    if handle is not None:
+        vars(handle).update(vars(new))
+
+
+def _removed(*_: Any, **__: Any) -> None:
+    """In place of a hook that the forward has removed."""
 
 
 def _as_called(call: Call) -> Call:
