@@ -663,6 +663,7 @@ def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backw
     with pytest.raises(rotoff.ExecutionError, match=said):
         use(model, x)
     nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # which another model may do
+    torch.amp.GradScaler("cpu").scale(other(torch.ones(2, 4)).sum()).backward()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

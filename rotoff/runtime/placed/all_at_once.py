@@ -3,7 +3,7 @@ would do nothing without a word."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ _guards: list[Guard] = []
 
 
 class Guard:
-    """From now until it is closed, clipping the gradients of `parameters` and scaling losses are refused."""
+    """From now until it is closed, clipping the gradients of `parameters` and scaling losses that reach them are refused."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.keys = {id(p) for p in parameters}
@@ -48,12 +48,25 @@ def _clipping(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaling(own: Callable[..., Any]) -> Callable[..., Any]:
-    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_enabled():
+    def scale(self: Any, outputs: Any) -> Any:
+        given = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if self.is_enabled() and any(id(p) in guard.keys for guard in _guards for p in _leaves(given)):
             raise _refusing("a GradScaler")
-        return own(self, *args, **kwargs)
+        return own(self, outputs if isinstance(outputs, torch.Tensor) else given)
 
     return scale
+
+
+def _leaves(outputs: list[Any]) -> Iterator[Any]:
+    """The tensors that a backward of `outputs` would give gradients to; the first of them soon."""
+    seen: set[Any] = set()
+    todo = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor)]
+    while todo:
+        if (node := todo.pop()) is not None and node not in seen:
+            seen.add(node)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                yield leaf
+            todo += [of for of, _ in node.next_functions]
 
 
 _PATCHES = Patches(
