@@ -140,22 +140,23 @@ def test_equal_processes_lose_nothing() -> None:
 def test_forms_have_the_same_numbers_in_all_processes() -> None:
     """Those that all of them found, in the order of the first."""
     one = profile_of("residual", 2)
-    n = next(n for n, behaviour in enumerate(one.behaviours) if len(behaviour.forms) > 1)
+    n = next(n for n, behaviour in enumerate(one.behaviours) if behaviour.forms)
+    recipe, form = one.behaviours[n].forms[0], one.chain.stages[n].forms[0]
+    another = replace(recipe, kept=frozenset({*recipe.kept, 1000}))
+    costs = form, replace(form, backward_time=2 * form.backward_time)
 
     def with_forms(order: Sequence[int]) -> Profile:
         stages, behaviours = list(one.chain.stages), list(one.behaviours)
-        stages[n] = replace(stages[n], forms=tuple(stages[n].forms[k] for k in order))
-        behaviours[n] = replace(behaviours[n], forms=tuple(behaviours[n].forms[k] for k in order))
+        stages[n] = replace(stages[n], forms=tuple(costs[k] for k in order))
+        behaviours[n] = replace(behaviours[n], forms=tuple((recipe, another)[k] for k in order))
         return replace(one, chain=replace(one.chain, stages=tuple(stages)), behaviours=tuple(behaviours))
 
-    count = len(one.behaviours[n].forms)
-    turned = with_forms(range(count)[::-1])
-    for ours in agreed([one, turned]):
-        assert ours.behaviours[n].forms == one.behaviours[n].forms
-        assert ours.chain.stages[n].forms == one.chain.stages[n].forms
-    for ours in agreed([turned, with_forms([0])]):
-        assert ours.behaviours[n].forms == one.behaviours[n].forms[:1]
-        assert ours.chain.stages[n].forms == one.chain.stages[n].forms[:1]
+    for ours in agreed([with_forms([0, 1]), with_forms([1, 0])]):
+        assert ours.behaviours[n].forms == (recipe, another)
+        assert ours.chain.stages[n].forms == costs
+    for ours in agreed([with_forms([1, 0]), with_forms([0])]):
+        assert ours.behaviours[n].forms == (recipe,)
+        assert ours.chain.stages[n].forms == costs[:1]
 
 
 def test_other_stages_are_one_sentence() -> None:

@@ -56,9 +56,12 @@ def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
         planned = rotoff.attach(model, given, **more)
         torch.manual_seed(1)
         model(x).square().mean().backward()
-        found.append((planned.mem_limit, planned.sequence.ops, [p.grad for p in model.parameters()]))
-    assert found[0][:2] == found[1][:2]
-    assert all(map(torch.equal, found[0][2], found[1][2]))
+        assert not any(op.kind is rotoff.OpKind.OFFLOAD for op in planned.sequence)
+        request = planned._courses.request
+        told = request.mem_limit, request.mode, request.mem_slots, request.options, len(planned.chain)
+        found.append((told, [p.grad for p in model.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> None:

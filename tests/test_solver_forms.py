@@ -86,9 +86,8 @@ def paired_cost(stages: int, mode: str, pairs: int) -> float:
     return min(seconds[1]) / min(seconds[0])
 
 
-@pytest.mark.parametrize(
-    ("stages", "mode"), [(50, "remat"), *(pytest.param(n, "joint", marks=pytest.mark.slow) for n in (20, 50, 100))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "mode"), [(50, "remat"), (20, "joint"), (50, "joint"), (100, "joint")])
 def test_forms_cost_at_most_as_much_again(stages: int, mode: str) -> None:
     """1.6 to 1.9 as seen: the plan without forms comes first, and competes."""
     assert paired_cost(stages, mode, 4) <= 2.0

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import rotoff
 from rotoff import OpKind
 
+LIMITS: dict[tuple[Row, str], int] = {}  # of the trainings so far
 MODES = ("remat", "offload", "joint")
 STEPS = 5
 STAGES = 8  # about as many; more take longer to measure
@@ -216,21 +217,22 @@ def moves_or_recomputes(sequence: rotoff.Sequence, mode: str) -> bool:
 def verdict(row: Row, mode: str, measured: bool = True) -> str:
     """How `row` trains in `mode`: "equal", "wrong: ...", "refused: ...", "error: ..." or "no plan: ...".
 
-    measured: whether the model has been measured before its first step; else that step measures it.
+    measured: whether the model has been measured before its first step; else that step measures it, within the limit
+        of the training of `row` in `mode` before, if there was one.
     """
     expected = _plain(row)
 
     def train_it() -> str:
         net = fresh(row)
-        run = planned(row, net, mode)
+        run = None
         try:
+            if measured or (row, mode) not in LIMITS:
+                run = planned(row, net, mode)
+            else:
+                run = checkpointable(net, mode).compute_sequence(LIMITS[row, mode], mode=mode, refine=False)
             if run is None:
                 return "no plan: it keeps everything, as the plain model does"
-            if not measured:
-                limit = run.mem_limit
-                run.close()
-                net = fresh(row)
-                run = checkpointable(net, mode).compute_sequence(limit, mode=mode, refine=False)
+            LIMITS[row, mode] = run.mem_limit
             if row.again is not None:
                 row.again(net)
             for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
