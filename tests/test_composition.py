@@ -279,6 +279,26 @@ def test_compiled_stages(backend: str) -> None:
     compare(make, train, seeds=2)
 
 
+def test_a_compiled_stage_that_counts_its_calls() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(16, 16), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls)
+
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Counts(), nn.Tanh(), nn.Linear(16, 4)), torch.randn(64, 16)
+    model = copy.deepcopy(plain)
+    model[2] = torch.compile(model[2], backend="eager")
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    for _ in range(2):
+        assert same(step(wrapped, x), step(plain, x))
+
+
 def test_complex_numbers_expanded_and_overlapping_tensors() -> None:
     class Waves(nn.Module):
         def __init__(self) -> None:
