@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
@@ -61,7 +62,6 @@ from .runtime.placed.placement import Placement
 from .runtime.step_times import Recording
 from .solver.bounds import check_mode
 from .tensors.storage import block_bytes
-from .tensors.tree import flatten
 
 logger = logging.getLogger("rotoff")
 # Where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks.
@@ -75,8 +75,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the model's own.
 
     Args:
-        model: an ``nn.Sequential`` of stages (nested ones are flattened) that pass tensors or tuples of tensors, or any
-            other model, whose forward is recorded on a sample and cut into stages.
+        model: any module. Its forward is recorded and cut into stages: of an ``nn.Sequential`` they are its modules
+            (nested ones are flattened).
         host_directory: directory of the file for offloaded values, on the CPU; it must be on a real disk. Default: the
             first of the usual temporary directories that is on one and is writable.
         check: compare the bytes held with the bytes charged after every operation; slow, for tests and for finding
@@ -213,7 +213,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         def sample_here() -> Any:
             Repeats.read(repeats)  # so that what is no number is refused here
             given = strategy.read_sample(self._model, sample, kwargs)
-            return strategy.chain_input(self._model, *given, self._options.stages)
+            return strategy.chain_input(self._model, *given)
 
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
         self._courses.measure(value, progress, repeats)
@@ -295,7 +295,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             args, kwargs = (
                 ((), up_to) if isinstance(up_to, dict) else (up_to if isinstance(up_to, tuple) else (up_to,), {})
             )
-            self._courses.measure_up_to(strategy.chain_input(self._model, args, kwargs, self._options.stages), request)
+            self._courses.measure_up_to(strategy.chain_input(self._model, args, kwargs), request)
         self._courses.device = self._options.device
         if self._options.device is not None:
             settle_buffers(self._model, self._options.device)
@@ -519,7 +519,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training step, or `plain` where nothing is to be done."""
-        value = strategy.chain_input(self._model, args, kwargs, self._options.stages)
+        value = strategy.chain_input(self._model, args, kwargs)
         course, taped = self._courses.take(value)
         if course is None:
             return plain(*args, **kwargs)
@@ -540,11 +540,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if plan.keeps_all and not self._check and recording is None:
             return course.captured.started(own())
-        strategy.refuse_passed_by(self._model, attached=self._courses.plain is not None)
-        given = flatten(value)[0]
-        if course.expected is None:
-            for stage in profile.prefix:
-                value = stage.run(value)
+        strategy.refuse_passed_by()
+        given = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         device = profile.device
         if plan.placed is not None and recording is not None:
             raise OptionError(
@@ -572,8 +569,6 @@ class Checkpointable(RotorNames, ModuleProxy):
         step = Step(plan, profile.stages, profile.behaviours, device, link, done, checker, times, placement)
         if placement is not None:
             placement.takes(step)
-        if course.expected is None:
-            return course.captured.started(step.forward(value))
         result = step.follow(course.expected, given, own)
         self._courses.followed(course, step)
         return course.captured.started(result)

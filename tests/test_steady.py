@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,18 +69,30 @@ def test_no_number_of_runs_is_refused(repeats: object) -> None:
         rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4))).measure(torch.randn(2, 4), repeats=repeats)
 
 
-class Counting(nn.Linear):
+class Counted(torch.autograd.Function):
+    """Counts the forwards that it is in."""
+
     runs = 0
 
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Counted.runs += 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Counting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        type(self).runs += 1
-        return super().forward(x)
+        return super().forward(Counted.apply(x))
 
 
-def runs(model: nn.Module, repeats: int | None) -> int:
-    Counting.runs = 0
-    rotoff.Checkpointable(model, forms=False).measure(torch.randn(2, 4), repeats=repeats)
-    return Counting.runs
+def runs(model: nn.Module, repeats: int | None, x: torch.Tensor | None = None) -> int:
+    Counted.runs = 0
+    rotoff.Checkpointable(model, forms=False).measure(torch.randn(2, 4) if x is None else x, repeats=repeats)
+    return Counted.runs
 
 
 def test_a_number_is_the_number_of_timed_runs_and_in_company_it_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,31 +131,23 @@ def test_one_changing_line_is_shown_on_a_terminal_only(
 class Alike(nn.Module):
     """Of which all are of one kind; counts the forwards of all."""
 
-    ran = 0
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(256, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        type(self).ran += 1
-        return torch.tanh(self.inner(x))
-
-
-def forwards(model: nn.Module, repeats: int | None) -> int:
-    Alike.ran = 0
-    rotoff.Checkpointable(model, forms=False).measure(torch.randn(512, 256), repeats=repeats)
-    return Alike.ran
+        return torch.tanh(self.inner(Counted.apply(x)))
 
 
 def test_stages_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*[Alike() for _ in range(12)])
     monkeypatch.setattr(Series, "steady", lambda self, width: True)
-    fewest = forwards(model, 1)  # one timed run of each kind
+    x = torch.randn(512, 256)
+    fewest = runs(model, 1, x)  # one timed run of each kind
     # of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); the others
     # are as the second
-    assert forwards(model, 4) == fewest + 3 * 3
-    assert forwards(model, None) == fewest + 3 * 2
+    assert runs(model, 4, x) == fewest + 3 * 3
+    assert runs(model, None, x) == fewest + 3 * 2
     wrapped = rotoff.Checkpointable(model).measure(torch.randn(512, 256))
     stages = wrapped.chain.stages
     assert len({(s.forward_time, s.backward_time) for s in stages[1:-1]}) == 1

@@ -19,7 +19,7 @@ from ..errors import MeasureError
 from ..tensors.buffers import preserved
 from ..tensors.stage import Copy, StageModule
 from ..tensors.storage import copied, storage_key
-from ..tensors.tree import flatten, refuse_packed
+from ..tensors.tree import flatten
 from .unrepeatable import refusing
 
 
@@ -32,8 +32,7 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
         stages: in order. value: the sample input, which stays as it is; the stages are run on it without gradients.
 
     Raises:
-        MeasureError: where a later stage changes in place what was handed on to it from the batch, or a stage is given
-            a PackedSequence.
+        MeasureError: where a later stage changes in place what was handed on to it from the batch.
     """
     groups: list[StageModule] = []
     first_aliases = False  # the first group's output is still the batch itself
@@ -45,7 +44,6 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
         lasting = set(watches)
         for stage in stages:
             source, value = value, None
-            refuse_packed(source, f"what stage {stage.name!r} is given")
             inputs = [(t, t._version) for t in flatten(source)[0]]
             keys = {storage_key(t) for t, _ in inputs}
             value = _run(stage, source, device)

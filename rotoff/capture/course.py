@@ -72,10 +72,10 @@ class Course:
 
     @cached_property
     def beside(self) -> frozenset[int]:
-        """The stages in which something is made that belongs to none."""
-        found, stage = set(), 1
+        """The stages that have begun when something is made that belongs to none."""
+        found, stage = set(), OUTSIDE
         for one in self.stages:
-            if one == OUTSIDE:
+            if one == OUTSIDE != stage:
                 found.add(stage)
             stage = one or stage
         return frozenset(found)

@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpoints
 
-_APPLY = torch.autograd.Function.__dict__["apply"]
+_CALLED: Any = nn.Module.__call__
+_APPLY: Any = torch.autograd.Function.__dict__["apply"]
 _SCRIPTED: Any = torch.jit.ScriptFunction.__call__
 
 
@@ -23,9 +24,7 @@ _SCRIPTED: Any = torch.jit.ScriptFunction.__call__
 def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Iterator[None]:
     """Within, calls go through `called(original, module, *args)` and `applied(function, original, of, *args)`: `function`
     is what PyTorch itself calls, `original` what is there now."""
-    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-    scripted: Any = torch.jit.ScriptFunction
-    script_call = scripted.__call__
+    call, apply, script_call = nn.Module.__call__, _apply(), torch.jit.ScriptFunction.__call__
 
     def wrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return called(call, module, *args, **kwargs)
@@ -36,15 +35,29 @@ def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Itera
     def wrapped_script(function: Any, *args: Any, **kwargs: Any) -> Any:
         return applied(partial(_SCRIPTED, function), partial(script_call, function), function, *args, **kwargs)
 
-    nn.Module.__call__ = wrapped_call  # type: ignore[method-assign]
-    torch.autograd.Function.apply = classmethod(wrapped_apply)  # type: ignore[method-assign,assignment]
-    scripted.__call__ = wrapped_script
+    with _calling(wrapped_call, classmethod(wrapped_apply), wrapped_script):
+        yield
+
+
+def unseen_calls() -> AbstractContextManager[None]:
+    """Within, calls are PyTorch's own again, for a compiler to look through."""
+    return _calling(_CALLED, _APPLY, _SCRIPTED)
+
+
+def _apply() -> Any:
+    return torch.autograd.Function.__dict__["apply"]
+
+
+@contextmanager
+def _calling(call: Any, apply: Any, script_call: Any) -> Iterator[None]:
+    """Within, modules, custom Functions and scripted functions are called by these."""
+    scripted: Any = torch.jit.ScriptFunction
+    before = nn.Module.__call__, _apply(), scripted.__call__
     try:
+        nn.Module.__call__, torch.autograd.Function.apply, scripted.__call__ = call, apply, script_call  # type: ignore[method-assign]
         yield
     finally:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        scripted.__call__ = script_call
+        nn.Module.__call__, torch.autograd.Function.apply, scripted.__call__ = before  # type: ignore[method-assign]
 
 
 class Patches:

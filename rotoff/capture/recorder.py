@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,16 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..tensors.dataclass_trees import look_into
+from ..tensors.eager_mode import without
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.tree import refuse_packed
 from .known_tensors import KnownTensors
+from .outside import unseen_calls
 from .partition.data_sizes import PACK_INSIDE, DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places
+from .sharding import gathers
 from .tape import NOTHING, Operation, Ref, Tape, leaves, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 
@@ -334,19 +338,24 @@ class Recorder(TorchFunctionMode):
         self._place.append((name, self._calls))
         self.tape.entries[self._places.enter(module)] = self._made
         try:
-            if module not in self._whole and not _opaque(module):
+            if module not in self._whole and not one_call(module):
                 return original(module, *args, **kwargs)
             if module is self._model:
                 self._refuse(
-                    "is that of a model that is compiled, scripted or hooked as a whole; do so with the rotoff.Checkpointable around it,"
+                    "is that of a model that is compiled, or has backward hooks, as a whole; do so with the rotoff.Checkpointable around it,"
                     " or use rotoff.attach",
                     kind=UncuttableError,
                 )
             check_arguments((args, kwargs))
-            return self.call(module, args, kwargs)
+            return self.call(module, args, kwargs, partial(self._compiled, module) if compiled(module) else None)
         finally:
             self._place.pop()
             self._places.leave()
+
+    def _compiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call `module`; the compiler sees none of this."""
+        with without(self), unseen_calls():
+            return module(*args, **kwargs)
 
     def applied(
         self, apply: Callable[..., Any], original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
@@ -410,12 +419,11 @@ def check_arguments(value: Any) -> None:
     refuse_packed(value, "an argument")
 
 
-def _opaque(module: nn.Module) -> bool:
+def one_call(module: nn.Module) -> bool:
     """Whether a call of `module` is to be one operation."""
-    if compiled(module):
+    if compiled(module) or module._backward_hooks or module._backward_pre_hooks:
         return True
-    hooks = [module._backward_hooks, module._backward_pre_hooks, module._forward_hooks, module._forward_pre_hooks]
-    return any(hooks) and not _torch_hooks(module)
+    return bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module)
 
 
 def _torch_hooks(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ y``, ``x[i] = y``, ``torch.arange``) before it happens; custom autograd Function
 modules are seen by a wrapper that is there meanwhile. What is written down serves to find stages, to measure them and
 to know what a step is expected to do (`course`). In a training step the model's own code runs (`runtime.live`).
 
-Modules with hooks of the user's, sharded, compiled or scripted ones, those that the user names as stages, and those
+Modules with backward hooks, sharded, compiled or scripted ones, those that the user names as stages, and those
 whose work depends on data are not looked into: a call of theirs is one operation.
 
 Gradients are on, but nothing is kept for a backward: autograd's saved tensors are thrown away, and tensors are known by

@@ -1,9 +1,9 @@
-"""How a model is cut into stages: the way that fits it, tried in order.
+"""How a model is cut into stages: its forward is recorded (`recording`), and cut (`partition.cuts`).
 
-1. ``nn.Sequential``, unless asked for other stages: its modules (`sequential`); the chain's input is the one argument.
-2. Any model, recorded (`recording`): the operations of one forward, cut where few bytes cross; the chain's input is
-   (args, kwargs) of the call. Where the user names modules, it is cut where they end (`cuts`). The innermost modules
-   whose work depends on data are taken whole: a loop over the experts in use, a number computed that sets a shape.
+The modules of an ``nn.Sequential``, and those that the user names, end stages; any other model is cut where few bytes
+cross. Modules that cannot be looked into are taken whole: where a recording that looks into the named ones fails, those;
+and the innermost ones whose work depends on data (a loop over the experts in use, a number computed that sets a shape).
+The chain's input is (args, kwargs) of the call.
 """
 
 from __future__ import annotations
@@ -24,40 +24,36 @@ from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.stage import StageModule
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten, refuse_packed
-from . import sequential
 from .backward_roots import BackwardStarts
 from .caches import caches, switched_off
 from .partition import cuts
-from .recorder import UnrecordableError, check_arguments
+from .recorder import UnrecordableError, check_arguments, one_call
 from .recording import Call, InStep, record
 from .tape import Tape
-from .unrepeatable import IN_A_SUBMODULE, UncuttableError
+from .unrepeatable import IN_A_SUBMODULE, UncuttableError, UnrepeatableError
 
-CURE = (
-    'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole, or make the'
-    " model an nn.Sequential of them"
-)
+CURE = 'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole'
 Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are
 
 
 @dataclass(frozen=True)
 class Captured:
-    """stages: in order. strategy: how they were found, for people. with_attributes: whether the last one also returns
-    tensors that modules keep in attributes. cached: of a recorded model, whose ``use_cache`` was switched off. starts:
-    the last module of the last stage, where not every output may be asked for its gradient. tape: of a recorded model.
+    """stages: in order. strategy: how they were found, for people. tape: what was recorded. cached: where ``use_cache``
+    was switched off. with_attributes: whether the last stage also returns tensors that modules keep in attributes.
+    starts: its last module, where not every output may be asked for its gradient.
     """
 
     stages: list[StageModule]
     strategy: str
-    with_attributes: bool = False
-    cached: tuple[dict[str, Any], ...] | None = None
+    tape: Tape
+    cached: tuple[dict[str, Any], ...]
+    with_attributes: bool
     starts: BackwardStarts | None = None
-    tape: Tape | None = None
 
     @property
     def random(self) -> bool:
         """Whether a forward does some of this by chance."""
-        return self.tape is not None and self.tape.random
+        return self.tape.random
 
     def starting(self, names: tuple[str | int, ...]) -> Captured:
         """The same, where a backward starts from the outputs of these `names` alone; from any, where there are none."""
@@ -70,8 +66,8 @@ class Captured:
     def own(self, forward: Callable[..., Any], value: Any) -> Any:
         """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the
         stages, and every output in its graph."""
-        args, kwargs = ((value,), {}) if self.cached is None else value
-        with switched_off(self.cached or ()):
+        args, kwargs = value
+        with switched_off(self.cached):
             return forward(*args, **kwargs)
 
     def started(self, output: Any) -> Any:
@@ -88,7 +84,29 @@ def is_sequential(model: nn.Module) -> bool:
     )  # a scripted one has no forward to get
 
 
-def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted = None) -> Any:
+def modules(model: nn.Module) -> list[str]:
+    """Dotted names of the modules of `model`, an ``nn.Sequential``, in order, those of nested ones in place of these.
+
+    A nested one of a subclass (its forward may be another), or of which a call is one call, counts as one module.
+
+    Raises:
+        MeasureError: where there are none.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+    todo = list(model.children())[::-1]
+    while todo:
+        module = todo.pop()
+        if type(module) is nn.Sequential and len(module) > 0 and not one_call(module):
+            todo += list(module.children())[::-1]
+        else:
+            found.append(names[module])
+    if not found:
+        raise MeasureError("the model is an empty nn.Sequential; it needs at least one module")
+    return found
+
+
+def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What flows into the first stage when `model` is called with `args` and `kwargs`.
 
     A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values (see
@@ -103,10 +121,6 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
             " it was made from, in which parts may be scripted"
         )
     look_into((args, kwargs))
-    if is_sequential(model) and wanted is None:
-        if kwargs or len(args) != 1:
-            raise MeasureError("an nn.Sequential takes one positional argument: a tensor, or a tuple of tensors")
-        return args[0]
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -136,9 +150,8 @@ def read_sample(
     return sample, kwargs
 
 
-def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
-    """Raise MeasureError where hooks are registered that a planned step would pass by. attached: whether `model` itself
-    is called."""
+def refuse_passed_by() -> None:
+    """Raise MeasureError where hooks are registered that a planned step would pass by."""
     if _has_any_global_hook():
         raise MeasureError(
             "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what modules do"
@@ -146,16 +159,11 @@ def refuse_passed_by(model: nn.Module, attached: bool = False) -> None:
         )
     if (said := foreign_hooks()) is not None:
         raise MeasureError(f"the model {''.join(said)}")
-    if not attached and is_sequential(model) and sequential.hooked(model):
-        raise MeasureError(
-            "the nn.Sequential is hooked as a whole, and rotoff runs its modules; register the hook on the rotoff.Checkpointable"
-            " around it, or use rotoff.attach"
-        )
 
 
 def check_measurable(model: nn.Module, value: Any) -> None:
     """Raise MeasureError where `model` cannot be measured on `value` whatever its forward does."""
-    refuse_passed_by(model, attached=True)
+    refuse_passed_by()
     if torch.is_inference_mode_enabled():
         raise MeasureError(
             "the model cannot be measured within torch.inference_mode(); measure it outside, it switches gradients on"
@@ -180,8 +188,7 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             storage_key(tensor)  # so that a sparse one is refused here
     tensors = flatten(value)[0]
     refuse_packed(value, "the model's input")
-    if not tensors or not is_sequential(model):  # a Sequential may hand on anything beside tensors
-        check_arguments(value)
+    check_arguments(value)
     if not tensors:
         raise MeasureError(
             "the model's input holds no tensor that rotoff can see; pass tensors, or tuples, lists, dicts and dataclasses of them"
@@ -214,19 +221,20 @@ def capture(
         MeasureError: where no way fits; the sentence says what was tried and what to do.
     """
     check_measurable(model, value)
-    if is_sequential(model) and wanted is None:
-        return Captured(sequential.stages(model), "the modules of an nn.Sequential")
-    names = named(model, wanted)
+    names, how = named(model, wanted), "recorded operations, cut where few bytes cross"
+    if names:
+        how = "recorded operations, cut where the named modules end"
+    elif wanted is None and is_sequential(model):
+        names, how = modules(model), "the modules of an nn.Sequential"
     args, kwargs = value
     cached = () if kwargs.get("use_cache") else tuple(caches(model))
     try:
         with switched_off(cached):
             call = Call(model, forward or model, args, kwargs, device, known, like, in_step)
             tape = _recorded(call, [model.get_submodule(name) for name in names])
-    except UncuttableError:
+    except (UncuttableError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model's own forward may fail in any way
-        tried = "" if is_sequential(model) else "the model is no nn.Sequential, and "
         reason = str(error).strip().splitlines()
         said = reason[0] if reason else type(error).__name__
         cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) and not error.modules else CURE
@@ -235,17 +243,18 @@ def capture(
                 f"{type(error).__name__}: {said}",
                 f"see that model(*sample) runs by itself; where it does, {CURE}",
             )
-        raise MeasureError(f"{tried}its forward cannot be recorded ({said}); {cure}") from error
+        raise MeasureError(f"the model's forward cannot be recorded ({said}); {cure}") from error
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found = cuts.stages(tape, count, names)
-    how = "recorded operations, cut " + ("where the named modules end" if names else "where few bytes cross")
-    return Captured(found, how, bool(tape.attributes), cached, tape=tape)
+    return Captured(found, how, tape, cached, bool(tape.attributes))
 
 
 def _recorded(call: Call, named: Sequence[nn.Module]) -> Tape:
     """A recording; where one that looks into the modules `named` fails, one that takes them whole."""
     try:
         return _looked_into(call, ())
+    except UnrepeatableError:  # which nobody would see there
+        raise
     except MeasureError:
         if not named:
             raise

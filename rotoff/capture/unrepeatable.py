@@ -141,8 +141,3 @@ def compiled(module: nn.Module) -> bool:
 def _made_by_a_compiler(kind: type) -> bool:
     dynamo = sys.modules.get("torch._dynamo")
     return issubclass(kind, torch.jit.ScriptModule) or (dynamo is not None and issubclass(kind, dynamo.OptimizedModule))
-
-
-def _torchs_own(generator: torch.Generator) -> bool:
-    own = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
-    return any(generator is one for one in own)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import sequential, strategy
+from ..capture import strategy
 from ..capture.backward_roots import BackwardFrom, read_backward_from
 from ..errors import OptionError
 from ..profile.selective.variants import Forms, read_forms
@@ -40,7 +40,7 @@ class Options:
         read_conv_algorithms(self.conv_algorithms)
         strategy.named(model, self.stages)
         if strategy.is_sequential(model) and self.stages is None:
-            sequential.stages(model)
+            strategy.modules(model)
         check_offload_dtype(self.offload_dtype)
 
 

@@ -106,10 +106,9 @@ class Specialization:
             del self._astray[next(iter(self._astray))]
 
     @property
-    def expected(self) -> Course | None:
-        """The calls that the model's forward is expected to make; None where the modules of an ``nn.Sequential``
-        run."""
-        if self._expected is None and self.captured.tape is not None:
+    def expected(self) -> Course:
+        """The calls that the model's forward is expected to make."""
+        if self._expected is None:
             self._expected = expected(self.captured.tape, self.profile.stages, self.profile.prefix)
         return self._expected
 
@@ -314,7 +313,7 @@ class Specializations:
         if not was_training:
             self._model.train()
         try:
-            known = [one.captured.tape for one in also if one.captured.tape is not None]
+            known = [one.captured.tape for one in also]
             like, times = self._other_sizes(value) if self._varies and not timed and not also else (None, None)
             tape = None if like is None else like.captured.tape
             captured = self._captured(value, device, known, tape, taped)
@@ -327,7 +326,7 @@ class Specializations:
             kept = find_times(self._cache, key)
             if kept is not None:
                 logger.info("rotoff: times of %d stages from the cache in %s", len(kept.stages), self._cache.directory)
-            if like is not None and not _same_calls(like.captured, captured):
+            if like is not None and not same_calls(like.captured.tape, captured.tape):
                 like = times = None
             between = times if kept is None else None
             merged = [stage.name for stage in (*like.profile.prefix, *like.profile.stages)] if like is not None else ()
@@ -351,10 +350,8 @@ class Specializations:
             meta = provenance(self._model, value, device)
             if between is not None:
                 meta["times"] = "interpolated between those measured at other sizes"
-            if captured.tape is not None:
-                profile = _with_outside(profile, expected(captured.tape, profile.stages, profile.prefix))
-            stuck = profile.unmanaged_bytes + self._links.staging_bytes
-            stuck += captured.tape.changed_bytes if captured.tape is not None else 0
+            profile = _with_outside(profile, expected(captured.tape, profile.stages, profile.prefix))
+            stuck = profile.unmanaged_bytes + self._links.staging_bytes + captured.tape.changed_bytes
             return captured, replace(profile, unmanaged_bytes=stuck).described(type(self._model).__name__, meta)
         finally:
             if not was_training:
@@ -377,8 +374,6 @@ class Specializations:
             return taped.result
 
         captured = strategy.capture(self._model, value, device, self._options.stages, run, known, like, taped)
-        if captured.tape is None:
-            return captured
         try:
             taped.let_go(captured.tape)
         except UntapedError:
@@ -499,9 +494,8 @@ class Specializations:
 
         def measured_here(also: deque[Specialization] | None = None) -> Specialization:
             nonlocal taped
-            sequential = strategy.is_sequential(self._model) and self._options.stages is None
             closed = any(compiled(module) or gathers(module) for module in self._model.modules())
-            if not (self._placed or self.device is not None or sequential or closed):
+            if not (self._placed or self.device is not None or closed):
                 taped = TapedForward(self._model, value, device_of(self._model, value))
             return self._made_one(value, also, taped) if also else self.measure(value, None, None, False, (), taped)
 
@@ -667,7 +661,7 @@ class Specializations:
 @contextmanager
 def _unchanged(model: nn.Module, captured: strategy.Captured) -> Iterator[None]:
     """After the block the model, and the generators that its forward uses, are as before it."""
-    generators = [] if captured.tape is None else [generator for generator, _ in captured.tape.generators]
+    generators = [generator for generator, _ in captured.tape.generators]
     states = [generator.get_state() for generator in generators]
     try:
         with undone(model):
@@ -720,15 +714,7 @@ def signature(value: Any, model: nn.Module) -> Any:
     found = [p for module in todo for p in module._parameters.values() if p is not None]
     parameters = tuple([(p.shape, p.dtype, p.requires_grad) for p in found])
     modes = tuple([module.training for module in todo])
-    # the modules of an nn.Sequential are its stages, and run themselves
-    stages = tuple(modules) if strategy.is_sequential(model) else ()
-    return shapes, autocast, parameters, modes, torch.get_default_dtype(), stages
-
-
-def _same_calls(one: strategy.Captured, other: strategy.Captured) -> bool:
-    if one.tape is None or other.tape is None:
-        return one.tape is other.tape
-    return same_calls(one.tape, other.tape)
+    return shapes, autocast, parameters, modes, torch.get_default_dtype()
 
 
 def _saved(profile: Profile) -> int:

@@ -105,7 +105,8 @@ def measure(
     sizes = [m.costs.saved_bytes for m in measured]
     typical = statistics.median(sizes)
     d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes))
-    starts = flatten(start)[0]
+    tables = {storage_key(buffer) for group in groups[:prefix] for *_, buffer in group.buffers()}
+    starts = [t for t in flatten(start)[0] if storage_key(t) not in tables]  # of which a view takes nothing
     input_bytes = meter.storage_bytes(starts)
     given = {storage_key(t) for t in flatten(batch)[0]}
     lying = [(m.gradients, m.own_gradient_bytes) for m in measured]

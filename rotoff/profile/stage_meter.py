@@ -149,7 +149,7 @@ class Meter:
     def stage(
         self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None
     ) -> tuple[Measured | None, Any]:
-        """Measure `stage` on the input `value`; None where its output needs no gradient. Also returns its output.
+        """Measure `stage` on the input `value`; None where nothing that it makes needs a gradient. Also returns its output.
 
         last: whether the caller holds its output throughout. known: its times, where they need not be measured.
         """
@@ -169,7 +169,8 @@ class Meter:
         self._refuse_subclasses(stage, outputs)
         needs = [t.requires_grad for t in outputs]
         kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last
-        if not any(needs):
+        given = {id(t) for t in leaves if storage_key(t) in self._lasting}
+        if not any(need and id(t) not in given for t, need in zip(outputs, needs, strict=True)):
             measured = None
         elif kind in self._measured and (known is None or known is not self.checked):
             measured = self._measured[kind].of(stage)

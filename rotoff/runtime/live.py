@@ -286,6 +286,8 @@ class LiveForward(EagerFunctionMode):
             written = self.reads.note_changed(known, given, versions, written)
         if draws:
             self._drawn = self._mark()
+        if (self.instead or self.brought) and not written:
+            result = self._unaliased(result, given)
         made, new = self._made(tensors_of(result), given, stage)
         if not written and not new:
             return result  # a question, or nothing to do: x.to(x.dtype)
@@ -332,6 +334,8 @@ class LiveForward(EagerFunctionMode):
             k = self._course.entries.get(entry, -1)
             if k > self._position or (k == self._position and not self.on_course):
                 self._skip_to(k)
+            elif k == self._position and k < self._count and self._course.stages[k] not in (OUTSIDE, self._stage):
+                self._begin_at(k)
             return self._enter(original, module, args, kwargs)
         finally:
             self._places.leave()
@@ -348,12 +352,7 @@ class LiveForward(EagerFunctionMode):
         k = self._position
         expected = self.on_course and not self._within and k < self._count and self._course.functions[k] is module
         if expected:
-            self.inside = True
-            if self._dying:
-                self._let_go()
-            if (stage := self._course.stages[k]) not in (OUTSIDE, self._stage):
-                self._stages.enter(stage)
-            self.inside = False
+            self._begin_at(k)
         self._within += 1
         try:
             result = original(module, *args, **kwargs)
@@ -369,6 +368,15 @@ class LiveForward(EagerFunctionMode):
             else:
                 self._leave_course(module)
         return result
+
+    def _begin_at(self, k: int) -> None:
+        """Call `k` comes next, and with it perhaps another stage."""
+        self.inside = True
+        if self._dying:
+            self._let_go()
+        if (stage := self._course.stages[k]) not in (OUTSIDE, self._stage):
+            self._stages.enter(stage)
+        self.inside = False
 
     # -- other courses
 
@@ -496,6 +504,14 @@ class LiveForward(EagerFunctionMode):
                 if self.astray is not None and var in self._numbered.values():
                     continue  # it stands for another, too
                 self.hollow(var)
+
+    def _unaliased(self, result: Any, given: Sequence[Tensor]) -> Any:
+        """What a call was given in truth, where it has returned that as it was."""
+        if isinstance(result, Tensor):
+            for one in given:
+                if result is self.brought.get(id(one)) or result is self.instead.get(vars(one).get(TAG)):  # type: ignore[arg-type]
+                    return one
+        return result
 
     def _with_aliases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def alias(leaf: Any) -> Any:

@@ -69,6 +69,8 @@ def _modules(
         for op in piece:
             for n in (*op.reads, *_made(op)):
                 last_use[n] = max(last_use.get(n, 0), number)
+    calls = _calls(pieces[0], names)
+    whole = calls and calls.isdisjoint(call for piece in pieces[1:] for call in _calls(piece, names))
     found: list[StageModule] = []
     enters, known = list(tape.inputs), dict.fromkeys(tape.inputs)
     for number, piece in enumerate(pieces):
@@ -76,7 +78,7 @@ def _modules(
             known.update(dict.fromkeys(_made(op)))
         final = number + 1 == len(pieces)
         leaves = [n for n in known if last_use.get(n, -1) > number]
-        name = "masks and tables" if prepared and number == 0 else _name(piece, names)
+        name = "masks and tables" if prepared and number == 0 and not whole else _name(piece, names)
         run = Segment(tape, piece, enters, None if final else leaves)
         storages = () if final else tuple(tape.variables[n].storage for n in leaves)
         found.append(StageModule(name, (run,), storages, lives[number]))
@@ -104,7 +106,8 @@ def _made(op: Operation) -> list[int]:
 @dataclass(frozen=True)
 class _Cost:
     """made: bytes of the storages that an operation adds. alive: (birth, bytes) of every storage that is needed after
-    it, its birth being the position of the operation that made it; None where no cut may be."""
+    it, its birth being the position of the operation that made it; none where all that crosses can be made first; None
+    where no cut may be."""
 
     made: int
     alive: tuple[tuple[int, int], ...] | None
@@ -169,7 +172,7 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
                 alive[storage] -= 1
                 if not alive[storage]:
                     del alive[storage]
-        free = None if welded[position] or views or not alive else tuple((births[s], sizes[s]) for s in alive)
+        free = None if welded[position] or views else tuple((births[s], sizes[s]) for s in alive)
         costs.append(_Cost(made[position], free))
     return costs
 
@@ -193,11 +196,7 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
     last, best, made = -1, None, 0
     for position, cost in enumerate(costs[:-1]):
         made += cost.made
-        if (
-            cost.alive is not None
-            and made >= share / 2
-            and (best is None or cost.price(last) <= costs[best].price(last))
-        ):
+        if cost.alive and made >= share / 2 and (best is None or cost.price(last) <= costs[best].price(last)):
             best = position
         if made < 1.5 * share or best is None:
             continue
@@ -286,6 +285,11 @@ def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts
             found.append(op)
             wanted.update(n for n in op.reads if n in early)
     return found[::-1]
+
+
+def _calls(piece: list[Operation], wanted: Sequence[str]) -> set[tuple[str, int]]:
+    """The calls of the modules `wanted` that make some of the operations."""
+    return {call for op in piece for call in op.place if call[0] in wanted}
 
 
 def _name(piece: list[Operation], wanted: Sequence[str]) -> str:

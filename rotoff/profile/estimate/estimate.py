@@ -60,7 +60,7 @@ def estimate_profile(
     wanted = strategy.named(model, wanted) or wanted  # modules would be those of the model, not of its copy
     mode = fake_mode(device.capability is not None)
     copied = fake_copy(model, mode).train()
-    value = fake_copy(strategy.chain_input(model, args, kwargs, wanted), mode)
+    value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
     with cuda_variants(device):
         stages = strategy.capture(copied, value, _CPU, wanted).starting(read_backward_from(backward_from)).stages
         stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in stages]
