@@ -220,45 +220,54 @@ def plan(
         MeasureError: if the model cannot be estimated.
     """
     target = find(device)
-    if optimizer not in OPTIMIZER_STATES:
-        raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
-    if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
-        raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
+    _check_optimizer(optimizer, host_bandwidth)
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     profile = estimated(model, sample, kwargs, target)
     resident = resident_bytes(profile, optimizer)
-    usable = usable_bytes(target.memory_bytes)
     placed: tuple[PlacedStep, ...] = ()
     if asked is None and profile.chain.meta["parameter_bytes"]:
         chain, constant = with_parameters(profile, target, optimizer, host_bandwidth)
-        batch = _batch(sample, kwargs)
-        with ThreadPoolExecutor() as threads:
-            jobs = [
-                threads.submit(placed_step, chain, constant, usable, MARGIN, batch, when) for when in reversed(WHEN)
-            ]
-            placed = tuple(job.result() for job in jobs)
-    limit = asked if asked is not None else usable - sum(resident.values())
+        placed = _placed_steps(chain, constant, usable_bytes(target.memory_bytes), _batch(sample, kwargs))
+    limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
     if limit <= 0 and all(row.step_time is None for row in placed):
-        least = min((row.min_device_bytes for row in placed), default=sum(resident.values()))
-        raise LimitError(
-            f"{target.name} has {format_bytes(target.memory_bytes)}, and {_parts(resident)} take"
-            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a device"
-            f" needs at least {format_bytes(least)}: {_WAYS_ON}"
-        )
+        raise _too_small(target, resident, placed)
+    limit = max(0, limit)
     everything = plan_everything(profile)
+    base = everything.trace.makespan
     return PlannedModes(
         chain=profile.chain,
         device=target.name,
-        mem_limit=max(0, limit),
+        mem_limit=limit,
         keep_all_bytes=reported_bytes(profile, everything),
-        keep_all_time=everything.trace.makespan,
+        keep_all_time=base,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
-        rows=tuple(
-            _row(profile, Request(max(0, limit), mode, mem_slots, {}), everything.trace.makespan) for mode in wanted
-        ),
+        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), base) for mode in wanted),
         placed=placed,
+    )
+
+
+def _check_optimizer(optimizer: str, host_bandwidth: float) -> None:
+    if optimizer not in OPTIMIZER_STATES:
+        raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
+    if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
+        raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
+
+
+def _placed_steps(chain: Chain, constant: int, usable: int, batch: int | None) -> tuple[PlacedStep, ...]:
+    """Training within `usable` bytes in all, with updates after the backward and during it."""
+    with ThreadPoolExecutor() as threads:
+        jobs = [threads.submit(placed_step, chain, constant, usable, MARGIN, batch, when) for when in reversed(WHEN)]
+        return tuple(job.result() for job in jobs)
+
+
+def _too_small(device: Device, resident: dict[str, int], placed: tuple[PlacedStep, ...]) -> LimitError:
+    least = min((row.min_device_bytes for row in placed), default=sum(resident.values()))
+    return LimitError(
+        f"{device.name} has {format_bytes(device.memory_bytes)}, and {_parts(resident)} take"
+        f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a device"
+        f" needs at least {format_bytes(least)}: {_WAYS_ON}"
     )
 
 
