@@ -129,8 +129,8 @@ def main() -> int:
             print(f"{name:24s} {how:9s} other stages: {r['stages']}", flush=True)
             continue
         print(
-            f"{name:24s} {how:9s} {r['stages']:3d} stages  values {r['values'][0]:7.2%}  transients {r['transients'][0]:7.2%}"
-            f"  keep all {r['keep_all']:+7.2%}  smallest "
+            f"{name:24s} {how:9s} {r['stages']:3d} stages  values {r['values'][0]:7.2%}  transients"
+            f" {r['transients'][0]:7.2%}  keep all {r['keep_all']:+7.2%}  smallest "
             + " ".join(f"{mode} {r[f'min_{mode}']:+.2%}" for mode in MODES)
             + f"  forms {r['forms'][0]} {r['forms'][1]} ({len(r['forms_differ'])} stages differ)",
             flush=True,

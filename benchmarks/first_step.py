@@ -85,7 +85,8 @@ def main() -> None:
             found.append(fresh_process(directory, options.device, options.layers))
         print(f"round {n + 1}: {without[-1]['all']:.2f} s without, {found[-1]['all']:.2f} s with", file=sys.stderr)
     result = {
-        "what": f"first step of {options.layers} encoder layers of width {WIDTH}, batch {BATCH} x {LENGTH}, at {SHARE:.0%} of keep-all",
+        "what": f"first step of {options.layers} encoder layers of width {WIDTH}, batch {BATCH} x {LENGTH}, at"
+        f" {SHARE:.0%} of keep-all",
         "machine": f"{platform.machine()} {platform.processor()}".strip(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "cpus": os.cpu_count(),

@@ -140,7 +140,10 @@ def measure(comparison: compare_modes.Comparison, limit: float, mode: str, secon
     )
 
 
-HEADER = "limit  mode     predicted  measured   error  link now   error   seconds: predicted  measured   error  faults   plain"
+HEADER = (
+    "limit  mode     predicted  measured   error  link now   error   seconds: predicted  measured   error  faults  "
+    " plain"
+)
 
 
 def line(row: Row) -> str:

@@ -252,8 +252,8 @@ def rows(only: list[str]) -> list[Row]:
 
 def _say(row: Row) -> None:
     print(
-        f"{row.name}: {row.reached} {row.unit} (paper {row.paper}, keeping everything {row.keep_all}); the paper's size in"
-        f" {row.least_bytes / 1e9:.2f} GB; estimated overhead {row.overhead:+.0%}; {row.binds}",
+        f"{row.name}: {row.reached} {row.unit} (paper {row.paper}, keeping everything {row.keep_all}); the paper's size"
+        f" in {row.least_bytes / 1e9:.2f} GB; estimated overhead {row.overhead:+.0%}; {row.binds}",
         flush=True,
     )
 
@@ -289,8 +289,8 @@ def step_on_cuda(name: str, size: int) -> str:
         times.append(time.perf_counter() - start)
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return (
-        f"executed on {torch.cuda.get_device_name()}: {times[-1]:.3g} s a step, at most {peaks[0] / 1e9:.2f} GB allocated and"
-        f" {peaks[1] / 1e9:.2f} GB reserved"
+        f"executed on {torch.cuda.get_device_name()}: {times[-1]:.3g} s a step, at most {peaks[0] / 1e9:.2f} GB"
+        f" allocated and {peaks[1] / 1e9:.2f} GB reserved"
     )
 
 
@@ -361,7 +361,8 @@ def _write(out: Path, made: list[Row]) -> None:
         "commit": commit(),
         "memory_bytes": K40.memory_bytes,
         "of": [f"{name} {version}" for name, version in versions.items()],
-        "counted": "parameters, buffers, gradients, one momentum, batch, twice the logits, and a step; no cuDNN workspaces",
+        "counted": "parameters, buffers, gradients, one momentum, batch, twice the logits, and a step; no cuDNN"
+        " workspaces",
         "rows": [fresh.pop(row["name"], row) for row in kept] + list(fresh.values()),
     }
     out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

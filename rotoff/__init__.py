@@ -132,9 +132,9 @@ def __getattr__(name: str) -> Any:
             ) from error
         if (error.name or "").startswith("rotoff."):
             raise ModuleNotFoundError(
-                f"{error.name} is not compiled in {__path__[0]}, which Python found first; if that is a clone's source tree,"
-                " start Python in another directory once rotoff is installed, or compile it there: python setup.py build_ext"
-                " --inplace",
+                f"{error.name} is not compiled in {__path__[0]}, which Python found first; if that is a clone's source"
+                " tree, start Python in another directory once rotoff is installed, or compile it there: python"
+                " setup.py build_ext --inplace",
                 name=error.name,
             ) from error
         raise

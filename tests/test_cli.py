@@ -49,8 +49,8 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) ->
 def test_python_m_rotoff_runs_and_needs_no_torch(tmp_path: Path) -> None:
     CHAIN.save(tmp_path / "chain.json")
     code = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['rotoff', 'solve', 'chain.json', '--mem-limit', '20MiB', '--json', '--no-refine'];"
-        "import runpy; runpy.run_module('rotoff', run_name='__main__')"
+        "import sys; sys.modules['torch'] = None; sys.argv = ['rotoff', 'solve', 'chain.json', '--mem-limit', '20MiB',"
+        " '--json', '--no-refine'];import runpy; runpy.run_module('rotoff', run_name='__main__')"
     )
     root = str(Path(rotoff.__file__).parent.parent)
     ran = subprocess.run(

@@ -54,7 +54,10 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
     for failing in (0, 1):
         other = 1 - failing
         assert said[f"sample {failing} {failing}"].startswith("MeasureError")
-        sentence = f"MeasureError: process {failing} of the group could not take the sample, and so none of them can; there: Measure"
+        sentence = (
+            f"MeasureError: process {failing} of the group could not take the sample, and so none of them can; there:"
+            " Measure"
+        )
         assert said[f"sample {failing} {other}"].startswith(sentence)
         for what in ("measure", "forward"):
             assert said[f"{what} {failing} {failing}"].startswith("OutOfMemoryError: injected")

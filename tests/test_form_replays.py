@@ -58,7 +58,8 @@ def test_it_stays_within_the_limit() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "F_sel 1 2, F_ck 2, offload abar 1, free abar 1, F_all 3, F_all 4, B 4, B 3, prefetch abar 1, wait abar 1, F_all 2, B 2, B 1",
+        "F_sel 1 2, F_ck 2, offload abar 1, free abar 1, F_all 3, F_all 4, B 4, B 3, prefetch abar 1, wait abar 1,"
+        " F_all 2, B 2, B 1",
         "F_sel 1 2, drop abar 1, F_sel 1 2, F_all 2, F_all 3, F_all 4, B 4, B 3, B 2, B 1",
     ],
 )

@@ -647,8 +647,10 @@ def left_over(model: nn.Module, x: torch.Tensor) -> None:
 
 
 ALL_GRADIENTS = {
-    "clip_grad_norm_": (lambda m, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "clipping needs all gradients at once"),
-    "clip_grad_value_": (lambda m, x: nn.utils.clip_grad_value_(m.parameters(), 1.0), "clipping needs all gradients at once"),
+    "clip_grad_norm_": (lambda m, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "clipping needs all gradients at"
+                                                                                    " once"),
+    "clip_grad_value_": (lambda m, x: nn.utils.clip_grad_value_(m.parameters(), 1.0), "clipping needs all gradients at"
+                                                                                      " once"),
     "GradScaler": (lambda m, x: torch.amp.GradScaler("cpu").scale(m(x).sum()), "a GradScaler needs all gradients"),
     "accumulation": (accumulate, "cannot be accumulated"),
     "gradients before": (left_over, "gradients before the backward"),

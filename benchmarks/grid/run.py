@@ -273,7 +273,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--by",
         choices=("method", "workload"),
-        help="all workloads by one method after the other, or one workload after the other (cuda: workload, else method)",
+        help="all workloads by one method after the other, or one workload after the other (cuda: workload, else"
+        " method)",
     )
     parser.add_argument("--limits", nargs="*", type=float, default=[80, 60, 45, 30, 20], help="%% of the plain peak")
     parser.add_argument(

@@ -237,7 +237,8 @@ def _print_comparison(found: dict[str, Any], base: float) -> None:
         least = format_bytes(row["min_mem_limit"]) if "min_mem_limit" in row else ""
         if not row["fits"]:
             print(
-                f"{row['mode']:<13} {'does not fit' if least else 'not for this chain: ' + row['why'][:60]:>80} {least:>11}"
+                f"{row['mode']:<13} {'does not fit' if least else 'not for this chain: ' + row['why'][:60]:>80}"
+                f" {least:>11}"
             )
             continue
         held = f"{format_bytes(row['peak_bytes']):>11} {format_bytes(row['host_peak_bytes']):>11} {least:>11}"

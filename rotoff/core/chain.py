@@ -150,7 +150,8 @@ class Chain:
                 raise ChainError(f"group {k} of the parameters is {group!r}, not a rotoff.ParameterGroup")
             if max(group.stages) > len(self.stages):
                 raise ChainError(
-                    f"group {k} of the parameters names stage {max(group.stages)}, but the chain has stages 1 to {len(self)}"
+                    f"group {k} of the parameters names stage {max(group.stages)}, but the chain has stages 1 to"
+                    f" {len(self)}"
                 )
         updates = sum(group.update_time + (group.host_update_time or 0.0) for group in self.parameters)
         if not math.isfinite(updates + sum(stage.forward_time + stage.backward_time for stage in self.stages)):

@@ -118,8 +118,8 @@ class Op:
             )
         if self.of and (self.of not in _GROUP_VALUES or self.saved or self.kind not in TRANSFERS):
             raise SequenceFormatError(
-                f"there is no {self.kind.value} of a value of {self.of!r}{' that is saved' if self.saved else ''}; a move takes"
-                " values of 'w', 'g' or 'o', which are not saved ones, and other operations none"
+                f"there is no {self.kind.value} of a value of {self.of!r}{' that is saved' if self.saved else ''}; a"
+                " move takes values of 'w', 'g' or 'o', which are not saved ones, and other operations none"
             )
 
     @property

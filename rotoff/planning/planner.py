@@ -488,9 +488,10 @@ def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed
         profile.prefix_peak_bytes,
     )
     return InfeasibleError(
-        f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps {needed} bytes in pinned"
-        f" host memory, and {room} are available; give a limit of at least {format_bytes(least)} ({least} bytes), which needs none, give"
-        " the process more memory, or say in the environment that there is more (ROTOFF_HOST_MEMORY)",
+        f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps"
+        f" {needed} bytes in pinned host memory, and {room} are available; give a limit of at least"
+        f" {format_bytes(least)} ({least} bytes), which needs none, give the process more memory, or say in the"
+        " environment that there is more (ROTOFF_HOST_MEMORY)",
         least,
     )
 
@@ -513,7 +514,8 @@ def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
             if stage < len(way.chain) or not profile.beside_loss_bytes:
                 return binds
             return (
-                f"{binds}, {format_bytes(profile.beside_loss_bytes)} of it for gradients of what is returned beside the loss; if no"
+                f"{binds}, {format_bytes(profile.beside_loss_bytes)} of it for gradients of what is returned beside the"
+                " loss; if no"
                 ' backward starts there, name the output where it does: Checkpointable(model, backward_from="loss")'
             )
     return ""
@@ -605,8 +607,8 @@ def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]
 def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float = 0.0) -> None:
     trace, base = plan.trace, profile.chain.compute_time
     logger.info(
-        "rotoff: planned %s in %.1f s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
-        " %.4g s recomputed; %s%s",
+        "rotoff: planned %s in %.1f s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s"
+        " offloaded, %.4g s recomputed; %s%s",
         request,
         seconds,
         "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),

@@ -200,7 +200,8 @@ def common_profile(mine: Profile, everyone: Sequence[Told]) -> Profile:
     names = [[stage.name for stage in told.costs["chain"].stages] for told in everyone]
     if any(other != names[0] for other in names):
         raise MeasureError(
-            f"the processes measured different stages ({names}); give all of them the same model and inputs of the same kind"
+            f"the processes measured different stages ({names}); give all of them the same model and inputs of the same"
+            " kind"
         )
     found = zip(*(told.forms for told in everyone), strict=True)
     forms = [[one for one in stage[0] if all(one in theirs for theirs in stage)] for stage in found]

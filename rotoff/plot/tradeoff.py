@@ -90,7 +90,7 @@ def _mark_smallest(axis: Axes, name: str, limit: int, series: tuple[str, str, st
 
 
 def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
-    """Cut the axis of times so that one bad mode does not press the others flat. base: seconds of keeping everything."""
+    """Cut the axis of times where one bad mode would press the others flat. base: seconds of keeping everything."""
     slowest = max(row.makespan or 0.0 for row in made)
     best: dict[int, float] = {}  # of each limit
     for row in made:

@@ -1,4 +1,4 @@
-"""The costs of a stage in its chain: what was measured of it by itself, and the gradients that it makes and is given."""
+"""The costs of a stage in its chain: what it takes by itself, and the gradients that it makes and is given."""
 
 from __future__ import annotations
 

@@ -273,8 +273,9 @@ class Meter:
         found = dropped(run, self.allocator, lambda t: shapes_again.append((t.shape, t.dtype)))
         if shapes_again != shapes:
             raise MeasureError(
-                f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
-                " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
+                f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input,"
+                " since it remembers something (a cache that grows, a counter); switch that off, as with"
+                " use_cache=False"
             )
         return found
 
@@ -370,6 +371,6 @@ class Meter:
         for tensor in tensors:
             if not self.plain(tensor):
                 raise MeasureError(
-                    f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move; use plain"
-                    " tensors in what it returns and differentiates"
+                    f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move;"
+                    " use plain tensors in what it returns and differentiates"
                 )

@@ -29,7 +29,8 @@ RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MO
 # colder. The first thread polishes the best plan, the second one leaves its valley.
 ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
 # A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed.
-# As long as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more;
+# As long as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times
+# more;
 # and what is over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for
 # nothing.
 OVER_WEIGHTS = (5.0, 50.0)

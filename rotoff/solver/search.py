@@ -60,8 +60,8 @@ def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float
         return kept
     if best is None:
         raise InfeasibleError(
-            f"nothing found within {format_bytes(limit)} on the device and {format_bytes(host or 0)} on the host in mode"
-            f" {mode}; without a host limit it needs at least {format_bytes(least)} ({least} bytes)",
+            f"nothing found within {format_bytes(limit)} on the device and {format_bytes(host or 0)} on the host in"
+            f" mode {mode}; without a host limit it needs at least {format_bytes(least)} ({least} bytes)",
             least,
         )
     return best

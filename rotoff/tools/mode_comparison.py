@@ -26,8 +26,8 @@ from .whole_device import HEAD, PlacedStep, placed_step, with_parameters
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
 _WAYS_ON = (
-    "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or adapters on"
-    " frozen parameters, or shard the model over several devices (FSDP2)"
+    "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or"
+    " adapters on frozen parameters, or shard the model over several devices (FSDP2)"
 )
 HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
 MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what the allocator cannot use
@@ -118,8 +118,8 @@ class PlannedModes:
         times = [row.step_time for row in self.placed if row.step_time is not None]
         if times and not (self.fits and self.mem_limit and self.keeps_limit):
             return (
-                f"fits with a device_limit, at {min(times):.4g} s a step: {_parts(self.resident_bytes)} are more than {of},"
-                " and partly lie on the host"
+                f"fits with a device_limit, at {min(times):.4g} s a step: {_parts(self.resident_bytes)} are more than"
+                f" {of}, and partly lie on the host"
             )
         if not self.fits:
             return f"DOES NOT FIT: {has}, more than {of}; {cure}"
@@ -266,8 +266,8 @@ def _too_small(device: Device, resident: dict[str, int], placed: tuple[PlacedSte
     least = min((row.min_device_bytes for row in placed), default=sum(resident.values()))
     return LimitError(
         f"{device.name} has {format_bytes(device.memory_bytes)}, and {_parts(resident)} take"
-        f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a device"
-        f" needs at least {format_bytes(least)}: {_WAYS_ON}"
+        f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a"
+        f" device needs at least {format_bytes(least)}: {_WAYS_ON}"
     )
 
 

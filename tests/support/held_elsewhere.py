@@ -268,7 +268,8 @@ if __name__ == "__main__":
             for mode in MODES:
                 try:
                     said = "  ".join(
-                        f"{part}: {'FAILS ' if not measured <= predicted <= limit else ''}{measured / predicted:.2f} of {predicted}"
+                        f"{part}: {'FAILS ' if not measured <= predicted <= limit else ''}{measured / predicted:.2f} of"
+                        f" {predicted}"
                         for (part, limit, predicted, measured), _ in bytes_and_plans(fresh(asked), asked, mode)
                     )
                 except rotoff.RotoffError as error:

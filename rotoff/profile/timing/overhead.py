@@ -66,7 +66,8 @@ class UpkeepMeter:
                 _run_step(run, behaviour, spans)
             except Exception as error:  # whatever is wrong is better told by a step of the user's
                 logger.info(
-                    "stage %s did not run by itself under the interpreter (%s: %s), whose own times are taken from other stages",
+                    "stage %s did not run by itself under the interpreter (%s: %s), whose own times are taken from"
+                    " other stages",
                     run.stage.name,
                     type(error).__name__,
                     error,

@@ -95,7 +95,8 @@ def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> 
     policy = check_policy(name, options)
     if name in POLICIES and chain.parameters:
         raise OptionError(
-            f"policy {name!r} plans only activations; give chain.without_parameters(), or one of {', '.join(PLACEMENTS)}"
+            f"policy {name!r} plans only activations; give chain.without_parameters(), or one of"
+            f" {', '.join(PLACEMENTS)}"
         )
     with np.errstate(over="ignore", invalid="ignore"):  # copies that never end, over links that hardly move
         made = policy(chain, mem_limit, **options)

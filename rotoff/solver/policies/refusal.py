@@ -13,8 +13,8 @@ STEPS = 10
 def refusal(policy: str, mem_limit: int, least: int) -> InfeasibleError:
     """The error that names `least`, in bytes."""
     return InfeasibleError(
-        f"needs at least {format_bytes(least)} ({least} bytes) with policy {policy}; the limit is {format_bytes(mem_limit)}"
-        f" ({mem_limit} bytes)",
+        f"needs at least {format_bytes(least)} ({least} bytes) with policy {policy}; the limit is"
+        f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
         least,
     )
 

@@ -50,7 +50,10 @@ def measured(small: SmallModel) -> Finding:
         },
         "host_bound_stages": host_bound,
     }
-    said = f"{len(planned.chain)} stages measured in {seconds:.1f} s; a step takes {format_bytes(most)}, at the least {format_bytes(least)}"
+    said = (
+        f"{len(planned.chain)} stages measured in {seconds:.1f} s; a step takes {format_bytes(most)}, at the least"
+        f" {format_bytes(least)}"
+    )
     if host_bound:
         return Finding(
             ATTENTION,
@@ -216,7 +219,10 @@ def overlap(small: SmallModel) -> Finding:
     predicted, found, best = hidden(recorded.predicted), statistics.median(shares[1:]), max(shares[1:])
     moved = trace.d2h_bytes + trace.h2d_bytes
     figures = {"limit": limit, "moved": moved, "predicted": predicted, "measured": found, "best": best}
-    said = f"{found:.0%} of the copies' time is hidden behind compute ({best:.0%} in the best of {PAIRS} steps), {predicted:.0%} predicted"
+    said = (
+        f"{found:.0%} of the copies' time is hidden behind compute ({best:.0%} in the best of {PAIRS} steps),"
+        f" {predicted:.0%} predicted"
+    )
     if best < predicted - LATE:
         cure = "other copies or a busy processor are in the way, or the link is slower than it was when it was measured"
         return Finding(ATTENTION, f"{said}; {cure}: run this again on a quiet machine", figures)
