@@ -68,9 +68,8 @@ def transformer(
     tokens, inner = sequence * batch, 4 * width if inner is None else inner
     hidden = tokens * width * ELEMENT
     attention, expert = 4 * width**2, 2 * width * inner
-    flops = (
-        2 * tokens * (attention + active * expert) + 2 * tokens * sequence * width
-    )  # a causal attention computes half
+    # a causal attention computes half
+    flops = 2 * tokens * (attention + active * expert) + 2 * tokens * sequence * width
     moved = {"forward_transient_bytes": 2 * hidden, "backward_transient_bytes": 4 * hidden}
     time = flops / machine.flops
     saved = round((SAVED - 9 + 9 * active * inner / (4 * width)) * hidden)

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.append(
-    str(Path(__file__).parent.parent)
-)  # of the packages below; last, so that an installed rotoff goes first
+# of the packages below; last, so that an installed rotoff goes first
+sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid.run import machine
 from benchmarks.prediction import keep_freed_memory

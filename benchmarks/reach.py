@@ -31,9 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.append(
-    str(Path(__file__).parent.parent)
-)  # of the packages below; last, so that an installed rotoff goes first
+# of the packages below; last, so that an installed rotoff goes first
+sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid.run import commit, machine
 from rotoff.core.chain import Form

@@ -80,9 +80,8 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
             assert said["plan 0 1"].startswith(
                 "MeasureError: the first process of the group could not plan: ArithmeticError"
             )
-        assert (
-            said[f"other {failing} 0"] == said[f"other {failing} 1"]
-        )  # the first process decides, in the mode that it was given
+        # the first process decides, in the mode that it was given
+        assert said[f"other {failing} 0"] == said[f"other {failing} 1"]
         assert f"in mode {'offload' if failing else 'remat'}" in said[f"other {failing} 0"]
 
 

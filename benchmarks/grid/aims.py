@@ -16,9 +16,8 @@ OURS = {
 EVERYTHING = "everything"  # where a limit leaves room for all
 ITSELF = "plain-again"  # plain PyTorch, its steps in turn with plain PyTorch's
 MIB = 2**20
-SEGMENTS = (
-    22 * MIB
-)  # what PyTorch's caching allocator may take beyond need: a segment of 20 MiB for blocks up to 10, and 2
+# what PyTorch's caching allocator may take beyond need: a segment of 20 MiB for blocks up to 10, and 2
+SEGMENTS = 22 * MIB
 TIME_ERROR = {"cuda": 0.03, "cpu": 0.05}
 OVERHEAD = {("gpt", "60%"): 0.01, ("gpt", "30%"): 0.05, ("resnet", "60%"): 0.03, ("resnet", "30%"): 0.10}
 

@@ -222,9 +222,8 @@ class Grid:
             killed = done.returncode in (-9, 137)
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             result = {"status": "out of memory" if killed else "failed", "note": last[:500]}
-            print(
-                f"{name} died with exit code {done.returncode}:\n{done.stderr[-4000:]}", flush=True
-            )  # the file has one line of it
+            # the file has one line of it
+            print(f"{name} died with exit code {done.returncode}:\n{done.stderr[-4000:]}", flush=True)
         kept = {key: value for key, value in cell.items() if key != "host_directory"}
         empty = {"peak_allocated": None, "ratio": None}
         record = {"cell": kept, "commit": commit(), "load_before": load, "seconds": round(time.time() - begin, 1)}

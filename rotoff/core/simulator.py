@@ -63,9 +63,8 @@ class Machine:
         self._whole: set[int] = set()  # groups whose gradient is whole
         self._left: set[int] = set()  # groups whose gradient has been offloaded
         self._updated: set[int] = set()
-        self._parameter_bytes = sum(
-            self.rest.device.values()
-        )  # of parameters, their gradients and states on the device
+        # of parameters, their gradients and states on the device
+        self._parameter_bytes = sum(self.rest.device.values())
         self._ends = [0.0]  # of the compute lane: the start of the first step, the end of each
         self._clock = {"compute": 0.0, "d2h": 0.0, "h2d": 0.0, "host": 0.0}
         self._copy_end: dict[Value, float] = {}  # value -> end of the last copy that reads or writes it

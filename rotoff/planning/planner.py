@@ -336,9 +336,8 @@ def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False)
     """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model
     that runs. lets_go: as of `Request`."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
-    plans = [
-        compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()
-    ]  # which replay nothing
+    # which replay nothing
+    plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]
     return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain, lets_go=lets_go)
 
 
@@ -363,9 +362,8 @@ def least_time(profile: Profile, request: Request) -> float:
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
         everything = plan_everything(profile, request.plain, request.lets_go)
-        if (
-            reported_bytes(profile, everything) <= request.mem_limit
-        ):  # the plain model, which takes less than a plan would
+        # the plain model, which takes less than a plan would
+        if reported_bytes(profile, everything) <= request.mem_limit:
             return everything.trace.makespan
         raise _infeasible(profile, request, min(way.least for way in ways), ways)
     return min(least_time_of(chain, limits[chain], profile.tail_times) for chain in fitting)

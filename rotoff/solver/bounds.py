@@ -255,10 +255,8 @@ def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 # With forms the dual has many more corners: a far target and much patience find up to a point more there, little
 # elsewhere.
 PATIENCE, SHRINK, FIRST_RISE = 24000, 0.4, 0.3
-INPUT_PATIENCE, INPUT_RISE = (
-    10000,
-    2.0,
-)  # once inputs are paid for: far above the best so far on a slow link, in few bytes
+# once inputs are paid for: far above the best so far on a slow link, in few bytes
+INPUT_PATIENCE, INPUT_RISE = 10000, 2.0
 SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound holds in spite of it
 ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a second
 

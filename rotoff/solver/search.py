@@ -96,9 +96,8 @@ class Problem:
     budget: Budget
     updates: str = "during"
     known: tuple[np.ndarray, ...] = ()
-    found: dict[tuple[str, bool], Candidate | None] = field(
-        default_factory=dict, compare=False
-    )  # by mode; whether with forms
+    # by mode; whether with forms
+    found: dict[tuple[str, bool], Candidate | None] = field(default_factory=dict, compare=False)
 
     def fits(self, mode: str) -> bool:
         """Whether `mode` has a plan within the limit on the device."""

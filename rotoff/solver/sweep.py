@@ -122,9 +122,8 @@ def sweep(
     slots, budget = parse_slots(mem_slots), Budget.of(refine)
     problems = [Problem(chain, limit, host, slots, budget, updates) for limit in sizes]
     made: dict[str, list[tuple[Row, Sequence | None]]] = {}
-    names = dict.fromkeys(
-        (*sorted(wanted, key=lambda mode: mode == "joint"), *systems)
-    )  # joint after the modes it holds
+    # joint after the modes it holds
+    names = dict.fromkeys((*sorted(wanted, key=lambda mode: mode == "joint"), *systems))
     bests: dict[str, list[Candidate | None]] = {}
     for name in names:
         made[name] = []

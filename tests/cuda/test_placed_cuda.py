@@ -22,10 +22,8 @@ pytestmark = pytest.mark.cuda
 
 STANDIN = "STANDIN" in os.environ  # computes on the CPU, so that bits are equal
 CUDA = torch.device("cuda", 0)
-NOT_THERE = {
-    "stateful",
-    *(["recurrent"] if STANDIN else []),
-}  # a tensor that no module moves; kernels that the stand-in lacks
+# a tensor that no module moves; kernels that the stand-in lacks
+NOT_THERE = {"stateful", *(["recurrent"] if STANDIN else [])}
 Record = Callable[[str, object], None]
 
 

@@ -144,9 +144,8 @@ def hooked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y + other
 
 
-CYCLES: list[
-    Any
-] = []  # hooks that hold their own tensor: PyTorch never frees the graph of a forward that nobody ran backward
+# hooks that hold their own tensor: PyTorch never frees the graph of a forward that nobody ran backward
+CYCLES: list[Any] = []
 
 
 def hooked_by_itself(module: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,7 @@ Where interpreted:
 - "If the resulting solution is not feasible" is judged on exact bytes by `lowering.lower`, which also makes the
   schedule.
 - States that idle longer than the smallest prefix of stages that fits the model (GREEDY's, or one more) are left out;
-  the
-  optimum is the same. At or above M_peak nothing is moved.
+  the optimum is the same. At or above M_peak nothing is moved.
 """
 
 from __future__ import annotations

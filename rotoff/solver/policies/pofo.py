@@ -8,16 +8,14 @@ one bandwidth β both ways; memory is released while it leaves and taken while i
 Where interpreted:
 
 - Slots are M_GPU / N bytes and *every* size is rounded up by itself: values, gradients, transients, and what is left of
-  the
-  backlogs A_F, A_B and Δ after each step (the supplement says "discretized" and no more; this keeps every state sound).
+  the backlogs A_F, A_B and Δ after each step (the supplement says "discretized" and no more; this keeps every state
+  sound).
 - a_0 is the input I of stage 1, is kept and never moves. a_L stays with the caller, so it is added to the gradient in
-  every
-  backward-phase need but stage L's own. β is the slower direction's.
+  every backward-phase need but stage L's own. β is the slower direction's.
 - No smaller forms of stages: the paper has none.
 - The program's answer says what is kept, moved and recomputed. It becomes operations by the decoder that `solve` uses,
-  whole
-  values at exact bytes on a link of both directions; a value that the program moves leaves only if its room is needed.
-  The machine's time is therefore not the program's (`predicted_time` in the sequence's meta).
+  whole values at exact bytes on a link of both directions; a value that the program moves leaves only if its room is
+  needed. The machine's time is therefore not the program's (`predicted_time` in the sequence's meta).
 
 How `solve` differs: `solver.slots` rounds running sums and needs once, drains backlogs by running clocks, has a β for
 each direction, and starts a search on exact bytes from what comes out.

@@ -6,11 +6,10 @@ segment.
 
 - Liveness analysis is what the machine does by itself: ``B i`` drops ā_i and δ_i. Alone, it is keeping everything.
 - Unified tensor pool: ā of CONV layers may leave. Without the cache each one does: out behind the forwards up to the
-  next
-  checkpoint, back behind the backwards from one checkpoint to the one before. With the cache (algorithm 2) an operation
-  that does not fit evicts the least recently used ā of a CONV layer that is not its operand, so nothing moves where all
-  fits; what was evicted comes back when a checkpoint's backward is about to use it, one checkpoint ahead where there is
-  room.
+  next checkpoint, back behind the backwards from one checkpoint to the one before. With the cache (algorithm 2) an
+  operation that does not fit evicts the least recently used ā of a CONV layer that is not its operand, so nothing moves
+  where all fits; what was evicted comes back when a checkpoint's backward is about to use it, one checkpoint ahead
+  where there is room.
 - Cost-aware recomputation: layers between checkpoints are not kept. *Speed-centric*: a segment runs again once and is
   kept,
   O(N) forwards. *Memory-centric*: it runs again for each of its backwards and keeps one layer, n(n+1)/2 forwards for n.
@@ -21,12 +20,10 @@ segment.
 Where interpreted:
 
 - The unit is the stage. Checkpoints are `heavy.heavy_stages` unless given; all of them may move, since a chain does not
-  say
-  which is FC and those are small. The stages after the last checkpoint are kept: their backward follows at once (the
-  paper's table 1 does not count Softmax either).
+  say which is FC and those are small. The stages after the last checkpoint are kept: their backward follows at once
+  (the paper's table 1 does not count Softmax either).
 - The runtime is "dynamic": here the first technique that fits is used, in the paper's order: liveness, cache, cache
-  with
-  cost-aware recomputation, and with the memory-centric form of every segment. `techniques` fixes one.
+  with cost-aware recomputation, and with the memory-centric form of every segment. `techniques` fixes one.
 - A convolution's backward needs no output of its own in cuDNN; a stage's backward here holds ā_i, its output included.
   So B of a checkpoint after a speed-centric segment may hold more than the paper counts.
 - Execution order of fans and joins (algorithm 1), memory pool and workspaces are not a plan's business; see
