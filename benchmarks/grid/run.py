@@ -136,8 +136,7 @@ class Grid:
         yield from self._peers(chosen, ("plain",))
         yield from self._at_limits(chosen, "joint")
         # with room for everything, twice over: what rotoff costs where it has nothing to do; and plain beside itself,
-        # which says
-        # how much of that is the measurement's. Differences are small here, so there are more pairs.
+        # which says how much of that is the measurement's. Differences are small here, so there are more pairs.
         for workload in chosen:
             if (plain := self._peak(f"{workload}/plain")) is not None:
                 yield from self._new(f"{workload}/joint@{EVERYTHING}", workload, "joint", 2 * plain, pairs=2)

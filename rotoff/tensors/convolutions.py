@@ -136,8 +136,7 @@ class StageAlgorithms:
         if (algorithms := self._of.pop(i, None)) is not None:
             if not self._guarded:
                 # Where a backward fails autograd calls nobody, but lets go of what it would have called: where a device
-                # has a
-                # thread of its own, just after the caller has seen the error.
+                # has a thread of its own, just after the caller has seen the error.
                 Variable._execution_engine.queue_callback(_Finally(self._over))
                 self._guarded = True
             self._put_back = _set(algorithms)
