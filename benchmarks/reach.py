@@ -36,7 +36,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid.run import commit, machine
 from rotoff.core.chain import Form
-from rotoff.planning.planner import Request, least_limit, make_plan, simulated_bytes
+from rotoff.planning.memory_account import simulated_bytes
+from rotoff.planning.planner import Request, least_limit, make_plan
 from rotoff.profile.estimate.devices import find
 from rotoff.profile.estimate.estimate import estimate_profile
 from rotoff.profile.profile import Profile

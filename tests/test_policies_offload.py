@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
+from oracles.fractional_program import fractional
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
-from rotoff.solver import fractional
 from rotoff.solver.policies.lowering import lower
 from rotoff.solver.policies.vdnn import choices
 

@@ -13,7 +13,7 @@ from test_runtime import smallest, step_peak, with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.planning.planner import simulated_bytes
+from rotoff.planning.memory_account import simulated_bytes
 from rotoff.planning.sharing import shared_bytes
 from rotoff.profile.memory.skips import Skip
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import warnings
 
+import fractional
 import tables
 from vision_chains import vision_chain
 
 from rotoff import InfeasibleError, lower_bound, simulate, solve
-from rotoff.solver import fractional, keep_all
+from rotoff.solver import keep_all
 from rotoff.solver.policies import POLICIES
 
 NETWORKS = ("resnet50", "resnet101", "densenet121", "inception_v3")

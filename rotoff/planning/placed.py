@@ -30,7 +30,9 @@ from ..runtime.placed.placement import PlacedPlan
 from ..solver import solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
-from .planner import Request, plan_everything, reported_bytes
+from .memory_account import reported_bytes
+from .planner import plan_everything
+from .request import Request
 
 logger = logging.getLogger("rotoff")
 TRIES = 4  # plans asked for, each with less memory, until what the machine does not charge fits too

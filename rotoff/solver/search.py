@@ -13,6 +13,7 @@ from ..core.chain import Chain
 from ..core.sequence import Op, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes, parse_bytes
+from ..core.trace import figures
 from ..errors import InfeasibleError, OptionError
 from . import joint, offload, placed_search, remat
 from .anneal import FLOAT_ERROR, Budget, least_compute, refined
@@ -277,10 +278,4 @@ def as_sequence(problem: Problem, best: Candidate, mode: str) -> Sequence:
     """The candidate as a sequence that has passed the machine."""
     made = Sequence(best.ops, mode=mode, mem_limit=problem.limit, resident=list(best.resident))
     trace = simulate(problem.chain, made, problem.limit, problem.updates)
-    meta: dict[str, Any] = {
-        "makespan": trace.makespan,
-        "peak_bytes": trace.peak_bytes,
-        "host_peak_bytes": trace.host_peak_bytes,
-        "source": best.source,
-    }
-    return replace(made, meta=meta)
+    return replace(made, meta={**figures(trace), "source": best.source})

@@ -16,7 +16,8 @@ from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..io.json_file import save_json
-from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything, reported_bytes
+from ..planning.memory_account import reported_bytes
+from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes

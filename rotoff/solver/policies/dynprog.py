@@ -37,10 +37,10 @@ from ...core.sequence import Sequence
 from ...errors import OptionError
 from ..arrays import arrays
 from ..bounds import min_mem_limit
-from ..fractional import peak_bytes
 from ..plan_codes import keep_all
 from .greedy import greedy_set
 from .lowering import Schedule, lower
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 SLOTS = 500

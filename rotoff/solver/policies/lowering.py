@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, abar, free, offload, prefetch, wait
 from ..arrays import arrays
-from ..fractional import needs
+from .needs import needs
 
 
 @dataclass(frozen=True)

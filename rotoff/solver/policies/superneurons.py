@@ -56,8 +56,8 @@ from ...core.sequence import (
 from ...core.simulator import Machine
 from ...errors import OptionError
 from ..arrays import arrays
-from ..fractional import peak_bytes
 from .heavy import check_stages, heavy_stages
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")

@@ -16,9 +16,9 @@ from __future__ import annotations
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ...errors import OptionError
-from ..fractional import peak_bytes
 from .heavy import heavy_stages
 from .lowering import Schedule, lower
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 SETS = ("all", "convolutions")
