@@ -36,15 +36,9 @@ def compare(words: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=words,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    model = LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {"vocab_size": words, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     batch = {"input_ids": torch.randint(0, words, (BATCH, TOKENS)), "use_cache": False}
     batch["labels"] = batch["input_ids"]
 

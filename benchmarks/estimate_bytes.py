@@ -35,15 +35,11 @@ MODES = ("joint", "remat", "offload")
 def in_bfloat16(build: Callable[[], Case]) -> Callable[[], Case]:
     def call() -> Case:
         model, args, kwargs = build()
-        cast = [a.bfloat16() if a.is_floating_point() else a for a in args]
-        return (
-            model.bfloat16(),
-            tuple(cast),
-            {
-                k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-                for k, v in kwargs.items()
-            },
-        )
+
+        def cast(value: Any) -> Any:
+            return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return model.bfloat16(), tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
     return call
 

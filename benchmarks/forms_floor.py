@@ -243,13 +243,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     print(HEADER)
     cases, shares = (QUICK, SHARES[:1]) if options.quick else (CASES, SHARES)
     rows = [row for name, make in cases.items() for row in compare(name, make(), options.device, shares)]
-    figures: dict[str, Any] = {
-        "device": options.device,
-        "torch": torch.__version__,
-        "rotoff": rotoff.__version__,
-        "commit": commit(),
-        "rows": [asdict(row) for row in rows],
-    }
+    versions = {"torch": torch.__version__, "rotoff": rotoff.__version__, "commit": commit()}
+    figures: dict[str, Any] = {"device": options.device, **versions, "rows": [asdict(row) for row in rows]}
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return rows

@@ -99,12 +99,8 @@ def free(options: argparse.Namespace) -> dict[str, Any]:
     times = [runner.timed() for _ in range(options.steps)]
     resident = status_bytes("VmHWM") - before
     peak = memory.peak_of(runner.step, x.device).allocated
-    return {
-        "losses": runner.losses[: options.steps],
-        "step_time": statistics.median(times),
-        "peak_allocated": peak,
-        "resident_bytes": resident,
-    }
+    found = {"losses": runner.losses[: options.steps], "step_time": statistics.median(times)}
+    return {**found, "peak_allocated": peak, "resident_bytes": resident}
 
 
 def limited(options: argparse.Namespace, ours: bool) -> dict[str, Any]:
@@ -195,12 +191,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.way:
-        ways = {
-            "free": free,
-            "paired": paired,
-            "plain": lambda o: limited(o, False),
-            "rotoff": lambda o: limited(o, True),
-        }
+        ways = {"free": free, "paired": paired}
+        ways |= {"plain": lambda o: limited(o, False), "rotoff": lambda o: limited(o, True)}
         print(json.dumps(ways[options.way](options)))
         return 0
     passed = sys.argv[1:] if arguments is None else arguments

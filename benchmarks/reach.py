@@ -195,17 +195,8 @@ def _row(name: str, unit: str, paper: int, at: Callable[[int], Size], said: Call
     overhead, binds = float("nan"), "a step of one image"
     if reached is not None:
         overhead, binds = _planned(size, room)
-    return Row(
-        name,
-        unit,
-        said(paper),
-        None if reached is None else said(reached),
-        None if keep_all is None else said(keep_all),
-        at(paper).least_bytes,
-        size.resident_bytes,
-        overhead,
-        binds,
-    )
+    found = (None if one is None else said(one) for one in (reached, keep_all))
+    return Row(name, unit, said(paper), *found, at(paper).least_bytes, size.resident_bytes, overhead, binds)
 
 
 def _planned(size: Size, room: int) -> tuple[float, str]:

@@ -82,11 +82,7 @@ def measure(workload: workloads.Workload, share: float, rounds: int) -> tuple[li
         "expected": ours.get_expected_makespan() / whole,
         "expected without upkeep": expected_step(ours.chain, moved.sequence, ours.profile.tail_times).makespan / whole,
     }
-    plans = {
-        "hooked": replace(kept, keeps_all=False),
-        "moved": moved,
-        "moved in line": moved,
-    }
+    plans = {"hooked": replace(kept, keeps_all=False), "moved": moved, "moved in line": moved}
 
     def step(name: str) -> float:
         if name == "plain":

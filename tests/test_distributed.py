@@ -85,14 +85,10 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
         assert f"in mode {'offload' if failing else 'remat'}" in said[f"other {failing} 0"]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        FEW,
-        pytest.param([n for n in ALL if n not in FEW], marks=pytest.mark.slow),
-    ],
-    ids=["few", "rest"],
-)
+REST = pytest.param([n for n in ALL if n not in FEW], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("names", [FEW, REST], ids=["few", "rest"])
 def test_processes_with_unequal_batches_do_the_same_under_every_limit(names: list[str]) -> None:
     """Also where everything fits in one of them alone; and what is charged covers both."""
     said = torchrun(TESTS / "support" / "distributed_unequal.py", *names).splitlines()

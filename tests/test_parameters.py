@@ -328,15 +328,10 @@ def test_what_the_machine_refuses(text: str, resident: list[str], sentence: str)
 def test_frozen_groups_are_not_updated_and_a_host_that_cannot_does_not() -> None:
     with pytest.raises(InvalidSequenceError, match=r"op 4 \(U 2\): g 2 has 0 bytes"):
         simulate(TIED, Sequence.from_text(["F_all 1", "F_all 2", "B 2", "B 1", "U 2"], resident=["w 1", "w 2"]))
-    with pytest.raises(
-        InvalidSequenceError, match="group 1 has no host_update_time, so the host cannot update it; use U 1"
-    ):
-        simulate(
-            TIED,
-            Sequence.from_text(
-                ["F_all 1", "F_all 2", "B 2", "B 1", "offload g 1", "drop w 1", "H 1"], resident=ALL[:1] + ["w 2"]
-            ),
-        )
+    text = ["F_all 1", "F_all 2", "B 2", "B 1", "offload g 1", "drop w 1", "H 1"]
+    sentence = "group 1 has no host_update_time, so the host cannot update it; use U 1"
+    with pytest.raises(InvalidSequenceError, match=sentence):
+        simulate(TIED, Sequence.from_text(text, resident=ALL[:1] + ["w 2"]))
 
 
 def test_a_chain_without_parameters_knows_none() -> None:

@@ -798,12 +798,7 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
 
         return call
 
-    patches = [
-        (Placement, "operate"),
-        (updates, "own_step"),
-        (Placement, "_update_on_device"),
-        (Placement, "brought"),
-    ]
+    patches = [(Placement, name) for name in ("operate", "_update_on_device", "brought")] + [(updates, "own_step")]
     with ExitStack() as stack:
         for owner, name in patches:
             stack.enter_context(mock.patch.object(owner, name, failing(getattr(owner, name))))
@@ -878,20 +873,8 @@ def test_a_limit_that_the_kernel_enforces() -> None:
     """A process trains in memory in which the plain model cannot; the example's own run, smaller."""
     example = Path(__file__).parent.parent / "examples" / "larger_than_memory.py"
     environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
-    command = [
-        sys.executable,
-        str(example),
-        "--width",
-        "512",
-        "--blocks",
-        "8",
-        "--rows",
-        "512",
-        "--memory",
-        "208 MiB",
-        "--steps",
-        "2",
-    ]
+    size = ["--width", "512", "--blocks", "8", "--rows", "512", "--steps", "2"]
+    command = [sys.executable, str(example), *size, "--memory", "208 MiB"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "plain, limited     fails" in done.stdout, done.stdout

@@ -7,12 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-OURS = {
-    "joint": "rotoff joint",
-    "remat": "rotoff remat",
-    "offload": "rotoff offload",
-    "joint-compiled": "rotoff joint, compiled",
-}
+OURS = {mode: f"rotoff {mode}" for mode in ("joint", "remat", "offload")} | {"joint-compiled": "rotoff joint, compiled"}
 EVERYTHING = "everything"  # where a limit leaves room for all
 ITSELF = "plain-again"  # plain PyTorch, its steps in turn with plain PyTorch's
 MIB = 2**20

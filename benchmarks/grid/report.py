@@ -20,11 +20,7 @@ from . import workloads
 from .aims import EVERYTHING, MIB, Aim, Run, judge, read
 from .pictures import draw
 
-COMMANDS = {
-    "cpu": "scripts/cpu_results.sh grid",
-    "cuda": "scripts/gpu_check.sh OUT grid",
-    "tiny": "make test-all",
-}
+COMMANDS = {"cpu": "scripts/cpu_results.sh grid", "cuda": "scripts/gpu_check.sh OUT grid", "tiny": "make test-all"}
 
 
 def page(files: list[dict[str, Any]], pictures: dict[tuple[str, str], str]) -> str:
@@ -180,16 +176,8 @@ def _four_times(data: dict[str, Any]) -> Iterator[str]:
     kernel = "fails" if data["limited_plain"]["fails"] else "trains too"
     found = f"{time}; under the kernel's limit of that many bytes rotoff's {losses}, and plain PyTorch {kernel}."
     met = done and timed and data["equal_losses"] and data["limited_plain"]["fails"] and paired["ratio"] <= 1.15
-    yield _aims(
-        [
-            Aim(
-                "A model whose plain step needs 4 times the limit trains inside it, in at most 1.15 of plain's time",
-                found,
-                met,
-                "" if met or not timed else _four_times_cause(paired),
-            )
-        ]
-    )
+    aim = "A model whose plain step needs 4 times the limit trains inside it, in at most 1.15 of plain's time"
+    yield _aims([Aim(aim, found, met, "" if met or not timed else _four_times_cause(paired))])
     rows = ["| | step (s) | allocated (MiB) | resident memory grew (MiB) | file (MiB) |", "|---|---|---|---|---|"]
     limit = f"limit {_mib(data['limit'])} MiB"
     for name, row in (("plain, no limit", plain), (f"rotoff, {limit}", paired), (f"rotoff, hard {limit}", held)):

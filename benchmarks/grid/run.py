@@ -77,15 +77,8 @@ def commit() -> str | None:
 
     try:
         found = git("describe", "--always", "--abbrev=12")
-        changed = git(
-            "status",
-            "--porcelain",
-            "--untracked-files=no",
-            "--",
-            ":/",
-            ":(top,exclude)benchmarks/results",
-            ":(top,exclude)docs",
-        )
+        written = ":(top,exclude)benchmarks/results", ":(top,exclude)docs"
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *written)
     except (OSError, subprocess.SubprocessError):
         return None
     return found + ("-dirty" if changed else "")
@@ -99,12 +92,14 @@ class Grid:
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         self.path, self.options = path, options
-        self.data: dict[str, Any] = {
-            "format": "rotoff.grid",
-            "suite": options.suite,
+        self.data: dict[str, Any] = {"format": "rotoff.grid", "suite": options.suite}
+        self.data |= {
             "machine": machine(options.device),
+            "threads": options.threads,
+            "limits": options.limits,
+            "cells": {},
+            "twice": [],
         }
-        self.data |= {"threads": options.threads, "limits": options.limits, "cells": {}, "twice": []}
         start = path if path.exists() else options.start
         if start is not None and start.exists():
             before = json.loads(start.read_text(encoding="utf-8"))
@@ -195,11 +190,8 @@ class Grid:
         """The cell, if it has not run. pairs: how many, over the usual number."""
         if name not in self.data["cells"]:
             cell = {"suite": self.options.suite, "workload": workload, "method": method, "limit": limit}
-            cell |= {
-                "device": self.options.device,
-                "seconds": pairs * self.options.seconds,
-                "threads": self.options.threads,
-            }
+            seconds = pairs * self.options.seconds
+            cell |= {"device": self.options.device, "seconds": seconds, "threads": self.options.threads}
             yield name, cell | {"host_directory": self.options.host_directory}
 
     def run(self, name: str, cell: dict[str, Any], end: float | None = None) -> dict[str, Any] | None:

@@ -45,14 +45,8 @@ def main() -> None:
         peak = simulate(chain, keep_all(chain)).peak_bytes
         cases += [(f"{name} {share:.0%}", chain, int(share * peak)) for share in arguments.shares]
     rows: list[dict[str, object]] = []
-    methods = [
-        *(name for name in POLICIES if name not in arguments.skip),
-        "offload",
-        "remat",
-        "joint",
-        "fractional",
-        "bound",
-    ]
+    methods = [name for name in POLICIES if name not in arguments.skip]
+    methods += ["offload", "remat", "joint", "fractional", "bound"]
     for method in methods:
         known = method in POLICIES
         row: dict[str, object] = {"system": f"mode {method}" if method in ("offload", "remat", "joint") else method}

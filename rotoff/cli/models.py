@@ -164,15 +164,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
-    found = plan(
-        Checkpointable(model, **_cut(options)),
-        *args,
-        mem_limit=options.mem_limit,
-        device=options.device,
-        optimizer=options.optimizer,
-        host_bandwidth=options.host_bandwidth,
-        **kwargs,
-    )
+    asked = {name: getattr(options, name) for name in ("mem_limit", "device", "optimizer", "host_bandwidth")}
+    found = plan(Checkpointable(model, **_cut(options)), *args, **asked, **kwargs)
     if options.json:
         print_json(found.to_dict())
     else:

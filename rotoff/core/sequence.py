@@ -107,11 +107,8 @@ class Op:
 
     def __post_init__(self) -> None:
         numbers = all(hasattr(n, "__index__") for n in (self.stage, self.form)) and self.stage >= 0
-        if (
-            not isinstance(self.kind, OpKind)
-            or not numbers
-            or (self.form < 1 if self.kind is OpKind.F_SEL else self.form != 0)
-        ):
+        known = isinstance(self.kind, OpKind) and numbers
+        if not known or (self.form < 1 if self.kind is OpKind.F_SEL else self.form != 0):
             raise SequenceFormatError(
                 f"there is no operation of kind {self.kind!r}, stage {self.stage!r} and form {self.form!r}; a kind is a"
                 " rotoff.OpKind, a stage a whole number from 0, a form one from 1 for F_sel and 0 for all others"

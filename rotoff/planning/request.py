@@ -18,7 +18,7 @@ from ..profile.profile import Profile
 from ..runtime.execution_plan import ExecutionPlan
 from ..solver import solve
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
-from ..solver.search import parse_slots
+from ..solver.slots import parse_slots
 from ..solver.solve import check_alone, check_mode_options
 from ..version import __version__
 

@@ -137,13 +137,9 @@ class Profile:
     @property
     def upkeep(self) -> Upkeep:
         """What the runtime itself takes in a step."""
-        return Upkeep(
-            self.upkeep_times,
-            saved=[len(b.saved) for b in self.behaviours],
-            own=[b.saved.count(SavedKind.OWN) for b in self.behaviours],
-            outputs=[sum(b.own_outputs) for b in self.behaviours],
-            bound=self.host_bound,
-        )
+        own = [b.saved.count(SavedKind.OWN) for b in self.behaviours]
+        outputs = [sum(b.own_outputs) for b in self.behaviours]
+        return Upkeep(self.upkeep_times, [len(b.saved) for b in self.behaviours], own, outputs, self.host_bound)
 
     @property
     def resident_input_bytes(self) -> int:

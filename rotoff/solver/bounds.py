@@ -357,17 +357,8 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
     # A link that hardly moves may as well be faster: any finite rate is enough to keep all copies out.
     rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
-    costs: tuple[Any, ...] = (
-        chain.duplex,
-        *rates,
-        room,
-        work,
-        again / seconds,
-        c.saved / size,
-        slower,
-        entry / size,
-        c.n_forms,
-    )
+    stages = (again / seconds, c.saved / size, slower, entry / size, c.n_forms)
+    costs: tuple[Any, ...] = (chain.duplex, *rates, room, work, *stages)
 
     patience = max(20, min(PATIENCE, (480 if c.saved.shape[1] > 1 else 120) * L, ASCENT_WORK // (40 * L * L)))
     ascent = (20 * patience, FIRST_RISE, patience, SHRINK)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from ..core.sequence import Op, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.trace import figures
-from ..errors import InfeasibleError, OptionError
+from ..errors import InfeasibleError
 from . import joint, offload, placed_search, remat
 from .anneal import FLOAT_ERROR, Budget, least_compute, refined
 from .bounds import host_plan, infeasible, min_mem_limit
@@ -66,17 +65,6 @@ def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float
             least,
         )
     return best
-
-
-def parse_slots(mem_slots: Any) -> int:
-    """Read the option `mem_slots`.
-
-    Raises:
-        OptionError: if it is not a whole number of at least 1.
-    """
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, (int, np.integer)) or mem_slots < 1:
-        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
-    return int(mem_slots)
 
 
 def parse_host_limit(host_limit: int | str) -> int:

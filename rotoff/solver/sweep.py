@@ -22,7 +22,8 @@ from .anneal import FLOAT_ERROR, Budget
 from .bounds import MODES, lower_bound, min_mem_limit, parse_modes, several
 from .plan_codes import keep_all
 from .policies import check_policy, run
-from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit, parse_slots
+from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit
+from .slots import parse_slots
 
 STEPS = 12  # limits where none are given
 

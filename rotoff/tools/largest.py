@@ -75,11 +75,8 @@ class _Question:
         if bound > self.step_time:
             return f"no plan within {format_bytes(limit)} is faster than {bound:.4g} s a step", True
         if (found := make_plan(profile, request).trace.makespan) > self.step_time:
-            return (
-                f"the best plan found within {format_bytes(limit)} takes {found:.4g} s a step, the bound is {bound:.4g}"
-                " s",
-                False,
-            )
+            took = f"takes {found:.4g} s a step, the bound is {bound:.4g} s"
+            return f"the best plan found within {format_bytes(limit)} {took}", False
         return "", False
 
 

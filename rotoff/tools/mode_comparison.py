@@ -307,12 +307,5 @@ def _row(profile: Profile, request: Request, base: float) -> PlannedMode:
     except InfeasibleError as error:
         return PlannedMode(request.mode, None, None, None, None, None, error.min_mem_limit)
     time = found.trace.makespan
-    return PlannedMode(
-        mode=request.mode,
-        step_time=time,
-        overhead=time / base - 1 if base else 0.0,
-        peak_bytes=reported_bytes(profile, found),
-        host_bytes=found.trace.host_peak_bytes,
-        bound_time=least_time(profile, request),
-        min_mem_limit=least,
-    )
+    held = reported_bytes(profile, found), found.trace.host_peak_bytes
+    return PlannedMode(request.mode, time, time / base - 1 if base else 0.0, *held, least_time(profile, request), least)

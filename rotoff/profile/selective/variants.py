@@ -185,11 +185,8 @@ class StageGraph:
                 late = [] if storage in read else self.writers.get(storage, [])
                 read.add(storage)
                 for writer in late:  # that ran for its mask only, so far
-                    if (
-                        writer in runs
-                        and operations[writer].name in MASKED
-                        and operations[writer].leaves[0].storage == storage
-                    ):
+                    op = operations[writer]
+                    if writer in runs and op.name in MASKED and op.leaves[0].storage == storage:
                         need(writer)
 
         read |= self.saved - kept

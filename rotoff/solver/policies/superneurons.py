@@ -53,7 +53,7 @@ from ...core.sequence import (
     prefetch,
     wait,
 )
-from ...core.simulator import Machine
+from ...core.simulator import Machine, simulate
 from ...errors import OptionError
 from ..arrays import arrays
 from .heavy import check_stages, heavy_stages
@@ -307,11 +307,6 @@ def _first(
 ) -> tuple[str, tuple[Op, ...]] | None:
     for name in TECHNIQUES[:4] if technique is None else (technique,):
         ops = operations(chain, limit, name, checkpoints)
-        if ops is not None and _fits(chain, ops, limit):
+        if ops is not None and simulate(chain, ops).peak_bytes <= limit:
             return name, ops
     return None
-
-
-def _fits(chain: Chain, ops: tuple[Op, ...], limit: int) -> bool:
-    machine = Machine(chain)
-    return all(machine.step(op).memory <= limit for op in ops)

@@ -49,11 +49,8 @@ def vdnn_plus_plus(chain: Chain, mem_limit: int, what: str | None = None, synchr
         def fits(limit: int) -> bool:
             return _best(chain, limit, what, synchronous) is not None
 
-        raise refusal(
-            "vdnn++",
-            mem_limit,
-            limit_that_works(fits, mem_limit, 2 * peak_bytes(chain) + chain.output_bytes(len(chain)) + mem_limit),
-        )
+        most = 2 * peak_bytes(chain) + chain.output_bytes(len(chain)) + mem_limit
+        raise refusal("vdnn++", mem_limit, limit_that_works(fits, mem_limit, most))
     made, name = found
     return Sequence(made.ops, meta={"source": f"vdnn++, {name}" + (", synchronous" if synchronous else "")})
 

@@ -68,16 +68,10 @@ def offload_file() -> Finding:
     finally:
         file.close()
     stat = os.statvfs(directory)
-    figures: dict[str, Any] = {
-        "nbytes": FILE,
-        "reserve": time.perf_counter() - start,
-        "file_system": filesystem_of(directory),
-        "free": stat.f_bavail * stat.f_frsize,
-    }
-    free = format_bytes(figures["free"])
-    return Finding(
-        OK, f"a file in {directory} ({figures['file_system'] or 'unknown'}, {free} free) stands for the host", figures
-    )
+    figures: dict[str, Any] = {"nbytes": FILE, "reserve": time.perf_counter() - start}
+    figures |= {"file_system": filesystem_of(directory), "free": stat.f_bavail * stat.f_frsize}
+    where = f"{directory} ({figures['file_system'] or 'unknown'}, {format_bytes(figures['free'])} free)"
+    return Finding(OK, f"a file in {where} stands for the host", figures)
 
 
 def bandwidth(device: torch.device) -> Finding:

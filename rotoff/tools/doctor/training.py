@@ -35,6 +35,8 @@ def measured(small: SmallModel) -> Finding:
     seconds = time.perf_counter() - start
     least, most = planned.min_mem_limit(), planned.keep_all_memory
     host_bound = sum(planned.profile.host_bound)
+    chain = planned.chain
+    link = {"d2h": chain.d2h_bandwidth, "h2d": chain.h2d_bandwidth, "duplex": chain.duplex}
     figures = {
         "size": vars(small.size),
         "threads": torch.get_num_threads(),
@@ -43,11 +45,7 @@ def measured(small: SmallModel) -> Finding:
         "smallest_limit": least,
         "keep_all_bytes": most,
         "keep_all_time": planned.chain.compute_time,
-        "bandwidth": {
-            "d2h": planned.chain.d2h_bandwidth,
-            "h2d": planned.chain.h2d_bandwidth,
-            "duplex": planned.chain.duplex,
-        },
+        "bandwidth": link,
         "host_bound_stages": host_bound,
     }
     said = (
@@ -55,11 +53,8 @@ def measured(small: SmallModel) -> Finding:
         f" {format_bytes(least)}"
     )
     if host_bound:
-        return Finding(
-            ATTENTION,
-            f"{said}; {host_bound} stages wait for the host, so their times may be off: is the host busy?",
-            figures,
-        )
+        more = f"{host_bound} stages wait for the host, so their times may be off: is the host busy?"
+        return Finding(ATTENTION, f"{said}; {more}", figures)
     return Finding(OK, said, figures)
 
 
