@@ -102,6 +102,12 @@ def test_every_function_fits_on_a_page() -> None:
     assert not longer - STILL_LONGER
 
 
+def test_kernels_end_their_lines_at_column_120() -> None:
+    """As the other files do, which lint reads."""
+    files = (*ROOT.rglob("*.pyx"), *ROOT.rglob("*.pxd"))
+    assert not [path for path in files if max(map(len, path.read_text(encoding="utf-8").splitlines())) > 120]
+
+
 PLAN_WITHOUT_TORCH = """
 import sys
 
