@@ -36,15 +36,9 @@ def compare(words: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=words,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    model = LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {"vocab_size": words, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     batch = {"input_ids": torch.randint(0, words, (BATCH, TOKENS)), "use_cache": False}
     batch["labels"] = batch["input_ids"]
 
@@ -83,14 +77,16 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [compare(words) for words in options.words]
     print(
-        f"{'words':>7s} {'logits':>7s} {'plain':>7s}  {'gradients':9s} {'keep all':>8s} {'least':>7s} {'expected':>8s} {'measured':>8s}  (MiB)"
+        f"{'words':>7s} {'logits':>7s} {'plain':>7s}  {'gradients':9s} {'keep all':>8s} {'least':>7s} {'expected':>8s}"
+        f" {'measured':>8s}  (MiB)"
     )
     for row in rows:
         for name in ("any", "loss"):
             head = (row["words"], row["logits"] / 2**20, row["plain"] / 2**20)
             r = {key: nbytes / 2**20 for key, nbytes in row[name].items()}
             print(
-                f"{head[0]:7d} {head[1]:7.1f} {head[2]:7.1f}  {name:9s} {r['keep_all']:8.1f} {r['least']:7.1f} {r['expected']:8.1f} {r['measured']:8.1f}"
+                f"{head[0]:7d} {head[1]:7.1f} {head[2]:7.1f}  {name:9s} {r['keep_all']:8.1f} {r['least']:7.1f}"
+                f" {r['expected']:8.1f} {r['measured']:8.1f}"
             )
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))

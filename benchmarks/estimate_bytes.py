@@ -35,15 +35,11 @@ MODES = ("joint", "remat", "offload")
 def in_bfloat16(build: Callable[[], Case]) -> Callable[[], Case]:
     def call() -> Case:
         model, args, kwargs = build()
-        cast = [a.bfloat16() if a.is_floating_point() else a for a in args]
-        return (
-            model.bfloat16(),
-            tuple(cast),
-            {
-                k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-                for k, v in kwargs.items()
-            },
-        )
+
+        def cast(value: Any) -> Any:
+            return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return model.bfloat16(), tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
     return call
 
@@ -129,8 +125,8 @@ def main() -> int:
             print(f"{name:24s} {how:9s} other stages: {r['stages']}", flush=True)
             continue
         print(
-            f"{name:24s} {how:9s} {r['stages']:3d} stages  values {r['values'][0]:7.2%}  transients {r['transients'][0]:7.2%}"
-            f"  keep all {r['keep_all']:+7.2%}  smallest "
+            f"{name:24s} {how:9s} {r['stages']:3d} stages  values {r['values'][0]:7.2%}  transients"
+            f" {r['transients'][0]:7.2%}  keep all {r['keep_all']:+7.2%}  smallest "
             + " ".join(f"{mode} {r[f'min_{mode}']:+.2%}" for mode in MODES)
             + f"  forms {r['forms'][0]} {r['forms'][1]} ({len(r['forms_differ'])} stages differ)",
             flush=True,

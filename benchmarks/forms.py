@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 
-sys.path.append(
-    str(Path(__file__).parent.parent)
-)  # of the packages below; last, so that an installed rotoff goes first
+# of the packages below; last, so that an installed rotoff goes first
+sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid import memory, methods, models, workloads
 from benchmarks.grid.cell import Runner
@@ -183,9 +182,8 @@ def summary(rows: list[Row]) -> list[dict[str, Any]]:
     with_forms = {(r.model, r.method, r.at): r for r in rows if r.forms}
     for before in (r for r in rows if r.forms is False):
         after = with_forms[before.model, before.method, before.at]
-        shares = {
-            name: _share(getattr(after, name), getattr(before, name)) for name in ("planned", "ratio", "bound")
-        }  # of overheads
+        # of overheads
+        shares = {name: _share(getattr(after, name), getattr(before, name)) for name in ("planned", "ratio", "bound")}
         found.append({"model": before.model, "method": before.method, "at": before.at, **shares})
     return found
 

@@ -8,8 +8,7 @@ in any parts of them; between two such points it may run any operations again, i
 then. So every choice of forms, and every recompute of whole stages, is one of its points. It has to satisfy only
 
 * at the start of B_c: what is held, with a_0, a_L, the two gradients and the transients of B_c, fits the limit; stage
-  c's
-  saved tensors and input are there, whole (the machine's B is one operation);
+  c's saved tensors and input are there, whole (the machine's B is one operation);
 * whatever B_c, ..., B_2 still need is held at B_c or made after it by operations that run at least once more, whose own
   arguments are held or made in turn. (The sum over all later intervals stands in this one, or the relaxation would make
   a whole storage twice out of one half.)
@@ -38,9 +37,8 @@ import scipy.sparse
 import torch
 from torch import nn
 
-sys.path.append(
-    str(Path(__file__).parent.parent)
-)  # of the packages below; last, so that an installed rotoff goes first
+# of the packages below; last, so that an installed rotoff goes first
+sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid import models
 from benchmarks.grid.run import commit
@@ -245,13 +243,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     print(HEADER)
     cases, shares = (QUICK, SHARES[:1]) if options.quick else (CASES, SHARES)
     rows = [row for name, make in cases.items() for row in compare(name, make(), options.device, shares)]
-    figures: dict[str, Any] = {
-        "device": options.device,
-        "torch": torch.__version__,
-        "rotoff": rotoff.__version__,
-        "commit": commit(),
-        "rows": [asdict(row) for row in rows],
-    }
+    versions = {"torch": torch.__version__, "rotoff": rotoff.__version__, "commit": commit()}
+    figures: dict[str, Any] = {"device": options.device, **versions, "rows": [asdict(row) for row in rows]}
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return rows

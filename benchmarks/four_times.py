@@ -7,9 +7,8 @@ has less and shows the disk. Four processes, one after the other:
 
 * free: plain PyTorch with all the memory it wants. What a step allocates, over four, is the limit
 * plain, rotoff: the kernel enforces the limit (RLIMIT_DATA, beyond parameters, gradients and batch) while a few steps
-  are
-  trained. Plain PyTorch has to fail. rotoff's plan gets --others less: what measuring and planning
-  leave in a process (about 125 MiB), threads
+  are trained. Plain PyTorch has to fail. rotoff's plan gets --others less: what measuring and planning leave in a
+  process (about 125 MiB), threads
 * paired: no hard limit; rotoff planned for the whole limit, its steps in turn with plain PyTorch's, medians of the
   ratios
 
@@ -34,9 +33,8 @@ from typing import Any
 
 import torch
 
-sys.path.append(
-    str(Path(__file__).parent.parent)
-)  # of the packages below; last, so that an installed rotoff goes first
+# of the packages below; last, so that an installed rotoff goes first
+sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid import memory, workloads
 from benchmarks.grid.cell import Runner
@@ -101,12 +99,8 @@ def free(options: argparse.Namespace) -> dict[str, Any]:
     times = [runner.timed() for _ in range(options.steps)]
     resident = status_bytes("VmHWM") - before
     peak = memory.peak_of(runner.step, x.device).allocated
-    return {
-        "losses": runner.losses[: options.steps],
-        "step_time": statistics.median(times),
-        "peak_allocated": peak,
-        "resident_bytes": resident,
-    }
+    found = {"losses": runner.losses[: options.steps], "step_time": statistics.median(times)}
+    return {**found, "peak_allocated": peak, "resident_bytes": resident}
 
 
 def limited(options: argparse.Namespace, ours: bool) -> dict[str, Any]:
@@ -197,12 +191,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.way:
-        ways = {
-            "free": free,
-            "paired": paired,
-            "plain": lambda o: limited(o, False),
-            "rotoff": lambda o: limited(o, True),
-        }
+        ways = {"free": free, "paired": paired}
+        ways |= {"plain": lambda o: limited(o, False), "rotoff": lambda o: limited(o, True)}
         print(json.dumps(ways[options.way](options)))
         return 0
     passed = sys.argv[1:] if arguments is None else arguments

@@ -139,9 +139,9 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
         return f"{head} FAILED  {r['error'].splitlines()[0][:200]}"
     mib = 1 << 20
     return (
-        f"{head} {'passed' if r['passed'] else 'FAILED'}  {'equal' if r['equal'] else 'DIFFERS':7s} {r['stages']:3d} stages"
-        f"  limit {r['limit'] / r['keep_all']:4.0%} of {r['keep_all'] / mib:7.1f} MiB (plain {r['plain'] / mib:7.1f})"
-        f"  peak {r['predicted'] / mib:7.2f} predicted, {r['measured'] / mib:7.2f} measured"
+        f"{head} {'passed' if r['passed'] else 'FAILED'}  {'equal' if r['equal'] else 'DIFFERS':7s} {r['stages']:3d}"
+        f" stages  limit {r['limit'] / r['keep_all']:4.0%} of {r['keep_all'] / mib:7.1f} MiB (plain"
+        f" {r['plain'] / mib:7.1f})  peak {r['predicted'] / mib:7.2f} predicted, {r['measured'] / mib:7.2f} measured"
         f"  {r['total_s']:5.1f} s (measure {r['measure_s']:.1f}, solve {r['solve_s']:.1f})"
     )
 

@@ -68,9 +68,8 @@ def transformer(
     tokens, inner = sequence * batch, 4 * width if inner is None else inner
     hidden = tokens * width * ELEMENT
     attention, expert = 4 * width**2, 2 * width * inner
-    flops = (
-        2 * tokens * (attention + active * expert) + 2 * tokens * sequence * width
-    )  # a causal attention computes half
+    # a causal attention computes half
+    flops = 2 * tokens * (attention + active * expert) + 2 * tokens * sequence * width
     moved = {"forward_transient_bytes": 2 * hidden, "backward_transient_bytes": 4 * hidden}
     time = flops / machine.flops
     saved = round((SAVED - 9 + 9 * active * inner / (4 * width)) * hidden)
@@ -86,13 +85,8 @@ def transformer(
             return whole
         traffic = count * (2 * ELEMENT + gradient + 2 * state)
         on_host = None if machine.host is None else traffic / machine.host
-        return replace(
-            whole,
-            grad_bytes=count * gradient,
-            state_bytes=count * state,
-            update_time=traffic / machine.memory,
-            host_update_time=on_host,
-        )
+        sizes = {"grad_bytes": count * gradient, "state_bytes": count * state}
+        return replace(whole, **sizes, update_time=traffic / machine.memory, host_update_time=on_host)
 
     inside = [
         group((i + 2,), f"block{i}", attention + experts * expert, trained=i >= frozen * blocks) for i in range(blocks)
@@ -103,15 +97,9 @@ def transformer(
         inside += [group((i + 2,), f"adapter{i}", count) for i in range(blocks)]
     outside = [group((1, last) if tied else (1,), "embed", ends, trained=not adapters)]
     groups = [*outside, *inside, *([] if tied else [group((last,), "head", ends, trained=not adapters)])]
-    return Chain(
-        tuple(stages),
-        machine.link,
-        machine.link,
-        input_bytes=tokens * 8,
-        duplex=machine.duplex,
-        name=name or f"transformer-{blocks}x{width}",
-        parameters=tuple(groups),
-    )
+    link, name = (machine.link, machine.link), name or f"transformer-{blocks}x{width}"
+    made = Chain(tuple(stages), *link, input_bytes=tokens * 8, duplex=machine.duplex, name=name)
+    return replace(made, parameters=tuple(groups))
 
 
 def convolutional(machine: Machine = OLDER, batch: int = 128, image: int = 224) -> Chain:

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.append(
-    str(Path(__file__).parent.parent)
-)  # of the packages below; last, so that an installed rotoff goes first
+# of the packages below; last, so that an installed rotoff goes first
+sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid.run import machine
 from benchmarks.prediction import keep_freed_memory
@@ -161,9 +160,9 @@ def main() -> None:
         plain = "does not fit" if found["plain"] is None else f"{found['plain']:.3f} s"
         ratio = "" if found["ratio"] is None else f" ({found['ratio']:.3f})"
         print(
-            f"{found['share']:5.0%} of {found['everything'] / 2**20:.0f} MiB: plain {plain}, placed {found['placed']:.3f} s{ratio},"
-            f" expected {found['expected']:.3f} s, moved {found['moved'] / 2**20:.0f} MiB"
-            f"{', OTHER BITS' if found['same_bits'] is False else ''}",
+            f"{found['share']:5.0%} of {found['everything'] / 2**20:.0f} MiB: plain {plain}, placed"
+            f" {found['placed']:.3f} s{ratio}, expected {found['expected']:.3f} s, moved {found['moved'] / 2**20:.0f}"
+            f" MiB{', OTHER BITS' if found['same_bits'] is False else ''}",
             flush=True,
         )
         if options.out:  # each as soon as it is there

@@ -4,8 +4,7 @@ The model and its text are those of `examples/compare_modes.py`, whose options a
 and rotoff in turn, the one that goes first changing, and compares medians of the pairs:
 
 * ratio: our step over plain PyTorch's beside it, against the step expected of the plan over keeping everything. What
-  the machine does
-  to both (a slower clock, a neighbour) cancels; this is the figure that is to be within 5 %.
+  the machine does to both (a slower clock, a neighbour) cancels; this is the figure that is to be within 5 %.
 * seconds: our step against the expected one, as it is.
 * link: the expected step with the bandwidth measured anew right before the row: disks are not what they were a minute
   ago.
@@ -41,10 +40,8 @@ from rotoff.runtime.execution_plan import expected_step
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import compare_modes  # after the path that it lies on
 
-MALLOPT = {
-    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
-    "M_MMAP_THRESHOLD": (-3, 2**30),
-}  # of malloc.h, and values that keep all
+# of malloc.h, and values that keep all
+MALLOPT = {"M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_MMAP_THRESHOLD": (-3, 2**30)}
 
 
 @dataclass
@@ -140,7 +137,10 @@ def measure(comparison: compare_modes.Comparison, limit: float, mode: str, secon
     )
 
 
-HEADER = "limit  mode     predicted  measured   error  link now   error   seconds: predicted  measured   error  faults   plain"
+HEADER = (
+    "limit  mode     predicted  measured   error  link now   error   seconds: predicted  measured   error  faults  "
+    " plain"
+)
 
 
 def line(row: Row) -> str:

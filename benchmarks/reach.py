@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.append(
-    str(Path(__file__).parent.parent)
-)  # of the packages below; last, so that an installed rotoff goes first
+# of the packages below; last, so that an installed rotoff goes first
+sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid.run import commit, machine
 from rotoff.core.chain import Form
-from rotoff.planning.planner import Request, least_limit, make_plan, simulated_bytes
+from rotoff.planning.memory_account import simulated_bytes
+from rotoff.planning.planner import Request, least_limit, make_plan
 from rotoff.profile.estimate.devices import find
 from rotoff.profile.estimate.estimate import estimate_profile
 from rotoff.profile.profile import Profile
@@ -195,17 +195,8 @@ def _row(name: str, unit: str, paper: int, at: Callable[[int], Size], said: Call
     overhead, binds = float("nan"), "a step of one image"
     if reached is not None:
         overhead, binds = _planned(size, room)
-    return Row(
-        name,
-        unit,
-        said(paper),
-        None if reached is None else said(reached),
-        None if keep_all is None else said(keep_all),
-        at(paper).least_bytes,
-        size.resident_bytes,
-        overhead,
-        binds,
-    )
+    found = (None if one is None else said(one) for one in (reached, keep_all))
+    return Row(name, unit, said(paper), *found, at(paper).least_bytes, size.resident_bytes, overhead, binds)
 
 
 def _planned(size: Size, room: int) -> tuple[float, str]:
@@ -252,8 +243,8 @@ def rows(only: list[str]) -> list[Row]:
 
 def _say(row: Row) -> None:
     print(
-        f"{row.name}: {row.reached} {row.unit} (paper {row.paper}, keeping everything {row.keep_all}); the paper's size in"
-        f" {row.least_bytes / 1e9:.2f} GB; estimated overhead {row.overhead:+.0%}; {row.binds}",
+        f"{row.name}: {row.reached} {row.unit} (paper {row.paper}, keeping everything {row.keep_all}); the paper's size"
+        f" in {row.least_bytes / 1e9:.2f} GB; estimated overhead {row.overhead:+.0%}; {row.binds}",
         flush=True,
     )
 
@@ -289,8 +280,8 @@ def step_on_cuda(name: str, size: int) -> str:
         times.append(time.perf_counter() - start)
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return (
-        f"executed on {torch.cuda.get_device_name()}: {times[-1]:.3g} s a step, at most {peaks[0] / 1e9:.2f} GB allocated and"
-        f" {peaks[1] / 1e9:.2f} GB reserved"
+        f"executed on {torch.cuda.get_device_name()}: {times[-1]:.3g} s a step, at most {peaks[0] / 1e9:.2f} GB"
+        f" allocated and {peaks[1] / 1e9:.2f} GB reserved"
     )
 
 
@@ -361,7 +352,8 @@ def _write(out: Path, made: list[Row]) -> None:
         "commit": commit(),
         "memory_bytes": K40.memory_bytes,
         "of": [f"{name} {version}" for name, version in versions.items()],
-        "counted": "parameters, buffers, gradients, one momentum, batch, twice the logits, and a step; no cuDNN workspaces",
+        "counted": "parameters, buffers, gradients, one momentum, batch, twice the logits, and a step; no cuDNN"
+        " workspaces",
         "rows": [fresh.pop(row["name"], row) for row in kept] + list(fresh.values()),
     }
     out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -79,19 +79,8 @@ def heterogeneous(seed: int, stages: int) -> Chain:
     for i in range(stages):
         output, time = int(10 ** rng.uniform(6.5, 8.3)), 10 ** rng.uniform(-3.3, -1.7)
         saved, back = int(output * rng.uniform(1, 8)), time * rng.uniform(1.2, 2.8)
-        made.append(
-            Stage(
-                f"{i}",
-                time,
-                back,
-                output,
-                saved,
-                None,
-                int(output * rng.random()),
-                None,
-                int(2 * output * rng.random()),
-            )
-        )
+        forward, backward = int(output * rng.random()), int(2 * output * rng.random())
+        made.append(Stage(f"{i}", time, back, output, saved, None, forward, None, backward))
     inward = bandwidth * rng.choice([1.0, 1.0, 1.5])
     duplex = rng.random() < 0.7
     return Chain(tuple(made), bandwidth, inward, input_bytes=10_000_000, duplex=duplex, name=f"random-{seed}-{stages}")

@@ -84,12 +84,8 @@ def main() -> None:
             print(f"{chain.name:14} {len(chain):4} " + "  ".join(f"{cell:>15}" for cell in cells), flush=True)
         gaps = [float(str(r["gap"])) for r in rows if "gap" in r]
         tight = [float(str(r["gap"])) for r in rows if "gap" in r and float(str(r["share"])) <= 0.3]
-        summary = {
-            "mean_gap": mean(gaps),
-            "worst_gap": max(gaps),
-            "mean_gap_at_0.3_or_less": mean(tight),
-            "problems": len(gaps),
-        }
+        summary = {"mean_gap": mean(gaps), "worst_gap": max(gaps), "mean_gap_at_0.3_or_less": mean(tight)}
+        summary["problems"] = len(gaps)
         print(summary)
     if args.out:
         import numpy

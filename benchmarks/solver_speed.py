@@ -90,7 +90,8 @@ def main() -> None:
                 print(f"{what:6} {stages:4} stages {share:8.2f} x the CPU seconds of no forms", flush=True)
                 continue
             print(
-                f"{what:6} {stages:4} stages {row['seconds']:8.2f} s {row['cpu_seconds']:8.2f} s of CPU {row['bytes'] / 2**20:8.0f} MiB",
+                f"{what:6} {stages:4} stages {row['seconds']:8.2f} s {row['cpu_seconds']:8.2f} s of CPU"
+                f" {row['bytes'] / 2**20:8.0f} MiB",
                 flush=True,
             )
     if args.out:

@@ -6,8 +6,7 @@
 * ``hooked``: the calls are followed and taped, and what autograd saves goes through rotoff's hooks.
 * ``moved``: the plan of pure offload at that share of the bytes.
 * ``moved in line``: the same, but each copy is done by the thread that computes, and its time is taken off. Were the
-  stages slowed by
-  the copies that run beside them, this would be faster than ``moved``.
+  stages slowed by the copies that run beside them, this would be faster than ``moved``.
 * ``expected``: of the plan, beside the chain that keeps everything; and ``expected without upkeep``.
 
 What counts is the median of the ratios to the plain step beside it; quartiles beside it.
@@ -83,11 +82,7 @@ def measure(workload: workloads.Workload, share: float, rounds: int) -> tuple[li
         "expected": ours.get_expected_makespan() / whole,
         "expected without upkeep": expected_step(ours.chain, moved.sequence, ours.profile.tail_times).makespan / whole,
     }
-    plans = {
-        "hooked": replace(kept, keeps_all=False),
-        "moved": moved,
-        "moved in line": moved,
-    }
+    plans = {"hooked": replace(kept, keeps_all=False), "moved": moved, "moved in line": moved}
 
     def step(name: str) -> float:
         if name == "plain":

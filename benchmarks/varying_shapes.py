@@ -27,9 +27,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.append(
-    str(Path(__file__).parent.parent)
-)  # of the packages below; last, so that an installed rotoff goes first
+# of the packages below; last, so that an installed rotoff goes first
+sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid.run import machine
 
@@ -51,16 +50,8 @@ def tokens(batch: int, length: int, seed: int) -> torch.Tensor:
 def gpt2(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=512,
-        n_embd=192,
-        n_layer=8,
-        n_head=4,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 192, "n_layer": 8, "n_head": 4}
+    config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
 
     def batches() -> Iterator[dict[str, Any]]:
         for n, length in enumerate(lengths(count, 0)):
@@ -73,14 +64,8 @@ def gpt2(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
 def bert(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=192,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        intermediate_size=768,
-        num_labels=4,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 8}
+    config = BertConfig(**sizes, num_attention_heads=4, num_labels=4)
 
     def batches() -> Iterator[dict[str, Any]]:
         for n, length in enumerate(lengths(count, 1)):

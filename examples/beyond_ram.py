@@ -23,9 +23,8 @@ from torch import nn
 
 import rotoff
 
-OTHERS = (
-    96 * 2**20
-)  # bytes of the room for what is no activation: the profiler that measures, threads, the solver's tables
+# bytes of the room for what is no activation: the profiler that measures, threads, the solver's tables
+OTHERS = 96 * 2**20
 
 
 class Block(nn.Module):

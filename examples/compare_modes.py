@@ -7,8 +7,7 @@ seed, by plain PyTorch and by rotoff, one step of each in turn, so that both mee
 What the columns say:
 
 * step: seconds of forward and backward, loss included, optimizer left out. Predicted: of the plan, and its ratio to
-  keeping
-  everything. Measured: median over the steps, and the median ratio of a step to plain PyTorch's step beside it.
+  keeping everything. Measured: median over the steps, and the median ratio of a step to plain PyTorch's step beside it.
 * peak: bytes that one step allocates beyond what was there before it (parameters, their gradients, optimizer, batch),
   as the allocator reports them, in a step of its own that is not timed.
 * host: bytes reserved behind the device: a file on the CPU, pinned memory on CUDA.

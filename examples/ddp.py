@@ -1,7 +1,7 @@
 """Data-parallel training inside a memory limit, every process with the same plan.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py --limit "20 MiB"
-    torchrun --standalone --nproc-per-node 2 examples/ddp.py --limit "20 MiB" --shard     # FSDP2: parameters sharded too
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --limit "20 MiB" --shard  # FSDP2: parameters sharded too
 
 With FSDP2 each stage is sharded by itself and the root is rotoff's module, so that measuring happens within the root's
 first forward. ``process_group=True`` makes all processes follow one plan: the costliest measurement, the smallest

@@ -112,9 +112,9 @@ def main() -> None:
     if "rotoff" in found and "free" in found:
         told = found["rotoff"]
         print(
-            f"parameters {told['parameters'] / 2**20:.0f} MiB; with gradients, states and the step {told['everything'] / 2**20:.0f} MiB, in"
-            f" {rotoff.parse_bytes(options.memory) / 2**20:.0f} MiB; predicted peak {told['peak'] / 2**20:.0f} MiB, step"
-            f" {told['expected']:.2f} s"
+            f"parameters {told['parameters'] / 2**20:.0f} MiB; with gradients, states and the step"
+            f" {told['everything'] / 2**20:.0f} MiB, in {rotoff.parse_bytes(options.memory) / 2**20:.0f} MiB; predicted"
+            f" peak {told['peak'] / 2**20:.0f} MiB, step {told['expected']:.2f} s"
         )
         print("the losses are the same" if told["losses"] == found["free"]["losses"] else "the losses differ")
 

@@ -62,55 +62,30 @@ if TYPE_CHECKING:
     from .tools.whole_device import PlacedStep as PlacedStep
 
 _WHERE = {
-    "Chain": "core.chain",
-    "ChainError": "errors",
-    "Checkpointable": "checkpointable",
-    "Device": "profile.estimate.devices",
-    "ExecutionError": "errors",
-    "Form": "core.chain",
-    "InfeasibleError": "errors",
-    "InvalidSequenceError": "errors",
-    "Largest": "tools.largest",
-    "LimitError": "errors",
-    "Machine": "core.simulator",
-    "MeasureError": "errors",
-    "Op": "core.sequence",
-    "OpKind": "core.sequence",
-    "OptionError": "errors",
-    "ParameterGroup": "core.parameters",
-    "PlannedMode": "tools.mode_comparison",
-    "PlannedModes": "tools.mode_comparison",
-    "PlacedStep": "tools.whole_device",
-    "RotoffConfig": "tools.config",
-    "RotoffError": "errors",
-    "Row": "solver",
-    "Sequence": "core.sequence",
-    "SequenceFormatError": "errors",
-    "Stage": "core.chain",
-    "Sweep": "solver",
-    "Trace": "core.simulator",
-    "Value": "core.sequence",
-    "attach": "tools.attach",
-    "cheapest": "tools.largest",
-    "chrome_trace": "report.chrome_trace",
-    "detach": "tools.attach",
-    "devices": "profile.estimate.devices",
-    "estimate": "tools.estimate",
-    "format_bytes": "core.sizes",
-    "keep_all": "solver",
-    "largest": "tools.largest",
-    "lower_bound": "solver.bounds",
-    "min_mem_limit": "solver.bounds",
-    "parse": "core.sequence",
-    "parse_bytes": "core.sizes",
-    "plan": "tools.mode_comparison",
-    "register_device": "profile.estimate.devices",
-    "render": "report.terminal",
-    "save_chrome_trace": "report.chrome_trace",
-    "simulate": "core.simulator",
-    "solve": "solver",
-    "stages": "tools.stage_report",
-    "sweep": "solver",
+    name: module
+    for module, names in {
+        "checkpointable": "Checkpointable",
+        "core.chain": "Chain Form Stage",
+        "core.parameters": "ParameterGroup",
+        "core.sequence": "Op OpKind Sequence Value parse",
+        "core.simulator": "Machine Trace simulate",
+        "core.sizes": "format_bytes parse_bytes",
+        "errors": "ChainError ExecutionError InfeasibleError InvalidSequenceError LimitError"
+        " MeasureError OptionError RotoffError SequenceFormatError",
+        "profile.estimate.devices": "Device devices register_device",
+        "report.chrome_trace": "chrome_trace save_chrome_trace",
+        "report.terminal": "render",
+        "solver": "Row Sweep keep_all solve sweep",
+        "solver.bounds": "lower_bound min_mem_limit",
+        "tools.attach": "attach detach",
+        "tools.config": "RotoffConfig",
+        "tools.estimate": "estimate",
+        "tools.largest": "Largest cheapest largest",
+        "tools.mode_comparison": "PlannedMode PlannedModes plan",
+        "tools.stage_report": "stages",
+        "tools.whole_device": "PlacedStep",
+    }.items()
+    for name in names.split()
 }
 _FOLDERS = ("core", "errors", "io", "nn", "plot", "profile", "report", "solver")  # of the package, as attributes
 
@@ -132,9 +107,9 @@ def __getattr__(name: str) -> Any:
             ) from error
         if (error.name or "").startswith("rotoff."):
             raise ModuleNotFoundError(
-                f"{error.name} is not compiled in {__path__[0]}, which Python found first; if that is a clone's source tree,"
-                " start Python in another directory once rotoff is installed, or compile it there: python setup.py build_ext"
-                " --inplace",
+                f"{error.name} is not compiled in {__path__[0]}, which Python found first; if that is a clone's source"
+                " tree, start Python in another directory once rotoff is installed, or compile it there: python"
+                " setup.py build_ext --inplace",
                 name=error.name,
             ) from error
         raise

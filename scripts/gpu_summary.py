@@ -1,9 +1,9 @@
 """OUTDIR/summary.json of scripts/gpu_check.sh, written after each step, so that what ended is told whatever comes
 after:
 
-    python3 scripts/gpu_summary.py OUTDIR machine                                  # once for each call
-    python3 scripts/gpu_summary.py OUTDIR step NAME CODE BEGIN END COMMAND         # after each; prints its line
-    python3 scripts/gpu_summary.py OUTDIR end NAME...                              # exit code 1 where one of these failed
+    python3 scripts/gpu_summary.py OUTDIR machine                           # once for each call
+    python3 scripts/gpu_summary.py OUTDIR step NAME CODE BEGIN END COMMAND  # after each; prints its line
+    python3 scripts/gpu_summary.py OUTDIR end NAME...                       # exit code 1 where one of these failed
 
 Steps of earlier calls stay, as long as the machine is the same. A step whose tests all skip has failed: with CUDA at
 hand they have shown nothing.

@@ -18,12 +18,7 @@ from rotoff.solver import keep_all
 from rotoff.solver.joint import solve_slots
 
 MODES = ("joint", "remat", "offload")
-CHAIN = Chain(
-    tuple(Stage(f"s{i}", 1.0, 2.0, 10 * i, 30 * i) for i in (1, 2, 3)),
-    d2h_bandwidth=50.0,
-    h2d_bandwidth=50.0,
-    input_bytes=10,
-)
+CHAIN = Chain(tuple(Stage(f"s{i}", 1.0, 2.0, 10 * i, 30 * i) for i in (1, 2, 3)), 50.0, 50.0, input_bytes=10)
 KEEP_ALL_BYTES = 10 + 30 + 60 + 90 + 30 + 20  # a_0, all ā, δ_3 and δ_2
 
 BAD_LIMITS = [
@@ -172,14 +167,8 @@ def test_a_chain_of_no_bytes_and_no_time(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_stages_of_no_bytes_or_no_time_among_others(mode: str) -> None:
-    stages = (
-        Stage("view"),
-        *CHAIN.stages,
-        Stage("free", 0.0, 0.0, 10, 10),
-        Stage("nothing", 1.0, 1.0),
-        CHAIN.stages[0],
-    )
-    chain = replace(CHAIN, stages=stages)
+    empty = Stage("free", 0.0, 0.0, 10, 10), Stage("nothing", 1.0, 1.0)
+    chain = replace(CHAIN, stages=(Stage("view"), *CHAIN.stages, *empty, CHAIN.stages[0]))
     limit = rotoff.min_mem_limit(chain, mode)
     assert rotoff.simulate(chain, rotoff.solve(chain, limit, mode=mode), limit).peak_bytes <= limit
 

@@ -106,7 +106,7 @@ def test_a_second_model_of_the_same_kind_is_planned_from_the_cache(
     with caplog.at_level(logging.INFO, "rotoff"), monkeypatch.context() as patch:
         # nothing is timed and nothing is solved
         patch.setattr("rotoff.profile.stage_meter.Meter._times", None)
-        patch.setattr("rotoff.planning.planner.solve", None)
+        patch.setattr("rotoff.planning.request.solve", None)
         second = planned(tmp_path)
     assert second.chain == first.chain
     assert second.profile.tail_times == first.profile.tail_times

@@ -260,9 +260,8 @@ def test_masks_are_made_first_and_counted_once() -> None:
     wrapped = same_as_plain(Masked(), (torch.randn(64, 8), keep))
     assert [stage.name for stage in wrapped.profile.prefix] == ["masks and tables"]
     assert min(stage.output_bytes for stage in wrapped.chain.stages) == 64 * 8 * 4  # between layers: no mask, no table
-    assert (
-        wrapped.chain.input_bytes - wrapped.profile.resident_input_bytes == 64 * 8 * 4
-    )  # the mask; the rest is the batch's
+    # the mask; the rest is the batch's
+    assert wrapped.chain.input_bytes - wrapped.profile.resident_input_bytes == 64 * 8 * 4
 
 
 def test_a_question_about_the_batch_has_a_plan_for_each_answer() -> None:

@@ -37,11 +37,8 @@ def test_what_is_left_out_has_the_defaults_of_the_format() -> None:
     stage = chain.stage(1)
     assert (chain.name, chain.duplex, chain.input_grad_bytes) == ("", True, 0)
     assert (stage.name, stage.grad_bytes, stage.forms) == ("", 10, ())
-    assert (stage.forward_transient_bytes, stage.checkpoint_transient_bytes, stage.backward_transient_bytes) == (
-        0,
-        0,
-        0,
-    )
+    transients = (stage.forward_transient_bytes, stage.checkpoint_transient_bytes, stage.backward_transient_bytes)
+    assert transients == (0, 0, 0)
 
 
 def test_defaults_follow_other_fields() -> None:

@@ -217,12 +217,8 @@ def call(n: int) -> Call:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    kinds = [
-        Wide,
-        Wide,
-        Wide,
-        *draw(st.lists(st.sampled_from(PIECES), min_size=2, max_size=5)),
-    ]  # so that some can be spared
+    # so that some can be spared
+    kinds = [Wide, Wide, Wide, *draw(st.lists(st.sampled_from(PIECES), min_size=2, max_size=5))]
     kinds = draw(st.permutations(kinds))
     changes = draw(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=2, unique=True))
 

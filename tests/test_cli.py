@@ -49,18 +49,11 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) ->
 def test_python_m_rotoff_runs_and_needs_no_torch(tmp_path: Path) -> None:
     CHAIN.save(tmp_path / "chain.json")
     code = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['rotoff', 'solve', 'chain.json', '--mem-limit', '20MiB', '--json', '--no-refine'];"
-        "import runpy; runpy.run_module('rotoff', run_name='__main__')"
+        "import sys; sys.modules['torch'] = None; sys.argv = ['rotoff', 'solve', 'chain.json', '--mem-limit', '20MiB',"
+        " '--json', '--no-refine'];import runpy; runpy.run_module('rotoff', run_name='__main__')"
     )
-    root = str(Path(rotoff.__file__).parent.parent)
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root},
-        check=False,
-    )
+    told = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=told)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""  # no progress bar where there is no terminal
     assert json.loads(ran.stdout)["mem_limit"] == 20 * 2**20
@@ -285,11 +278,8 @@ def test_a_progress_bar_is_for_terminals_only_and_leaves_no_trace(
 
 
 def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(
-        out(
-            capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "rotor", "--option", "slots=40", "--json"
-        )
-    )
+    policy = ("--policy", "rotor", "--option", "slots=40")
+    data = json.loads(out(capsys, "solve", "chain.json", "--mem-limit", "20MiB", *policy, "--json"))
     assert data["mode"] == "rotor"
     assert data["ops"] == [str(op) for op in rotoff.solve(CHAIN, "20 MiB", policy="rotor", slots=40)]
     rows = json.loads(

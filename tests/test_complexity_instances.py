@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.fractional_program import fractional
 from oracles.partition_instances import ordered_out, three_partition, times_of_all_orders, triples, two_partition
 
 from rotoff import lower_bound, simulate, solve
-from rotoff.solver import fractional
 from rotoff.solver.policies.dynprog import discretize
 from rotoff.solver.policies.dynprog import optimum as program
 

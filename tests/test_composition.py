@@ -161,21 +161,8 @@ def test_a_loss_that_stages_leave_beside_their_output() -> None:
     compare(make, run, seeds=0)
     model, batch = make()
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    text = [
-        "F_ck 1",
-        "F_ck 2",
-        "drop a 2",
-        "F_ck 2",
-        "F_all 3",
-        "F_all 4",
-        "F_all 5",
-        "F_all 6",
-        "B 6",
-        "B 5",
-        "B 4",
-        "B 3",
-    ]
-    with_sequence(wrapped, rotoff.Sequence.from_text([*text, "F_all 2", "B 2", "F_all 1", "B 1"]))
+    text = "F_ck 1; F_ck 2; drop a 2; F_ck 2; F_all 3; F_all 4; F_all 5; F_all 6; B 6; B 5; B 4; B 3; F_all 2; B 2"
+    with_sequence(wrapped, rotoff.Sequence.from_text([*text.split("; "), "F_all 1", "B 1"]))
     model, _ = make()
     wrapped.load_state_dict(model.state_dict())
     torch.manual_seed(3)

@@ -33,13 +33,8 @@ def test_every_argument_of_the_class_and_of_its_plan_is_a_field() -> None:
 
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
 def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
-    said = {
-        "mem_limit": "500 KiB",
-        "mode": "remat",
-        "stages": 3,
-        "options": {"refine": False},
-        "cache_directory": False,
-    }
+    said = {"mem_limit": "500 KiB", "mode": "remat", "stages": 3, "options": {"refine": False}}
+    said |= {"cache_directory": False}
     path = tmp_path / f"train.{suffix}"
     if suffix == "json":
         path.write_text(json.dumps(said))

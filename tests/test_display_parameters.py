@@ -54,7 +54,10 @@ def test_what_becomes_of_each_group() -> None:
         " parameters 5 streamed, updated on the host"
     )
     assert [fate.word for fate in fates(PLAN)] == ["moved"] + ["kept"] * 5, "a group's number is no stage's"
-    both = "prefetch w 1; prefetch o 1; wait w 1; F_all 1; B 1; wait o 1; U 1; offload w 1; offload o 1; free w 1; free o 1"
+    both = (
+        "prefetch w 1; prefetch o 1; wait w 1; F_all 1; B 1; wait o 1; U 1; offload w 1; offload o 1; free w 1; free o"
+        " 1"
+    )
     assert [fate.word for fate in group_fates(Sequence.from_text(both.split("; ")))] == ["streamed, state moved"]
 
 

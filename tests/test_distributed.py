@@ -54,7 +54,10 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
     for failing in (0, 1):
         other = 1 - failing
         assert said[f"sample {failing} {failing}"].startswith("MeasureError")
-        sentence = f"MeasureError: process {failing} of the group could not take the sample, and so none of them can; there: Measure"
+        sentence = (
+            f"MeasureError: process {failing} of the group could not take the sample, and so none of them can; there:"
+            " Measure"
+        )
         assert said[f"sample {failing} {other}"].startswith(sentence)
         for what in ("measure", "forward"):
             assert said[f"{what} {failing} {failing}"].startswith("OutOfMemoryError: injected")
@@ -77,20 +80,15 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
             assert said["plan 0 1"].startswith(
                 "MeasureError: the first process of the group could not plan: ArithmeticError"
             )
-        assert (
-            said[f"other {failing} 0"] == said[f"other {failing} 1"]
-        )  # the first process decides, in the mode that it was given
+        # the first process decides, in the mode that it was given
+        assert said[f"other {failing} 0"] == said[f"other {failing} 1"]
         assert f"in mode {'offload' if failing else 'remat'}" in said[f"other {failing} 0"]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        FEW,
-        pytest.param([n for n in ALL if n not in FEW], marks=pytest.mark.slow),
-    ],
-    ids=["few", "rest"],
-)
+REST = pytest.param([n for n in ALL if n not in FEW], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("names", [FEW, REST], ids=["few", "rest"])
 def test_processes_with_unequal_batches_do_the_same_under_every_limit(names: list[str]) -> None:
     """Also where everything fits in one of them alone; and what is charged covers both."""
     said = torchrun(TESTS / "support" / "distributed_unequal.py", *names).splitlines()

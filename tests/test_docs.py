@@ -35,11 +35,8 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 def runnable(page: Path) -> list[tuple[str, str]]:
     """Blocks that are run: ``python`` and ``sh``; one marked ``skip`` says by the next word what it would need."""
-    return [
-        (language, code)
-        for language, marks, code in blocks(page)
-        if language in ("python", "sh") and "skip" not in marks
-    ]
+    unmarked = [(language, code) for language, marks, code in blocks(page) if "skip" not in marks]
+    return [block for block in unmarked if block[0] in ("python", "sh")]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
@@ -88,17 +85,10 @@ def prose(page: Path) -> str:
 def missing_paths(page: Path) -> list[str]:
     """What the text calls a file or folder of this repository, and is none; folders may be named from inside the
     package."""
-    files = {
-        path
-        for path in NAMED_FILE.findall(prose(page))
-        if not any((top / path).exists() for top in (ROOT, page.parent))
-    }
-    folders = {
-        path
-        for path in NAMED_FOLDER.findall(prose(page))
-        if not any((ROOT / top / path).is_dir() for top in (".", "rotoff"))
-    }
-    return sorted(files | folders)
+    files, folders = (set(pattern.findall(prose(page))) for pattern in (NAMED_FILE, NAMED_FOLDER))
+    found = {path for path in files if any((top / path).exists() for top in (ROOT, page.parent))}
+    found |= {path for path in folders if any((ROOT / top / path).is_dir() for top in (".", "rotoff"))}
+    return sorted((files | folders) - found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

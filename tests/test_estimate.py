@@ -309,13 +309,8 @@ def test_a_forward_that_reads_contents_is_refused_in_one_sentence() -> None:
 
 def test_convolutions_take_their_blocked_copies_too() -> None:
     """Without them a convolution's transients would be estimated as next to nothing."""
-    model = nn.Sequential(
-        nn.Conv2d(24, 72, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(72, 64, 3),
-        nn.ReLU(),
-        nn.Conv2d(64, 64, 3, stride=2, groups=64),
-    )
+    convolutions = nn.Conv2d(24, 72, 3, padding=1), nn.Conv2d(72, 64, 3), nn.Conv2d(64, 64, 3, stride=2, groups=64)
+    model = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2])
     measured, estimated = pair(model, torch.randn(4, 24, 32, 32, requires_grad=True))
     for one, other in zip(measured.stages, estimated.stages, strict=True):
         for name in BYTES:
@@ -349,11 +344,8 @@ def test_forms_of_a_transformer_block_on_a_gpu() -> None:
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.norm, self.up, self.down = (
-                nn.LayerNorm(width),
-                nn.Linear(width, 4 * width),
-                nn.Linear(4 * width, width),
-            )
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.down(F.gelu(self.up(self.norm(x))))

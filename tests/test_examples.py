@@ -59,19 +59,8 @@ def test_quickstart() -> None:
 
 def test_digits_resnet_trains_to_the_plain_losses() -> None:
     pytest.importorskip("sklearn")
-    result = run(
-        EXAMPLES / "digits_resnet.py",
-        "--size",
-        "24",
-        "--depth",
-        "1",
-        "--batch",
-        "32",
-        "--steps",
-        "3",
-        "--limit",
-        "0.85",
-    )
+    options = ["--size", "24", "--depth", "1", "--batch", "32", "--steps", "3", "--limit", "0.85"]
+    result = run(EXAMPLES / "digits_resnet.py", *options)
     assert result.returncode == 0, result.stderr
     assert "largest difference of any loss: 0.0" in result.stdout
     plain, limited = (line for line in result.stdout.splitlines() if line.startswith(("plain", "limited")))

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import rotoff
 from rotoff.core.sequence import COMPUTES, FORWARDS, OpKind
-from rotoff.planning.planner import expected_levels
+from rotoff.planning.memory_account import expected_levels
 from rotoff.profile.memory.skips import choices
 from rotoff.runtime.execution_plan import ExecutionPlan, compile_sequence
 from rotoff.runtime.step_times import StepTimes

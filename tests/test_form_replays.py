@@ -10,7 +10,8 @@ from models import fresh, plain, same, train
 
 import rotoff
 from rotoff.core.sequence import Op, OpKind, parse
-from rotoff.planning.planner import Request, least_limit, make_plan, plan_everything, simulated_bytes
+from rotoff.planning.memory_account import simulated_bytes
+from rotoff.planning.planner import Request, least_limit, make_plan, plan_everything
 from rotoff.profile.profile import Profile
 from rotoff.runtime.early_stop import expected_trace
 from rotoff.runtime.form_replays import replay_forms
@@ -58,7 +59,8 @@ def test_it_stays_within_the_limit() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "F_sel 1 2, F_ck 2, offload abar 1, free abar 1, F_all 3, F_all 4, B 4, B 3, prefetch abar 1, wait abar 1, F_all 2, B 2, B 1",
+        "F_sel 1 2, F_ck 2, offload abar 1, free abar 1, F_all 3, F_all 4, B 4, B 3, prefetch abar 1, wait abar 1,"
+        " F_all 2, B 2, B 1",
         "F_sel 1 2, drop abar 1, F_sel 1 2, F_all 2, F_all 3, F_all 4, B 4, B 3, B 2, B 1",
     ],
 )

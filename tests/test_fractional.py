@@ -8,10 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracles.chains import chains
-from oracles.fractional_program import fractional_optimum, interruptible_optimum, sets, whole
+from oracles.fractional_program import fractional, fractional_optimum, interruptible_optimum, sets, whole
 
 from rotoff import Chain, InfeasibleError, Stage, min_mem_limit, solve
-from rotoff.solver import fractional
 from rotoff.solver.policies.dynprog import discretize, idle_of
 from rotoff.solver.policies.dynprog import optimum as program
 

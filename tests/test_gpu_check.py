@@ -202,9 +202,8 @@ def test_steps_in_a_row_keep_within_a_call_where_each_takes_all_its_time() -> No
         limits = [int(found.group(1)) for found in asked if found]
         assert len(limits) == len(steps)
         before_last = sum(limits[:-1])
-        assert (
-            before_last + 30 <= BUDGETS[mode]
-        )  # with the first look at torch and the host; the last takes what is left
+        # with the first look at torch and the host; the last takes what is left
+        assert before_last + 30 <= BUDGETS[mode]
 
 
 def test_tests_that_had_no_time_have_failed(tmp_path: Path) -> None:

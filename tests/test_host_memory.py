@@ -200,9 +200,8 @@ def test_a_plan_uses_no_more_of_the_host_than_there_is(
     monkeypatch.setattr(planning, "room_for_plan", lambda _: 0)
     if mode == "joint":
         assert make_plan(profile, asked).host_bytes == 0
-    elsewhere = make_plan(
-        profile, replace(asked, here=False)
-    )  # an estimate for another machine knows nothing of its host
+    # an estimate for another machine knows nothing of its host
+    elsewhere = make_plan(profile, replace(asked, here=False))
     assert elsewhere.host_bytes == free.host_bytes
 
 

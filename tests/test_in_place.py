@@ -43,20 +43,14 @@ def test_it_trains_as_the_plain_model_at_the_smallest_limit() -> None:
 
 def test_nothing_of_it_is_seen() -> None:
     model, _ = fresh("mlp")
-    before = (
-        type(model),
-        list(model.state_dict()),
-        [n for n, _ in model.named_modules()],
-        inspect.signature(model.forward),
-    )
+
+    def seen() -> tuple[object, ...]:
+        names = list(model.state_dict()), [n for n, _ in model.named_modules()]
+        return type(model), *names, inspect.signature(model.forward)
+
+    before = seen()
     planned = rotoff.attach(model, "1 GiB")
-    after = (
-        type(model),
-        list(model.state_dict()),
-        [n for n, _ in model.named_modules()],
-        inspect.signature(model.forward),
-    )
-    assert after == before
+    assert seen() == before
     assert attached(model) is planned
     assert "forward" in vars(model)
     rotoff.detach(model)

@@ -26,16 +26,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(WIDTH),
-                nn.Linear(WIDTH, 4 * WIDTH),
-                nn.GELU(),
-                nn.Linear(4 * WIDTH, WIDTH),
-                nn.Dropout(0.1),
-            )
-            for _ in range(4)
-        )
+
+        def block() -> nn.Sequential:
+            up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            return nn.Sequential(nn.LayerNorm(WIDTH), up, nn.GELU(), down, nn.Dropout(0.1))
+
+        self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,26 +98,12 @@ def hugging_face(
     torchvision_operators.declare()
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=ROWS,
-        max_steps=4,
-        logging_steps=1,
-        save_steps=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=7,
-        **options,
-    )
+    steps = {"per_device_train_batch_size": ROWS, "max_steps": 4, "logging_steps": 1, "save_steps": 2, "seed": 7}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **steps, **quiet, **options)
     data = data or Rows()
-    return transformers.Trainer(
-        model or build(),
-        arguments,
-        train_dataset=data,
-        eval_dataset=data if evaluates else None,
-        callbacks=list(callbacks),
-    )
+    sets = {"train_dataset": data, "eval_dataset": data if evaluates else None}
+    return transformers.Trainer(model or build(), arguments, **sets, callbacks=list(callbacks))
 
 
 def losses(trainer: Any) -> list[float]:

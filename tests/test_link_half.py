@@ -72,8 +72,7 @@ def over(link: HalfLink, wrapped: rotoff.Checkpointable) -> rotoff.Checkpointabl
 
 
 # Of the convolutional model, sequences that replay no ReLU or pooling on rounded values: which element is the largest
-# of a
-# window may change then, and with it where a gradient goes
+# of a window may change then, and with it where a gradient goes
 # (`test_a_replay_on_rounded_values_gives_the_gradients_of_the_plain_model_on_those`).
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
 @pytest.mark.parametrize(

@@ -522,14 +522,9 @@ class TestHostMemory:
 
 def run_python(code: str, **environment: str) -> str:
     """What a new interpreter prints for `code`; its errors fail the test."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)]
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=told)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout

@@ -44,14 +44,8 @@ def test_the_inputs_gradient_is_charged_where_it_is_wanted() -> None:
 
 
 def test_stages_that_alias_or_overwrite_are_merged() -> None:
-    chain = measured(
-        nn.Linear(64, 64),
-        nn.ReLU(inplace=True),
-        nn.Unflatten(1, (8, 8)),
-        nn.Flatten(),
-        nn.Linear(64, 8),
-        x=torch.randn(32, 64),
-    )
+    views = nn.Unflatten(1, (8, 8)), nn.Flatten()
+    chain = measured(nn.Linear(64, 64), nn.ReLU(inplace=True), *views, nn.Linear(64, 8), x=torch.randn(32, 64))
     assert [s.name for s in chain.stages] == ["0..3", "4"]
     model, batch = fresh("overwriting")
     x = batch()

@@ -126,13 +126,9 @@ class TestChecker:
 
 LANES = ["compute", "out", "in"]
 accesses = st.tuples(st.just("access"), st.sampled_from(LANES), st.booleans(), st.integers(0, 1), st.integers(1, 2))
-operations = st.one_of(
-    st.tuples(st.just("record"), st.sampled_from(LANES)),
-    st.tuples(st.just("wait"), st.sampled_from(LANES), st.integers(0, 2)),
-    st.tuples(st.just("finish"), st.sampled_from(LANES)),
-    accesses,
-    accesses,
-)
+waits = st.tuples(st.just("wait"), st.sampled_from(LANES), st.integers(0, 2))
+marks = [st.tuples(st.just(word), st.sampled_from(LANES)) for word in ("record", "finish")]
+operations = st.one_of(marks[0], waits, marks[1], accesses, accesses)
 
 
 def by_reachability(program: list[tuple[Any, ...]]) -> set[int]:

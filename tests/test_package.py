@@ -110,14 +110,9 @@ def test_a_release_needs_its_version_and_a_dated_heading(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_wheel_installs_and_plans_where_there_is_no_compiler(tmp_path: Path) -> None:
     """From the sdist, as users get it: for all Pythons from 3.11 on, audited as manylinux, 2.17 or later."""
-    run = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "wheels.sh"), sys.executable],
-        env={**os.environ, "PYTHON": sys.executable, "DIST": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    command = ["bash", str(ROOT / "scripts" / "wheels.sh"), sys.executable]
+    told = {**os.environ, "PYTHON": sys.executable, "DIST": str(tmp_path)}
+    run = subprocess.run(command, env=told, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "joint    step" in run.stdout  # planned in an environment with nothing else on PATH
     (wheel,) = tmp_path.glob("*.whl")

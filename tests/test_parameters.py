@@ -174,7 +174,10 @@ def test_one_link_for_both_ways() -> None:
 
 def test_an_update_on_the_host_waits_for_what_stands_before_it() -> None:
     """H 2 has its gradient early, but is written after ``B 1``; the host's lane runs in the order of the text."""
-    text = "wait w 1; F_all 1; F_all 2; B 2; offload g 2; B 1; free g 2; offload g 1; drop w 1; drop w 2; H 2; H 1; free g 1"
+    text = (
+        "wait w 1; F_all 1; F_all 2; B 2; offload g 2; B 1; free g 2; offload g 1; drop w 1; drop w 2; H 2; H 1; free g"
+        " 1"
+    )
     sequence = Sequence.from_text(f"{text}; prefetch w 2; prefetch w 1; wait w 2".split("; "), resident=["w 1", "w 2"])
     shown = {str(e.op): (e.start, e.end) for e in simulate(CHAIN, sequence).events}
     assert shown["B 1"][1] == shown["H 2"][0]
@@ -184,7 +187,10 @@ def test_an_update_on_the_host_waits_for_what_stands_before_it() -> None:
 
 
 def test_what_the_host_updates_comes_back_after_the_update() -> None:
-    text = "F_all 1; F_all 2; B 2; U 2; B 1; offload g 1; drop o 1; drop w 1; H 1; prefetch o 1; prefetch w 1; free g 1; wait w 1"
+    text = (
+        "F_all 1; F_all 2; B 2; U 2; B 1; offload g 1; drop o 1; drop w 1; H 1; prefetch o 1; prefetch w 1; free g 1;"
+        " wait w 1"
+    )
     sequence = Sequence.from_text(f"{text}; wait o 1".split("; "), resident=["w 1", "o 1", "w 2", "o 2"])
     shown = {str(e.op): (e.start, e.end) for e in simulate(CHAIN, sequence).events}
     assert shown["prefetch o 1"][0] == shown["H 1"][1]
@@ -322,15 +328,10 @@ def test_what_the_machine_refuses(text: str, resident: list[str], sentence: str)
 def test_frozen_groups_are_not_updated_and_a_host_that_cannot_does_not() -> None:
     with pytest.raises(InvalidSequenceError, match=r"op 4 \(U 2\): g 2 has 0 bytes"):
         simulate(TIED, Sequence.from_text(["F_all 1", "F_all 2", "B 2", "B 1", "U 2"], resident=["w 1", "w 2"]))
-    with pytest.raises(
-        InvalidSequenceError, match="group 1 has no host_update_time, so the host cannot update it; use U 1"
-    ):
-        simulate(
-            TIED,
-            Sequence.from_text(
-                ["F_all 1", "F_all 2", "B 2", "B 1", "offload g 1", "drop w 1", "H 1"], resident=ALL[:1] + ["w 2"]
-            ),
-        )
+    text = ["F_all 1", "F_all 2", "B 2", "B 1", "offload g 1", "drop w 1", "H 1"]
+    sentence = "group 1 has no host_update_time, so the host cannot update it; use U 1"
+    with pytest.raises(InvalidSequenceError, match=sentence):
+        simulate(TIED, Sequence.from_text(text, resident=ALL[:1] + ["w 2"]))
 
 
 def test_a_chain_without_parameters_knows_none() -> None:

@@ -647,8 +647,10 @@ def left_over(model: nn.Module, x: torch.Tensor) -> None:
 
 
 ALL_GRADIENTS = {
-    "clip_grad_norm_": (lambda m, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "clipping needs all gradients at once"),
-    "clip_grad_value_": (lambda m, x: nn.utils.clip_grad_value_(m.parameters(), 1.0), "clipping needs all gradients at once"),
+    "clip_grad_norm_": (lambda m, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "clipping needs all gradients at"
+                                                                                    " once"),
+    "clip_grad_value_": (lambda m, x: nn.utils.clip_grad_value_(m.parameters(), 1.0), "clipping needs all gradients at"
+                                                                                      " once"),
     "GradScaler": (lambda m, x: torch.amp.GradScaler("cpu").scale(m(x).sum()), "a GradScaler needs all gradients"),
     "accumulation": (accumulate, "cannot be accumulated"),
     "gradients before": (left_over, "gradients before the backward"),
@@ -796,12 +798,7 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
 
         return call
 
-    patches = [
-        (Placement, "operate"),
-        (updates, "own_step"),
-        (Placement, "_update_on_device"),
-        (Placement, "brought"),
-    ]
+    patches = [(Placement, name) for name in ("operate", "_update_on_device", "brought")] + [(updates, "own_step")]
     with ExitStack() as stack:
         for owner, name in patches:
             stack.enter_context(mock.patch.object(owner, name, failing(getattr(owner, name))))
@@ -876,20 +873,8 @@ def test_a_limit_that_the_kernel_enforces() -> None:
     """A process trains in memory in which the plain model cannot; the example's own run, smaller."""
     example = Path(__file__).parent.parent / "examples" / "larger_than_memory.py"
     environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
-    command = [
-        sys.executable,
-        str(example),
-        "--width",
-        "512",
-        "--blocks",
-        "8",
-        "--rows",
-        "512",
-        "--memory",
-        "208 MiB",
-        "--steps",
-        "2",
-    ]
+    size = ["--width", "512", "--blocks", "8", "--rows", "512", "--steps", "2"]
+    command = [sys.executable, str(example), *size, "--memory", "208 MiB"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "plain, limited     fails" in done.stdout, done.stdout

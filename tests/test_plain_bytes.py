@@ -253,9 +253,8 @@ def test_the_plain_model_never_holds_more_than_is_said(seed: int) -> None:
     model, x = Program(seed), torch.randn(1024, 32)
     wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
     peak, gradients = trained(model, x)
-    assert (
-        peak <= wrapped.keep_all_memory <= 1.7 * peak
-    )  # half of such a program is for nothing, and is counted as if at once
+    # half of such a program is for nothing, and is counted as if at once
+    assert peak <= wrapped.keep_all_memory <= 1.7 * peak
     for share in (1.0, 0.9, 0.6):
         limit = int(wrapped.keep_all_memory * share)
         try:

@@ -101,12 +101,8 @@ def test_nothing_moved_needs_no_lanes_for_copies() -> None:
 
 
 def test_a_measured_step_stands_under_the_predicted_one() -> None:
-    slower = rotoff.Chain(
-        tuple(rotoff.Stage(s.name, 2.0, 4.0, s.output_bytes, s.saved_bytes) for s in CHAIN.stages),
-        50.0,
-        50.0,
-        input_bytes=50,
-    )
+    stages = tuple(rotoff.Stage(s.name, 2.0, 4.0, s.output_bytes, s.saved_bytes) for s in CHAIN.stages)
+    slower = rotoff.Chain(stages, 50.0, 50.0, input_bytes=50)
     measured = rotoff.simulate(slower, MOVING)
     figure = plot.timeline(CHAIN, MOVING, measured=measured)
     assert len(figure.axes) == 3

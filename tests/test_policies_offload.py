@@ -7,24 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
+from oracles.fractional_program import fractional
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
-from rotoff.solver import fractional
 from rotoff.solver.policies.lowering import lower
 from rotoff.solver.policies.vdnn import choices
 
 # One direction at a time, 10 bytes a second. Keeping everything holds 30 + 20 + 20 + 10 = 80 bytes, at F_4 and B_4.
-FOUR = Chain(
-    (
-        Stage("", 1.0, 2.0, 30, 30, 0),
-        Stage("", 2.0, 2.0, 20, 20, 0),
-        Stage("", 3.0, 2.0, 20, 20, 0),
-        Stage("", 1.0, 2.0, 0, 10, 0),
-    ),
-    10.0,
-    10.0,
-    duplex=False,
-)
+ROWS = ((1.0, 2.0, 30, 30), (2.0, 2.0, 20, 20), (3.0, 2.0, 20, 20), (1.0, 2.0, 0, 10))
+FOUR = Chain(tuple(Stage("", *row, 0) for row in ROWS), 10.0, 10.0, duplex=False)
 
 
 @given(
@@ -91,11 +82,8 @@ def test_tflms_never_waits_for_memory() -> None:
 
 
 def test_bad_options() -> None:
-    for policy, options in {
-        "dynprog": {"slots": 0},
-        "autoswap": {"trials": 0},
-        "tflms": {"tensors": 9, "ahead": 0},
-    }.items():
+    bad = {"dynprog": {"slots": 0}, "autoswap": {"trials": 0}, "tflms": {"tensors": 9, "ahead": 0}}
+    for policy, options in bad.items():
         with pytest.raises(OptionError, match=next(iter(options))):
             solve(FOUR, 60, policy=policy, **options)
     with pytest.raises(OptionError, match="give both tensors and ahead"):

@@ -142,8 +142,8 @@ def test_golden():
 
     assert made(100.0) == (
         "F_all 1, offload abar 1, F_all 2, offload abar 2, F_all 3, offload abar 3, F_all 4, free abar 1, F_all 5, "
-        "free abar 2, F_all 6, free abar 3, B 6, prefetch abar 3, B 5, prefetch abar 2, wait abar 3, B 4, prefetch abar 1, "
-        "wait abar 2, B 3, wait abar 1, B 2, B 1"
+        "free abar 2, F_all 6, free abar 3, B 6, prefetch abar 3, B 5, prefetch abar 2, wait abar 3, B 4, prefetch abar"
+        " 1, wait abar 2, B 3, wait abar 1, B 2, B 1"
     )
     assert made(0.01) == (
         "F_ck 1, F_none 2, F_none 3, F_all 4, F_all 5, F_all 6, B 6, B 5, B 4, F_all 1, F_all 2, F_all 3, B 3, B 2, B 1"

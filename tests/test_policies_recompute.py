@@ -107,7 +107,8 @@ def test_revolve_runs_as_many_forwards_as_it_counts_and_holds_its_slots(L, slots
 def test_revolve_golden():
     # ℓ = 4 sweeps, c = 2 slots: r = 2 (C(4, 2) = 6 ≥ 5), so 2·5 − C(4, 3) = 6 forwards are swept.
     assert ", ".join(map(str, operations(5, 2))) == (
-        "F_ck 1, F_none 2, F_ck 3, F_none 4, F_all 5, B 5, F_ck 3, F_all 4, B 4, F_all 3, B 3, F_ck 1, F_all 2, B 2, F_all 1, B 1"
+        "F_ck 1, F_none 2, F_ck 3, F_none 4, F_all 5, B 5, F_ck 3, F_all 4, B 4, F_all 3, B 3, F_ck 1, F_all 2, B 2,"
+        " F_all 1, B 1"
     )
 
 

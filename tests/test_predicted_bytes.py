@@ -168,15 +168,8 @@ def test_predicted_host_bytes_are_those_that_the_link_takes(monkeypatch: pytest.
 
 def test_a_replays_graph_keeps_neither_itself_nor_its_input() -> None:
     """Tanh saves its result; what a hook is given for that has a graph, which holds the input that is dropped here."""
-    model = nn.Sequential(
-        nn.Linear(16, 64),
-        nn.GELU(),
-        nn.Tanh(),
-        nn.Dropout(0.3),
-        nn.Linear(64, 64),
-        nn.BatchNorm1d(64),
-        nn.Linear(64, 8),
-    )
+    layers = nn.Linear(16, 64), nn.GELU(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64)
+    model = nn.Sequential(*layers, nn.Linear(64, 8))
 
     def draw() -> torch.Tensor:
         return torch.randn(512, 16)

@@ -52,19 +52,10 @@ def child(fraction: float) -> tuple[int, int, float]:
     """(predicted bytes, growth of the resident set in one step, a sum over the gradients) of a training process."""
     # glibc keeps freed blocks below its mmap threshold, which grows as blocks are freed; fixed, what is free is
     # returned.
-    environment = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "PYTHONPATH": str(Path(__file__).parent / "support"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(fraction)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
+    support = str(Path(__file__).parent / "support")
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": support}
+    command = [sys.executable, "-c", CHILD, str(fraction)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     limit, grown, total = done.stdout.split()
     return int(limit), int(grown), float(total)

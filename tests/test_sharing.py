@@ -13,7 +13,7 @@ from test_runtime import smallest, step_peak, with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.planning.planner import simulated_bytes
+from rotoff.planning.memory_account import simulated_bytes
 from rotoff.planning.sharing import shared_bytes
 from rotoff.profile.memory.skips import Skip
 
@@ -37,7 +37,8 @@ def test_values_that_hand_it_on_share_it_but_for_an_operations_own_two() -> None
 
 def test_what_comes_back_or_is_made_again_has_it_for_itself() -> None:
     moved = shared(
-        "F_all 1; F_all 2; offload abar 2; F_all 3; free abar 2; F_all 4; B 4; prefetch abar 2; wait abar 2; B 3; B 2; B 1"
+        "F_all 1; F_all 2; offload abar 2; F_all 3; free abar 2; F_all 4; B 4; prefetch abar 2; wait abar 2; B 3; B 2;"
+        " B 1"
     )
     assert moved == {
         "2 offload abar 2": 10,

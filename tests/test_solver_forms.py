@@ -112,12 +112,8 @@ def language_blocks(L: int = 12) -> Chain:
     def form(kept: int, seconds: float) -> Form:
         return Form(kept * unit, backward + seconds, (17 - kept) * unit, (21 - kept) * unit)
 
-    forms = (
-        form(11, cheap),
-        form(7, cheap + 4 * product),
-        form(4, cheap + 7 * product),
-        form(1, cheap + 8 * product + attention + 3 * element),
-    )
+    least = form(1, cheap + 8 * product + attention + 3 * element)
+    forms = (form(11, cheap), form(7, cheap + 4 * product), form(4, cheap + 7 * product), least)
     block = Stage("block", forward, backward, unit, whole, backward_transient_bytes=4 * unit, forms=forms)
     return Chain((block,) * L, 50e9, 50e9, input_bytes=unit)
 

@@ -33,13 +33,8 @@ def transformer(layers: int = 8, host: float | None = 2.0) -> Chain:
     """Blocks of which parameters, gradients and states outweigh the activations; times in units of one forward."""
     stage = Stage("block", 1.0, 2.0, 10, 120, backward_transient_bytes=20)
     group = ParameterGroup((1,), 100, 100, 200, update_time=0.1, host_update_time=host)
-    return Chain(
-        (stage,) * layers,
-        100.0,
-        100.0,
-        input_bytes=10,
-        parameters=tuple(replace(group, stages=(i,)) for i in range(1, layers + 1)),
-    )
+    groups = tuple(replace(group, stages=(i,)) for i in range(1, layers + 1))
+    return Chain((stage,) * layers, 100.0, 100.0, input_bytes=10, parameters=groups)
 
 
 @given(WITH_PARAMETERS, st.sampled_from(MODES), st.sampled_from(WHEN), st.floats(0, 1))

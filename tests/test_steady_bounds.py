@@ -3,6 +3,7 @@ hand."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -75,13 +76,8 @@ class Prices:
                         held = self.lam[c % self.N] if t in "DVdv" else math.inf if c in needed else 0.0
                         passed[t] = min(passed.get(t, math.inf), cost + held)
                 costs = passed
-            for a, b, cost in (
-                ("D", "V", (self.out if c > start else self.made)[c % self.N]),
-                ("V", "H", 0.0),
-                ("v", "h", 0.0),
-                ("H", "V", self.back[c % self.N]),
-                ("h", "v", self.back[c % self.N]),
-            ):
+            out, back = (self.out if c > start else self.made)[c % self.N], self.back[c % self.N]
+            for a, b, cost in (*"DV", out), (*"VH", 0.0), (*"vh", 0.0), (*"HV", back), (*"hv", back):
                 if a in costs:
                     costs[b] = min(costs.get(b, math.inf), costs[a] + cost)
         return min((cost for s, cost in costs.items() if s in ends), default=math.inf)
@@ -348,9 +344,5 @@ def test_smallest_limits_by_hand() -> None:
 @settings(max_examples=15)
 def test_without_parameters_nothing_has_changed(chain: Chain) -> None:
     limit = max(1, min_mem_limit(chain, "offload"), min_mem_limit(chain, "remat"))
-    bounds = {
-        lower_bound(chain, limit, mode, updates)
-        for mode in ("joint", "remat", "offload")
-        for updates in ("during", "after")
-    }
-    assert bounds == {lower_bound(chain, limit)}
+    asked = itertools.product(("joint", "remat", "offload"), ("during", "after"))
+    assert {lower_bound(chain, limit, *one) for one in asked} == {lower_bound(chain, limit)}

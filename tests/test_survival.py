@@ -407,9 +407,8 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
         generator = torch.get_rng_state()
         with nothing_left(wrapped):
             said = outcome(lambda wrapped=wrapped: wrapped.measure(x, repeats=1))
-        assert (
-            "KeyboardInterrupt" in said or n > faults.count > calls // 2
-        )  # how often something is timed, the clock decides
+        # how often something is timed, the clock decides
+        assert "KeyboardInterrupt" in said or n > faults.count > calls // 2
         assert same(list(model.buffers()), state)
         assert torch.equal(torch.get_rng_state(), generator)
     for hook in hooks:

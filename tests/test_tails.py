@@ -24,14 +24,7 @@ from rotoff.solver.bounds import least_time_of
 from rotoff.tensors.stage import Behaviour
 
 TAILS = (0.5, 1.0, 0.0)
-CHAIN = rotoff.Chain(
-    tuple(
-        rotoff.Stage(name=str(i), forward_time=10.0 * i, backward_time=20.0 * i, output_bytes=10, saved_bytes=50)
-        for i in (1, 2, 3)
-    ),
-    d2h_bandwidth=1.0,
-    h2d_bandwidth=1.0,
-)
+CHAIN = rotoff.Chain(tuple(rotoff.Stage(str(i), 10.0 * i, 20.0 * i, 10, 50) for i in (1, 2, 3)), 1.0, 1.0)
 BATCH, WIDTH = 128, 192
 
 

@@ -53,11 +53,9 @@ def test_a_plan_fits_one_screen(stages: int, width: int) -> None:
         plan = MOVING
     else:
         moved = [i for i in range(2, stages - 1) if i % 3 == 0]
-        ops = [
-            line
-            for i in range(1, stages + 1)
-            for line in (f"F_all {i}", *([f"offload abar {i}"] if i in moved else []))
-        ]
+        ops = []
+        for i in range(1, stages + 1):
+            ops += [f"F_all {i}", *([f"offload abar {i}"] if i in moved else [])]
         ops += [f"free abar {i}" for i in moved]
         for i in range(stages, 0, -1):
             ops += [*([f"prefetch abar {i - 1}", f"wait abar {i - 1}"] if i - 1 in moved else []), f"B {i}"]
@@ -132,11 +130,8 @@ def test_a_trace_file_holds_every_operation_that_takes_time() -> None:
         assert made["tid"] == {"compute": 1, "d2h": 2, "h2d": 3}[event.lane]
     counters = [event["args"]["device"] for event in data["traceEvents"] if event["ph"] == "C"]
     assert max(counters) == trace.peak_bytes
-    assert {event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"} == {
-        "compute",
-        "device to host",
-        "host to device",
-    }
+    lanes = {event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"}
+    assert lanes == {"compute", "device to host", "host to device"}
 
 
 def measured(c: rotoff.Chain) -> rotoff.Trace:

@@ -181,15 +181,8 @@ def test_the_flag_is_kept_with_the_times() -> None:
     assert profile.upkeep.bound == (False, True)
 
 
-PROFILE = Profile(
-    torch.device("cuda", 0),
-    rotoff.Chain((rotoff.Stage("a", 0.0, 0.0, 1, 1), rotoff.Stage("b", 0.0, 0.0, 1, 1)), 1.0, 1.0, 1),
-    (),
-    (),
-    (Behaviour((), (True,)),) * 2,
-    0,
-    0,
-)
+PAIR = rotoff.Chain((rotoff.Stage("a", 0.0, 0.0, 1, 1), rotoff.Stage("b", 0.0, 0.0, 1, 1)), 1.0, 1.0, 1)
+PROFILE = Profile(torch.device("cuda", 0), PAIR, (), (), (Behaviour((), (True,)),) * 2, 0, 0)
 
 
 def test_a_measured_model_knows_it_and_a_plan_that_keeps_all_does_not_pay_it() -> None:

@@ -17,11 +17,8 @@ from rotoff.profile.memory.gradients import Charge, GradientPlace, charge
 def test_a_part_that_is_handed_on_is_copied_and_the_rest_let_go() -> None:
     # Stage 3 concatenates: both gradients lie in one storage of 12. Stage 2 hands the first on; stage 1 makes it.
     both = GradientPlace(7, 12, None)
-    stages = [
-        ([GradientPlace(1, 2, None)], [6]),
-        ([GradientPlace(0, 6, 0)], [6, 6]),
-        ([both, both], [12]),
-    ]
+    first, second = GradientPlace(1, 2, None), GradientPlace(0, 6, 0)
+    stages = [([first], [6]), ([second], [6, 6]), ([both, both], [12])]
     assert charge(stages) == [Charge(2, fresh_bytes=2), Charge(12), Charge(12, 12, fresh_bytes=12), Charge(12)]
     assert charge(stages, compact=True)[1] == Charge(12)  # stage 1 uses it up: a copy would gain nothing
     longer = [stages[0], ([GradientPlace(0, 6, 0)], [6]), *stages[1:]]

@@ -7,18 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-OURS = {
-    "joint": "rotoff joint",
-    "remat": "rotoff remat",
-    "offload": "rotoff offload",
-    "joint-compiled": "rotoff joint, compiled",
-}
+OURS = {mode: f"rotoff {mode}" for mode in ("joint", "remat", "offload")} | {"joint-compiled": "rotoff joint, compiled"}
 EVERYTHING = "everything"  # where a limit leaves room for all
 ITSELF = "plain-again"  # plain PyTorch, its steps in turn with plain PyTorch's
 MIB = 2**20
-SEGMENTS = (
-    22 * MIB
-)  # what PyTorch's caching allocator may take beyond need: a segment of 20 MiB for blocks up to 10, and 2
+# what PyTorch's caching allocator may take beyond need: a segment of 20 MiB for blocks up to 10, and 2
+SEGMENTS = 22 * MIB
 TIME_ERROR = {"cuda": 0.03, "cpu": 0.05}
 OVERHEAD = {("gpt", "60%"): 0.01, ("gpt", "30%"): 0.05, ("resnet", "60%"): 0.03, ("resnet", "30%"): 0.10}
 
@@ -127,11 +121,12 @@ def _duels(what: str, duels: list[tuple[Run, Run]], runs: list[Run], note: str =
         return None
     behind = [(run, other) for run, other in duels if other.result["ratio"] < run.result["ratio"]]
     apart = sum(run.result["high"] < other.result["low"] for run, other in duels)
-    text = f"faster in {len(duels) - len(behind)} of {len(duels)} cells ({apart} with all quartiles apart), behind in {len(behind)}."
-    text += note
+    text = f"faster in {len(duels) - len(behind)} of {len(duels)} cells ({apart} with all quartiles apart), behind in"
+    text += f" {len(behind)}.{note}"
     for run, other in behind:
         level = "" if other.result["high"] < run.result["low"] else ", quartiles overlap"
-        text += f" Behind: {run.workload}, {run.title}, {run.result['ratio']:.3f} to {other.title}'s {other.result['ratio']:.3f}{level}."
+        ratios = f"{run.result['ratio']:.3f} to {other.title}'s {other.result['ratio']:.3f}{level}"
+        text += f" Behind: {run.workload}, {run.title}, {ratios}."
     if duels:
         bound = statistics.median(run.result["bound_ratio"] for run, _ in duels)
         text += f" No plan can do better than {bound:.3f} in the median of these cells."
@@ -236,13 +231,14 @@ def _peaks(runs: list[Run]) -> Aim | None:
     under = [r for r, share in zip(ours, shares, strict=True) if share < 1]
     within = sum(1 <= share <= 1.03 for share in shares)
     text = (
-        f"within 3 % in {within} of {len(ours)} cells; predicted over measured: median {statistics.median(shares):.3f}, at most"
+        f"within 3 % in {within} of {len(ours)} cells; predicted over measured: median {statistics.median(shares):.3f},"
+        " at most"
         f" {max(shares):.3f}, at least {min(shares):.4f}." + _list("Under the measured one", under)
     )
     over = [r for r, share in zip(ours, shares, strict=True) if share > 1.03]
     cause = (
-        "Not investigated. One known part: what the backward of a stage in a smaller form has freed when it begins is still counted"
-        " (`expected_levels`)."
+        "Not investigated. One known part: what the backward of a stage in a smaller form has freed when it begins is"
+        " still counted (`expected_levels`)."
     )
     aim = "The predicted peak is within 3 % and never under the measured one"
     return Aim(aim, text + _list("Further above", over), within == len(ours), cause if over else "")
@@ -260,7 +256,7 @@ def _everything(runs: list[Run]) -> Aim | None:
         f" {r.result['bound_ratio'] - 1:+.1%})"
         for r in over
     )
-    cause = "The plain model runs then. A check that its inputs and settings are known ones takes some ten microseconds before it. "
+    cause = "The plain model runs then. A check that its inputs and settings are known takes some ten microseconds. "
     met = all(r.result["ratio"] <= 1.01 for r in over)
     return Aim("With all in memory: at most 1 % over plain", text + ".", met, "" if met else cause + _noise(runs))
 
@@ -273,7 +269,8 @@ def _times(runs: list[Run], most: float) -> Aim | None:
     worst = max(gaps, key=lambda entry: abs(entry[0]))
     text = (
         f"within {most:.0%} in {within} of {len(gaps)} cells; measured over predicted: median"
-        f" {statistics.median(gap for gap, _ in gaps):+.1%}, furthest {worst[0]:+.1%} ({worst[1].workload}, {worst[1].title})."
+        f" {statistics.median(gap for gap, _ in gaps):+.1%}, furthest {worst[0]:+.1%} ({worst[1].workload},"
+        f" {worst[1].title})."
     )
     parts = []
     for what, moves in (("copy", True), ("do not", False)):
@@ -281,8 +278,8 @@ def _times(runs: list[Run], most: float) -> Aim | None:
         if these:
             parts.append(f"in the {len(these)} cells that {what} {statistics.median(these):+.1%}")
     cause = (
-        f"Median {', '.join(parts)}. What makes steps with moves slower is not known for certain. It also appears if copies run before and"
-        " after the stages, not during them (benchmarks/step_parts.py)."
+        f"Median {', '.join(parts)}. What makes steps with moves slower is not known for certain. It also appears if"
+        " copies run before and after the stages, not during them (benchmarks/step_parts.py)."
     )
     met = within == len(gaps)
     return Aim(f"The predicted step time, over plain's, is within {most:.0%}", text, met, "" if met else cause)
@@ -303,13 +300,13 @@ def _bandwidth(runs: list[Run], device: str) -> Aim | None:
     enough = sum(share >= 0.95 for share, _ in shares)
     worst = min(shares, key=lambda entry: entry[0])
     text = (
-        f"in {enough} of {len(shares)} directions of {len(ours)} cells; median {statistics.median(s for s, _ in shares):.2f},"
-        f" least {worst[0]:.2f} ({worst[1].workload}, {worst[1].title}); over the bandwidth that the plans count on, median"
-        f" {statistics.median(planned):.2f}."
+        f"in {enough} of {len(shares)} directions of {len(ours)} cells; median"
+        f" {statistics.median(s for s, _ in shares):.2f}, least {worst[0]:.2f} ({worst[1].workload}, {worst[1].title});"
+        f" over the bandwidth that the plans count on, median {statistics.median(planned):.2f}."
     )
     cause = (
-        "The link is a file behind the system's page cache, so it is as fast as memory at that moment. It is measured before each"
-        " recorded step, alone, on 64 MiB that it reuses."
+        "The link is a file behind the system's page cache, so it is as fast as memory at that moment. It is measured"
+        " before each recorded step, alone, on 64 MiB that it reuses."
         if device == "cpu" and enough < len(shares)
         else ""
     )
@@ -323,13 +320,14 @@ def _hidden(runs: list[Run]) -> Aim | None:
     enough = sum(r.result["moved"]["hidden"] >= 0.95 for r in ours)
     worst = min(ours, key=lambda r: r.result["moved"]["hidden"])
     text = (
-        f"in {enough} of {len(ours)} cells; median {statistics.median(r.result['moved']['hidden'] for r in ours):.1%}, least"
-        f" {worst.result['moved']['hidden']:.1%} ({worst.workload}, {worst.title})."
+        f"in {enough} of {len(ours)} cells; median {statistics.median(r.result['moved']['hidden'] for r in ours):.1%},"
+        f" least {worst.result['moved']['hidden']:.1%} ({worst.workload}, {worst.title})."
     )
     cause = (
         ""
         if enough == len(ours)
-        else "The time of copies varies from step to step, and those at the ends of a step have the least compute to hide behind."
+        else "The time of copies varies from step to step, and those at the ends of a step have the least compute to"
+        " hide behind."
     )
     return Aim("95 % of the copies' time is hidden where the plan says so", text, enough == len(ours), cause)
 

@@ -160,9 +160,8 @@ def _budget(model: nn.Module, x: torch.Tensor, argument: str) -> Run:
     import torch._functorch.config as config
 
     config.activation_memory_budget = float(argument)
-    os.environ.setdefault(
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1"
-    )  # the budget is no part of the cache's key everywhere
+    # the budget is no part of the cache's key everywhere
+    os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     return torch.compile(model)
 
 

@@ -47,13 +47,8 @@ def draw(runs: list[Run], title: str, path: Path) -> None:
         axes.plot(*zip(*bound, strict=True), color="#666666", linewidth=1, label="certified bound of the chain")
     for run in timed(runs, lambda r: r.method in PEER_MARKERS and not r.limit):
         place = (run.result["peak_allocated"] / plain, run.result["ratio"])
-        axes.plot(
-            *place,
-            color="black",
-            marker=PEER_MARKERS[run.method],
-            linestyle="",
-            label=run.method.replace("budget:", "compiled, budget "),
-        )
+        label = run.method.replace("budget:", "compiled, budget ")
+        axes.plot(*place, color="black", marker=PEER_MARKERS[run.method], linestyle="", label=label)
     axes.plot(1, 1, color="black", marker="*", markersize=10, linestyle="", label="plain PyTorch")
     axes.set(xlabel="peak bytes of a step, over plain's", ylabel="step time, over plain's", title=title)
     axes.grid(alpha=0.3)

@@ -20,18 +20,15 @@ from . import workloads
 from .aims import EVERYTHING, MIB, Aim, Run, judge, read
 from .pictures import draw
 
-COMMANDS = {
-    "cpu": "scripts/cpu_results.sh grid",
-    "cuda": "scripts/gpu_check.sh OUT grid",
-    "tiny": "make test-all",
-}
+COMMANDS = {"cpu": "scripts/cpu_results.sh grid", "cuda": "scripts/gpu_check.sh OUT grid", "tiny": "make test-all"}
 
 
 def page(files: list[dict[str, Any]], pictures: dict[tuple[str, str], str]) -> str:
     """The whole page. pictures: (suite, workload) -> path of its plot, as the page names it."""
     parts = [
         "# Measured results",
-        "`python -m benchmarks.grid.report` makes this page from the JSON files in `benchmarks/results/`. Do not edit it by hand.",
+        "`python -m benchmarks.grid.report` makes this page from the JSON files in `benchmarks/results/`. Do not edit"
+        " it by hand.",
     ]
     for data in files:
         match data["format"]:
@@ -56,10 +53,11 @@ def _grid(data: dict[str, Any], pictures: dict[tuple[str, str], str]) -> Iterato
     yield f"## Against every peer, {data['suite']}: {about.get('gpu') or about['cpu']}"
     yield _hardware(data, sorted({str(record["commit"]) for record in data["cells"].values()}))
     yield (
-        "Every cell ran in a process of its own, and its steps alternated with plain PyTorch's. Ratios are medians of paired steps,"
-        " with quartiles in brackets. A peak is what one step allocates, the loss included. No plan within the limit can beat `bound` on"
-        " the measured chain; a bound of 1.000 means that nothing is known that must cost time (docs/method.md). `plain` against plain"
-        f" is the noise of the measurement. Command: `{COMMANDS[data['suite']]}`, or `python -m benchmarks.grid.run --suite"
+        "Every cell ran in a process of its own, and its steps alternated with plain PyTorch's. Ratios are medians of"
+        " paired steps, with quartiles in brackets. A peak is what one step allocates, the loss included. No plan"
+        " within the limit can beat `bound` on the measured chain; a bound of 1.000 means that nothing is known that"
+        " must cost time (docs/method.md). `plain` against plain is the noise of the measurement. Command:"
+        f" `{COMMANDS[data['suite']]}`, or `python -m benchmarks.grid.run --suite"
         f" {data['suite']} --out FILE`." + _twice(data)
     )
     yield _aims(judge(runs, "cuda" if data["suite"] == "cuda" else "cpu"))
@@ -92,7 +90,8 @@ def _aims(aims: list[Aim]) -> str:
 def _table(runs: list[Run]) -> str:
     plain = next((run.result["peak_allocated"] for run in runs if run.method == "plain" and run.ok), None)
     lines = [
-        "| method | step / plain | predicted | bound | peak (MiB) | of plain | predicted (MiB) | reserved | host (MiB) | gradients |",
+        "| method | step / plain | predicted | bound | peak (MiB) | of plain | predicted (MiB) | reserved | host (MiB)"
+        " | gradients |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in sorted(runs, key=_place):
@@ -177,16 +176,8 @@ def _four_times(data: dict[str, Any]) -> Iterator[str]:
     kernel = "fails" if data["limited_plain"]["fails"] else "trains too"
     found = f"{time}; under the kernel's limit of that many bytes rotoff's {losses}, and plain PyTorch {kernel}."
     met = done and timed and data["equal_losses"] and data["limited_plain"]["fails"] and paired["ratio"] <= 1.15
-    yield _aims(
-        [
-            Aim(
-                "A model whose plain step needs 4 times the limit trains inside it, in at most 1.15 of plain's time",
-                found,
-                met,
-                "" if met or not timed else _four_times_cause(paired),
-            )
-        ]
-    )
+    aim = "A model whose plain step needs 4 times the limit trains inside it, in at most 1.15 of plain's time"
+    yield _aims([Aim(aim, found, met, "" if met or not timed else _four_times_cause(paired))])
     rows = ["| | step (s) | allocated (MiB) | resident memory grew (MiB) | file (MiB) |", "|---|---|---|---|---|"]
     limit = f"limit {_mib(data['limit'])} MiB"
     for name, row in (("plain, no limit", plain), (f"rotoff, {limit}", paired), (f"rotoff, hard {limit}", held)):
@@ -210,12 +201,14 @@ def _reach(data: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Planned on the bytes of {', '.join(data['of'])} by `benchmarks/reach.py`, without a device:"
         f" {data['counted']}. Command: `scripts/cpu_results.sh reach`. The limiting need is one"
-        " operation with its own operands: a stage's input stays for all of its backward, and an in-place ReLU belongs to the"
-        f" convolution before it. torch {data['machine']['torch']}, rotoff {data['machine']['rotoff']} ({data['commit']})."
+        " operation with its own operands: a stage's input stays for all of its backward, and an in-place ReLU belongs"
+        f" to the convolution before it. torch {data['machine']['torch']}, rotoff {data['machine']['rotoff']}"
+        f" ({data['commit']})."
     )
     aims = []
     rows = [
-        f"| network | paper | largest in {room} | keeping everything | the paper's size needs (GB) | estimated overhead | limiting need |",
+        f"| network | paper | largest in {room} | keeping everything | the paper's size needs (GB) | estimated overhead"
+        " | limiting need |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
@@ -224,8 +217,8 @@ def _reach(data: dict[str, Any]) -> Iterator[str]:
         cause = "" if met else f"The limiting need is {row['binds']}."
         aims.append(Aim(f"{row['name']}: {row['paper']} {row['unit']}", found, met, cause))
         rows.append(
-            f"| {row['name']} | {row['paper']} | {row['reached']} | {row['keep_all']} | {row['least_bytes'] / 1e9:.2f} |"
-            f" {row['overhead']:+.0%} | {row['binds']} |"
+            f"| {row['name']} | {row['paper']} | {row['reached']} | {row['keep_all']} | {row['least_bytes'] / 1e9:.2f}"
+            f" | {row['overhead']:+.0%} | {row['binds']} |"
         )
     yield _aims(aims)
     yield "\n".join(rows)

@@ -77,15 +77,8 @@ def commit() -> str | None:
 
     try:
         found = git("describe", "--always", "--abbrev=12")
-        changed = git(
-            "status",
-            "--porcelain",
-            "--untracked-files=no",
-            "--",
-            ":/",
-            ":(top,exclude)benchmarks/results",
-            ":(top,exclude)docs",
-        )
+        written = ":(top,exclude)benchmarks/results", ":(top,exclude)docs"
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *written)
     except (OSError, subprocess.SubprocessError):
         return None
     return found + ("-dirty" if changed else "")
@@ -99,12 +92,14 @@ class Grid:
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         self.path, self.options = path, options
-        self.data: dict[str, Any] = {
-            "format": "rotoff.grid",
-            "suite": options.suite,
+        self.data: dict[str, Any] = {"format": "rotoff.grid", "suite": options.suite}
+        self.data |= {
             "machine": machine(options.device),
+            "threads": options.threads,
+            "limits": options.limits,
+            "cells": {},
+            "twice": [],
         }
-        self.data |= {"threads": options.threads, "limits": options.limits, "cells": {}, "twice": []}
         start = path if path.exists() else options.start
         if start is not None and start.exists():
             before = json.loads(start.read_text(encoding="utf-8"))
@@ -136,8 +131,7 @@ class Grid:
         yield from self._peers(chosen, ("plain",))
         yield from self._at_limits(chosen, "joint")
         # with room for everything, twice over: what rotoff costs where it has nothing to do; and plain beside itself,
-        # which says
-        # how much of that is the measurement's. Differences are small here, so there are more pairs.
+        # which says how much of that is the measurement's. Differences are small here, so there are more pairs.
         for workload in chosen:
             if (plain := self._peak(f"{workload}/plain")) is not None:
                 yield from self._new(f"{workload}/joint@{EVERYTHING}", workload, "joint", 2 * plain, pairs=2)
@@ -196,11 +190,8 @@ class Grid:
         """The cell, if it has not run. pairs: how many, over the usual number."""
         if name not in self.data["cells"]:
             cell = {"suite": self.options.suite, "workload": workload, "method": method, "limit": limit}
-            cell |= {
-                "device": self.options.device,
-                "seconds": pairs * self.options.seconds,
-                "threads": self.options.threads,
-            }
+            seconds = pairs * self.options.seconds
+            cell |= {"device": self.options.device, "seconds": seconds, "threads": self.options.threads}
             yield name, cell | {"host_directory": self.options.host_directory}
 
     def run(self, name: str, cell: dict[str, Any], end: float | None = None) -> dict[str, Any] | None:
@@ -222,9 +213,8 @@ class Grid:
             killed = done.returncode in (-9, 137)
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             result = {"status": "out of memory" if killed else "failed", "note": last[:500]}
-            print(
-                f"{name} died with exit code {done.returncode}:\n{done.stderr[-4000:]}", flush=True
-            )  # the file has one line of it
+            # the file has one line of it
+            print(f"{name} died with exit code {done.returncode}:\n{done.stderr[-4000:]}", flush=True)
         kept = {key: value for key, value in cell.items() if key != "host_directory"}
         empty = {"peak_allocated": None, "ratio": None}
         record = {"cell": kept, "commit": commit(), "load_before": load, "seconds": round(time.time() - begin, 1)}
@@ -273,7 +263,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--by",
         choices=("method", "workload"),
-        help="all workloads by one method after the other, or one workload after the other (cuda: workload, else method)",
+        help="all workloads by one method after the other, or one workload after the other (cuda: workload, else"
+        " method)",
     )
     parser.add_argument("--limits", nargs="*", type=float, default=[80, 60, 45, 30, 20], help="%% of the plain peak")
     parser.add_argument(

@@ -33,9 +33,8 @@ class Workload:
     def make(self, device: torch.device, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
         """The model, which returns its loss, and its input, on `device`; the same for the same seed."""
         torch.manual_seed(seed)
-        with torch.device(
-            device if device.type == "cuda" else "cpu"
-        ):  # billions of parameters are drawn where they live
+        # billions of parameters are drawn where they live
+        with torch.device(device if device.type == "cuda" else "cpu"):
             model = self.build().to(device, self.dtype).train()
         x, target = (t.to(device) for t in self.batch(torch.Generator().manual_seed(seed)))
         return models.trained(model, models.Loss(target)), x.to(self.dtype) if x.is_floating_point() else x

@@ -50,15 +50,8 @@ def table_2() -> list[dict[str, object]]:
     for name, trace in cases.items():
         ms = 1e3 * trace.makespan
         gain = None if before is None else 100 * (ms / before - 1)
-        rows.append(
-            {
-                "case": name,
-                "ms": ms,
-                "change_%": gain,
-                "paper_ms": PAPER_TABLE_2.get(name),
-                "peak_MiB": trace.peak_bytes / 2**20,
-            }
-        )
+        row = {"case": name, "ms": ms, "change_%": gain, "paper_ms": PAPER_TABLE_2.get(name)}
+        rows.append({**row, "peak_MiB": trace.peak_bytes / 2**20})
         before = ms
     return [
         {"case": "nothing moved", "ms": 1e3 * chain.compute_time, "change_%": None, "paper_ms": None, "peak_MiB": None},
@@ -101,14 +94,10 @@ def figure_4() -> list[dict[str, object]]:
     chain = network("vgg19", BATCH, IMAGE, TITAN_X_WINOGRAD)
     plain = simulate(chain, keep_all(chain)).peak_bytes
     rows = []
+    methods = {"overlap": {"policy": "overlap"}, "checkpointing": {"policy": "periodic"}}
+    methods |= {mode: {"mode": mode} for mode in ("remat", "offload", "joint")}
     for share in np.linspace(min_mem_limit(chain, "joint") / plain, 1, 16):
-        for method, options in {
-            "overlap": {"policy": "overlap"},
-            "checkpointing": {"policy": "periodic"},
-            "remat": {"mode": "remat"},
-            "offload": {"mode": "offload"},
-            "joint": {"mode": "joint"},
-        }.items():
+        for method, options in methods.items():
             try:
                 made = solve(chain, int(np.ceil(share * plain)), **options)
             except InfeasibleError:

@@ -16,16 +16,16 @@ import argparse
 import time
 import warnings
 
+import fractional
 import numpy as np
 import tables
 from vision_chains import DENSENETS, INCEPTION, RESNETS, vision_chain
 
 from rotoff import Chain, InfeasibleError, min_mem_limit, solve
-from rotoff.solver import fractional
 
 # The smallest batches of the paper's range: "powers of 2, starting from the smallest batch size that ensures a
-# reasonable
-# throughput". Where bytes and times both grow with the batch, so does everything drawn here, and ratios stay.
+# reasonable throughput". Where bytes and times both grow with the batch, so does everything drawn here, and ratios
+# stay.
 BATCHES = {224: 32, 500: 8, 1000: 2}
 POLICIES = ("greedy", "dynprog", "vdnn", "tflms", "autoswap")
 OURS = {"rotoff offload": "offload", "rotoff joint": "joint"}

@@ -43,13 +43,8 @@ def network(name: str, batch: int, image: int, device: Device, invertible: bool 
     torchvision = _torchvision()
     with torch.device("meta"):
         if name.startswith("resnet"):
-            depths = {
-                "18": (2, 2, 2, 2),
-                "34": (3, 4, 6, 3),
-                "50": (3, 4, 6, 3),
-                "101": (3, 4, 23, 3),
-                "152": (3, 8, 36, 3),
-            }
+            depths = {"18": (2, 2, 2, 2), "34": (3, 4, 6, 3), "50": (3, 4, 6, 3)}
+            depths |= {"101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
             block = (
                 torchvision.models.resnet.BasicBlock
                 if name[6:] in ("18", "34")

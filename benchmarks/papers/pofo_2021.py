@@ -17,25 +17,11 @@ from tables import figure, save, write
 
 from rotoff import Chain, InfeasibleError, keep_all, simulate, solve
 
-NETWORKS = (
-    *[
-        ("resnet50", 224, 32),
-        ("resnet101", 224, 32),
-        ("resnet152", 224, 32),
-        ("resnet101", 500, 8),
-        ("resnet101", 1000, 2),
-    ],
-    *[("vgg19", 224, 32), ("inception_v4", 299, 32)],
-)
+RESNETS = ("resnet50", 224, 32), ("resnet101", 224, 32), ("resnet152", 224, 32)
+NETWORKS = (*RESNETS, ("resnet101", 500, 8), ("resnet101", 1000, 2), ("vgg19", 224, 32), ("inception_v4", 299, 32))
 SHARES = (0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-METHODS = {
-    "rotor": {"policy": "rotor"},
-    "remat": {"mode": "remat"},
-    "greedy": {"policy": "greedy"},
-    "offload": {"mode": "offload"},
-    "pofo": {"policy": "pofo"},
-    "joint": {"mode": "joint"},
-}
+METHODS = {"rotor": {"policy": "rotor"}, "remat": {"mode": "remat"}, "greedy": {"policy": "greedy"}}
+METHODS |= {"offload": {"mode": "offload"}, "pofo": {"policy": "pofo"}, "joint": {"mode": "joint"}}
 
 
 def overheads(chain: Chain, limit: int) -> dict[str, float | None]:

@@ -159,12 +159,7 @@ def fits_layers(layers: list[tuple[str, int]], batch: int, limit: int) -> bool:
     return any(ops is not None and _peak(chain, ops) <= limit for ops in made)
 
 
-SYSTEMS = {
-    "keep all": fits_all,
-    "chen": fits_policy("chen"),
-    "superneurons": fits_superneurons,
-    "joint": fits_joint,
-}
+SYSTEMS = {"keep all": fits_all, "chen": fits_policy("chen"), "superneurons": fits_superneurons, "joint": fits_joint}
 
 
 def largest(works: Callable[[int], bool], first: int, most: int) -> int | None:
@@ -205,12 +200,8 @@ def table_4(most: int) -> list[dict[str, object]]:
 
 def _depth(system: str, n: int | None, most: int) -> dict[str, object]:
     depth = None if n is None else 3 * (6 + 32 + n + 6) + 2
-    return {
-        "system": system,
-        "depth": depth,
-        "n3": n,
-        "source": "ours" + (", not searched further" if n == most else ""),
-    }
+    source = "ours" + (", not searched further" if n == most else "")
+    return {"system": system, "depth": depth, "n3": n, "source": source}
 
 
 def at_batch(few: Chain, more: Chain, batches: tuple[int, int], batch: int) -> Chain:
@@ -262,13 +253,8 @@ def main() -> None:
     parser.add_argument("--only", help="one table: 1, 3, 4 or 5")
     parser.add_argument("--deepest", type=int, default=1600, help="blocks of the third group to try at most")
     arguments = parser.parse_args()
-    tables = {
-        "table_1": table_1,
-        "figure_10": figure_10,
-        "table_3": table_3,
-        "table_5": table_5,
-        "table_4": lambda: table_4(arguments.deepest),
-    }
+    tables = {"table_1": table_1, "figure_10": figure_10, "table_3": table_3, "table_5": table_5}
+    tables |= {"table_4": lambda: table_4(arguments.deepest)}
     for name, make in tables.items():
         if arguments.only is None or name.endswith(arguments.only):
             rows = make()

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import warnings
 
+import fractional
 import tables
 from vision_chains import vision_chain
 
 from rotoff import InfeasibleError, lower_bound, simulate, solve
-from rotoff.solver import fractional, keep_all
+from rotoff.solver import keep_all
 from rotoff.solver.policies import POLICIES
 
 NETWORKS = ("resnet50", "resnet101", "densenet121", "inception_v3")
@@ -44,14 +45,8 @@ def main() -> None:
         peak = simulate(chain, keep_all(chain)).peak_bytes
         cases += [(f"{name} {share:.0%}", chain, int(share * peak)) for share in arguments.shares]
     rows: list[dict[str, object]] = []
-    methods = [
-        *(name for name in POLICIES if name not in arguments.skip),
-        "offload",
-        "remat",
-        "joint",
-        "fractional",
-        "bound",
-    ]
+    methods = [name for name in POLICIES if name not in arguments.skip]
+    methods += ["offload", "remat", "joint", "fractional", "bound"]
     for method in methods:
         known = method in POLICIES
         row: dict[str, object] = {"system": f"mode {method}" if method in ("offload", "remat", "joint") else method}

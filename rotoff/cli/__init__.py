@@ -20,7 +20,10 @@ from ..version import __version__
 from . import doctor, models, pictures, plans
 from .command import Stop, add_command
 
-EXIT_CODES = "exit codes: 0 done; 1 nothing fits, the sequence is refused, or a check failed; 2 wrong usage or input; 130 interrupted"
+EXIT_CODES = (
+    "exit codes: 0 done; 1 nothing fits, the sequence is refused, or a check failed; 2 wrong usage or input; 130"
+    " interrupted"
+)
 
 
 def parser() -> argparse.ArgumentParser:

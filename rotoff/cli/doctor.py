@@ -59,7 +59,8 @@ def _doctor(options: argparse.Namespace) -> int:
         counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (OK, "attention", FAILED))
         print(f"\n{counts}, in {report.seconds:.0f} s; written to {options.output}")
         print(
-            "Is this hardware new to rotoff? Please send the file, in an issue: what rotoff predicts is checked against it."
+            "Is this hardware new to rotoff? Please send the file, in an issue: what rotoff predicts is checked against"
+            " it."
         )
     return 1 if report.verdict == FAILED else 0
 
@@ -71,7 +72,9 @@ COMMANDS = (
         "rotoff doctor --device cuda -o doctor.json",
         _doctor_arguments,
         _doctor,
-        "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds beside the"
-        "\npredicted ones, gradients beside plain ones, waits of the host, overlap of copies. Exit code 1: a check failed.",
+        "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds"
+        " beside the"
+        "\npredicted ones, gradients beside plain ones, waits of the host, overlap of copies. Exit code 1: a check"
+        " failed.",
     ),
 )

@@ -18,8 +18,10 @@ from .command import Command, Stop, add_json, print_json, size
 from .pictures import stage_table
 
 _TARGET = (
-    "MODULE:FUNCTION, or FILE.py:FUNCTION, is called without arguments and returns (model, sample): the model in training"
-    "\nmode on its device, and what it is called with: a tensor, a tuple of positional arguments, or a dict of keyword arguments."
+    "MODULE:FUNCTION, or FILE.py:FUNCTION, is called without arguments and returns (model, sample): the model in"
+    " training"
+    "\nmode on its device, and what it is called with: a tensor, a tuple of positional arguments, or a dict of keyword"
+    " arguments."
 )
 
 
@@ -162,15 +164,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
-    found = plan(
-        Checkpointable(model, **_cut(options)),
-        *args,
-        mem_limit=options.mem_limit,
-        device=options.device,
-        optimizer=options.optimizer,
-        host_bandwidth=options.host_bandwidth,
-        **kwargs,
-    )
+    asked = {name: getattr(options, name) for name in ("mem_limit", "device", "optimizer", "host_bandwidth")}
+    found = plan(Checkpointable(model, **_cut(options)), *args, **asked, **kwargs)
     if options.json:
         print_json(found.to_dict())
     else:
@@ -308,7 +303,8 @@ COMMANDS = (
         'rotoff plan my_models:build --device "RTX 4090" --mem-limit "12 GiB"',
         _plan_arguments,
         _plan,
-        f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too small.',
+        f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too'
+        " small.",
     ),
     Command(
         "largest",

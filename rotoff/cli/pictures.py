@@ -97,7 +97,10 @@ def _group_table(chain: Chain) -> list[str]:
     if not chain.parameters:
         return []
     wide = min(40, max([4, *(len(group.name) for group in chain.parameters)]))
-    head = f"{'group':>5} {'name':<{wide}} {'stages':>8} {'parameters':>11} {'gradients':>11} {'states':>11} {'update':>10}"
+    head = (
+        f"{'group':>5} {'name':<{wide}} {'stages':>8} {'parameters':>11} {'gradients':>11} {'states':>11}"
+        f" {'update':>10}"
+    )
     lines = ["", f"{head} {'on the host':>11}"]
     for k, group in enumerate(chain.parameters, start=1):
         name = group.name if len(group.name) <= wide else f"…{group.name[-wide + 1 :]}"

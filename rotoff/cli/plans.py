@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from ..core.chain import Chain
@@ -103,16 +103,9 @@ def _modes(text: str) -> tuple[str, ...]:
 def _summary(chain: Chain, trace: Trace) -> dict[str, Any]:
     """What a step costs, as JSON."""
     base = chain.compute_time
-    return {
-        "makespan": trace.makespan,
-        "overhead": trace.makespan / base - 1 if base else 0.0,
-        "peak_bytes": trace.peak_bytes,
-        "host_peak_bytes": trace.host_peak_bytes,
-        "d2h_bytes": trace.d2h_bytes,
-        "h2d_bytes": trace.h2d_bytes,
-        "recompute_time": trace.recompute_time,
-        "idle_time": trace.idle_time,
-    }
+    found = {one.name: getattr(trace, one.name) for one in fields(trace) if one.name != "events"}
+    makespan = found.pop("makespan")
+    return {"makespan": makespan, "overhead": makespan / base - 1 if base else 0.0, **found}
 
 
 # -- solve
@@ -140,26 +133,15 @@ def _solve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _solve(options: argparse.Namespace) -> int:
     chain = read_chain(options.chain)
+    search = {"mode": options.mode, **_search(options)}
     if options.policy is not None:
-        sequence = solve(
-            chain,
-            options.mem_limit,
-            policy=options.policy,
-            mode=options.mode,
-            **_search(options),
-            **dict(options.option),
-        )
+        sequence = solve(chain, options.mem_limit, policy=options.policy, **search, **dict(options.option))
     elif options.option:
         raise Stop("--option goes with --policy")
     else:
         with Bar("searching") as bar:
-            sequence = solve(
-                chain,
-                options.mem_limit,
-                mode=options.mode,
-                progress=lambda done, best: bar(done, f"{best:.4g} s"),
-                **_search(options),
-            )
+            search["progress"] = lambda done, best: bar(done, f"{best:.4g} s")
+            sequence = solve(chain, options.mem_limit, **search)
     if options.output:
         sequence.save(options.output)
     if options.json:
@@ -201,13 +183,8 @@ def _compare(options: argparse.Namespace) -> int:
         for n, policy in enumerate(policies, start=len(options.modes)):
             bar(n / count, policy)
             rows.append({"mode": policy, **_try(chain, options.mem_limit, policy=policy)})
-    found = {
-        "chain": chain.name,
-        "mem_limit": options.mem_limit,
-        "lower_bound": bound,
-        "keep_all": _summary(chain, everything),
-        "rows": rows,
-    }
+    asked = {"chain": chain.name, "mem_limit": options.mem_limit, "lower_bound": bound}
+    found = {**asked, "keep_all": _summary(chain, everything), "rows": rows}
     if options.json:
         print_json(found)
     else:
@@ -237,7 +214,8 @@ def _print_comparison(found: dict[str, Any], base: float) -> None:
         least = format_bytes(row["min_mem_limit"]) if "min_mem_limit" in row else ""
         if not row["fits"]:
             print(
-                f"{row['mode']:<13} {'does not fit' if least else 'not for this chain: ' + row['why'][:60]:>80} {least:>11}"
+                f"{row['mode']:<13} {'does not fit' if least else 'not for this chain: ' + row['why'][:60]:>80}"
+                f" {least:>11}"
             )
             continue
         held = f"{format_bytes(row['peak_bytes']):>11} {format_bytes(row['host_peak_bytes']):>11} {least:>11}"
@@ -269,14 +247,9 @@ def _sweep(options: argparse.Namespace) -> int:
     suffix = check_suffix(options.output, (".csv", ".json", ".png", ".svg", ".pdf"))
     chain = read_chain(options.chain)
     with Bar("sweeping") as bar:
-        made = sweep(
-            chain,
-            options.mem_limit,
-            options.modes,
-            policies=_chosen(options.policies, chain),
-            progress=lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}"),
-            **_search(options),
-        )
+        search = {"policies": _chosen(options.policies, chain), **_search(options)}
+        search["progress"] = lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}")
+        made = sweep(chain, options.mem_limit, options.modes, **search)
     rows = [asdict(row) for row in made]
     if options.json:
         print_json({"chain": chain.name, "keep_all": chain.compute_time, "rows": rows})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..errors import ChainError
@@ -150,7 +150,8 @@ class Chain:
                 raise ChainError(f"group {k} of the parameters is {group!r}, not a rotoff.ParameterGroup")
             if max(group.stages) > len(self.stages):
                 raise ChainError(
-                    f"group {k} of the parameters names stage {max(group.stages)}, but the chain has stages 1 to {len(self)}"
+                    f"group {k} of the parameters names stage {max(group.stages)}, but the chain has stages 1 to"
+                    f" {len(self)}"
                 )
         updates = sum(group.update_time + (group.host_update_time or 0.0) for group in self.parameters)
         if not math.isfinite(updates + sum(stage.forward_time + stage.backward_time for stage in self.stages)):
@@ -201,16 +202,9 @@ class Chain:
         link = {"d2h_bandwidth": self.d2h_bandwidth, "h2d_bandwidth": self.h2d_bandwidth, "duplex": self.duplex}
         ends = {"input_bytes": self.input_bytes, "input_grad_bytes": self.input_grad_bytes}
         meta = {"meta": dict(self.meta)} if self.meta else {}
+        stages = {"stages": [_stage_to_dict(s) for s in self.stages]}
         groups = {"parameters": [group.to_dict() for group in self.parameters]} if self.parameters else {}
-        return {
-            **self.extra,
-            **head,
-            **link,
-            **ends,
-            **meta,
-            "stages": [_stage_to_dict(s) for s in self.stages],
-            **groups,
-        }
+        return {**self.extra, **head, **link, **ends, **meta, **stages, **groups}
 
     @classmethod
     def from_dict(cls, data: Any) -> Chain:
@@ -268,18 +262,8 @@ def check_chain(chain: Any) -> None:
         )
 
 
-_FORM_FIELDS = ("saved_bytes", "backward_time", "forward_transient_bytes", "backward_transient_bytes")
-_STAGE_FIELDS = (
-    "name",
-    "forward_time",
-    "backward_time",
-    "output_bytes",
-    "saved_bytes",
-    "grad_bytes",
-    "forward_transient_bytes",
-    "checkpoint_transient_bytes",
-    "backward_transient_bytes",
-)
+_FORM_FIELDS = tuple(one.name for one in fields(Form) if one.name != "extra")
+_STAGE_FIELDS = tuple(one.name for one in fields(Stage) if one.name not in ("forms", "extra"))
 
 
 def _stage_to_dict(stage: Stage) -> dict[str, Any]:

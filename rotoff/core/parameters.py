@@ -62,7 +62,8 @@ class ParameterGroup:
             put(self, "host_update_time", seconds(self.host_update_time, "host_update_time", where))
         if self.state_bytes and not self.grad_bytes:
             raise ChainError(
-                f"state_bytes of {where} is {self.state_bytes}, but grad_bytes is 0; frozen parameters have no optimizer state"
+                f"state_bytes of {where} is {self.state_bytes}, but grad_bytes is 0; frozen parameters have no"
+                " optimizer state"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -107,19 +107,16 @@ class Op:
 
     def __post_init__(self) -> None:
         numbers = all(hasattr(n, "__index__") for n in (self.stage, self.form)) and self.stage >= 0
-        if (
-            not isinstance(self.kind, OpKind)
-            or not numbers
-            or (self.form < 1 if self.kind is OpKind.F_SEL else self.form != 0)
-        ):
+        known = isinstance(self.kind, OpKind) and numbers
+        if not known or (self.form < 1 if self.kind is OpKind.F_SEL else self.form != 0):
             raise SequenceFormatError(
                 f"there is no operation of kind {self.kind!r}, stage {self.stage!r} and form {self.form!r}; a kind is a"
                 " rotoff.OpKind, a stage a whole number from 0, a form one from 1 for F_sel and 0 for all others"
             )
         if self.of and (self.of not in _GROUP_VALUES or self.saved or self.kind not in TRANSFERS):
             raise SequenceFormatError(
-                f"there is no {self.kind.value} of a value of {self.of!r}{' that is saved' if self.saved else ''}; a move takes"
-                " values of 'w', 'g' or 'o', which are not saved ones, and other operations none"
+                f"there is no {self.kind.value} of a value of {self.of!r}{' that is saved' if self.saved else ''}; a"
+                " move takes values of 'w', 'g' or 'o', which are not saved ones, and other operations none"
             )
 
     @property

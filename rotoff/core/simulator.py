@@ -7,13 +7,13 @@ determine time: compute, device to host, host to device, the host's updates. The
 ``F_all i``, ``F_sel``     needs the input of i (``a i-1`` or ``abar i-1``), makes ``abar i``
 ``F_ck i``                 needs the input of i, makes ``a i``
 ``F_none i``               needs ``a i-1`` held as ``a``, makes ``a i``, drops ``a i-1``
-``B i``                    needs ``abar i`` and the input of i; drops ``abar i``, ``a i``, ``a i-1`` and their host copies
+``B i``                    needs ``abar i`` and the input of i; drops ``abar i``, ``a i``, ``a i-1``, on the host too
 ``offload v``              starts the copy to the host; the host holds v until the ``B`` that drops it
 ``free v``                 waits for that copy, releases the device bytes
 ``prefetch v``             takes device bytes, starts the copy back; v is usable after ``wait v``
 ``drop v``                 releases v without a copy
 ``U k``                    needs ``w k``, ``g k``, ``o k``; updates group k on the device; frees g k, the host's copies
-``H k``                    needs g k offloaded, ``w k`` and ``o k`` on the host alone; updates group k on the host's own lane
+``H k``                    needs g k offloaded, ``w k`` and ``o k`` on the host alone; updates group k on the host lane
 ========================  =============================================================================================
 
 The caller holds a_0 and a_L, so both are always charged; ``B L`` drops ā_L, which contains a_L, and a_L stays charged.
@@ -63,9 +63,8 @@ class Machine:
         self._whole: set[int] = set()  # groups whose gradient is whole
         self._left: set[int] = set()  # groups whose gradient has been offloaded
         self._updated: set[int] = set()
-        self._parameter_bytes = sum(
-            self.rest.device.values()
-        )  # of parameters, their gradients and states on the device
+        # of parameters, their gradients and states on the device
+        self._parameter_bytes = sum(self.rest.device.values())
         self._ends = [0.0]  # of the compute lane: the start of the first step, the end of each
         self._clock = {"compute": 0.0, "d2h": 0.0, "h2d": 0.0, "host": 0.0}
         self._copy_end: dict[Value, float] = {}  # value -> end of the last copy that reads or writes it

@@ -57,8 +57,8 @@ def _parse_text(text: str, what: str) -> int:
     match = _TEXT.fullmatch(text)
     if text.strip().endswith("%"):
         raise LimitError(
-            f"{what} is {text!r}, a share; limits are absolute: {_HOW}, or int(0.5 * model.keep_all_memory) for half of what"
-            " keeping everything takes"
+            f"{what} is {text!r}, a share; limits are absolute: {_HOW}, or int(0.5 * model.keep_all_memory) for half of"
+            " what keeping everything takes"
         )
     if match is None:
         raise LimitError(f"{what} is {text!r}: {_HOW}")

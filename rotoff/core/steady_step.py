@@ -118,7 +118,10 @@ def check_end(
                     f"{v} is {where} at the end, unlike at the start; {cure} before the step ends, or change resident"
                 )
             if (v in host) != (v in rest.host):
-                return f"{v} has {'a' if v in host else 'no'} valid copy on the host at the end, unlike at the start; offload it"
+                return (
+                    f"{v} has {'a' if v in host else 'no'} valid copy on the host at the end, unlike at the start;"
+                    " offload it"
+                )
             if (v in arriving) != (v in rest.arriving):
                 return f"{v} is {'' if v in arriving else 'not '}arriving at the end, unlike at the start; wait for it"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .sequence import Op
 from .sizes import format_bytes
@@ -74,3 +75,8 @@ class Trace:
             f" {format_bytes(self.peak_bytes)}, host {format_bytes(self.host_peak_bytes)},"
             f" {format_bytes(self.d2h_bytes)} to the host, {format_bytes(self.h2d_bytes)} back"
         )
+
+
+def figures(trace: Trace) -> dict[str, Any]:
+    """What a sequence's meta says of its step."""
+    return {name: getattr(trace, name) for name in ("makespan", "peak_bytes", "host_peak_bytes")}

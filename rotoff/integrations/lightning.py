@@ -1,7 +1,7 @@
 """Lightning: one callback.
 
-from rotoff.integrations.lightning import RotoffCallback
-trainer = Trainer(callbacks=[RotoffCallback("6 GiB", module="net")])
+from rotoff.integrations.lightning import RotoffCallback trainer = Trainer(callbacks=[RotoffCallback("6 GiB",
+module="net")])
 """
 
 from __future__ import annotations

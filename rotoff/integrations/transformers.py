@@ -1,7 +1,7 @@
 """Hugging Face's ``Trainer``, and all that is made of it, such as TRL's trainers: one callback.
 
-from rotoff.integrations.transformers import RotoffCallback
-trainer = Trainer(model, args, train_dataset=data, callbacks=[RotoffCallback("6 GiB")])
+from rotoff.integrations.transformers import RotoffCallback trainer = Trainer(model, args, train_dataset=data,
+callbacks=[RotoffCallback("6 GiB")])
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
             inside = {id(p) for m in module.modules() if shards(m) for p in m.parameters()}
             if any(id(p) not in inside for p in module.parameters()):
                 raise MeasureError(
-                    f"the parameters of stage {stage.name!r} are sharded by a module around it; fully_shard each stage with"
-                    " parameters, then the rotoff.Checkpointable"
+                    f"the parameters of stage {stage.name!r} are sharded by a module around it; fully_shard each stage"
+                    " with parameters, then the rotoff.Checkpointable"
                 )
 
 

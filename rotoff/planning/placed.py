@@ -30,7 +30,9 @@ from ..runtime.placed.placement import PlacedPlan
 from ..solver import solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
-from .planner import Request, plan_everything, reported_bytes
+from .memory_account import reported_bytes
+from .planner import plan_everything
+from .request import Request
 
 logger = logging.getLogger("rotoff")
 TRIES = 4  # plans asked for, each with less memory, until what the machine does not charge fits too
@@ -67,8 +69,9 @@ class PlacedPlanner:
                 return plan
         least = min(whole, _least(profile, request, found, whole))
         raise InfeasibleError(
-            f"the training step with its parameters, gradients and optimizer states needs at least {format_bytes(least)} ({least} bytes)"
-            f" {request}; the device_limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)",
+            "the training step with its parameters, gradients and optimizer states needs at least"
+            f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is {format_bytes(request.mem_limit)}"
+            f" ({request.mem_limit} bytes)",
             least,
         )
 
@@ -207,8 +210,8 @@ def _report(request: Request, plan: ExecutionPlan, profile: Profile, seconds: fl
     assert placed is not None
     resident = sum(v.of == "w" for v in placed.resident)
     logger.info(
-        "rotoff: planned %s in %.1f s, device_limit %s, predicted peak %s, step %.4g s; %d of %d groups of parameters resident, %s in and %s"
-        " out a step; %s",
+        "rotoff: planned %s in %.1f s, device_limit %s, predicted peak %s, step %.4g s; %d of %d groups of parameters"
+        " resident, %s in and %s out a step; %s",
         request,
         seconds,
         format_bytes(request.mem_limit),

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 from ..core.chain import Chain
-from ..core.sequence import FORWARDS, Op, OpKind, Sequence
+from ..core.sequence import Op, OpKind, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
-from ..errors import InfeasibleError, InvalidSequenceError, OptionError, SequenceFormatError
-from ..io.cache import Cache
-from ..io.progress import Bar
+from ..core.trace import figures
+from ..errors import InfeasibleError, InvalidSequenceError
 from ..profile.memory.skips import choices
 from ..profile.profile import Profile
 from ..report.rotor_names import NO_LIMIT
@@ -28,14 +26,14 @@ from ..runtime.execution_plan import ExecutionPlan, compile_sequence, expected_s
 from ..runtime.form_replays import replay_forms
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.overhead import Upkeep
-from ..solver import keep_all, solve
+from ..solver import keep_all
 from ..solver.bounds import largest_operation, least_time_of, min_mem_limit
-from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
-from ..solver.search import parse_host_limit, parse_slots
-from ..solver.solve import check_alone, check_mode_options
-from ..version import __version__
+from ..solver.search import parse_host_limit
 from .distributed import agree_on_limit, agree_on_sequence
-from .sharing import shared_bytes
+from .memory_account import expected_bytes, reported_bytes, simulated_bytes
+from .memory_account import expected_levels as expected_levels
+from .request import Request
+from .request import check_options as check_options
 
 logger = logging.getLogger("rotoff")
 GOOD = 1.005  # times the seconds of compute: a plan of other sizes that is taken as it is
@@ -46,101 +44,13 @@ PLAIN = "plain_model"  # likewise: whether it is the plain model that runs
 COMPACT = "compact_gradients"  # likewise: whether it is the chain whose waiting gradients are copied
 
 
-def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
-    """Raise OptionError where these are no options of a request."""
-    if mode not in ("joint", "remat", "offload"):
-        raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
-    parse_slots(mem_slots)
-    if policy is None:
-        check_mode_options(options)
-    else:
-        check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
-        check_policy(policy, options)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `compute_sequence` was asked for."""
-
-    mem_limit: int
-    mode: str
-    mem_slots: int
-    options: dict[str, Any]
-    policy: str | None = None  # a system of the papers, instead of the mode
-    plain: bool = True  # whether the plain model may run where everything fits
-    lets_go: bool = False  # whether the loop holds nothing of what the model returns but where its backward starts
-    here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
-    cache: Cache = field(default_factory=lambda: Cache(None))
-    planner: Callable[[Profile, Request], ExecutionPlan] | None = (
-        None  # where the limit is of all that the device holds
-    )
-
-    def __str__(self) -> str:
-        return f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
-
-    @property
-    def replays(self) -> bool:
-        """Whether forwards may run more than once."""
-        return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
-
-    def solve(self, chain: Chain, limit: int) -> Sequence:
-        """The sequence asked for, within `limit` bytes in the machine's terms."""
-        key = self._key(chain, limit)
-        if key is not None and (known := _known_sequence(self.cache, key, chain, limit)) is not None:
-            return known
-        sequence = self._solve(chain, limit)
-        if key is not None:
-            self.cache.keep("plan", key, sequence.to_dict())
-        return sequence
-
-    def _key(self, chain: Chain, limit: int) -> dict[str, Any] | None:
-        """All that a sequence depends on; None where an option cannot be compared, such as a function."""
-
-        content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
-        asked = {
-            "limit": limit,
-            "mode": self.mode,
-            "slots": self.mem_slots,
-            "policy": self.policy,
-            "options": self.options,
-        }
-        key = {"chain": content, "rotoff": __version__, **asked}
-        try:
-            json.dumps(key)
-        except TypeError:
-            return None
-        return key
-
-    def _solve(self, chain: Chain, limit: int) -> Sequence:
-        if self.policy is not None:
-            return solve(chain, limit, policy=self.policy, **self.options)
-        with Bar("planning") as bar:
-            options = {"progress": lambda done, _: bar(done), **self.options}
-            return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **options)
-
-
-def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:
-    """A sequence kept for `key`, if the machine accepts it."""
-    found = cache.find("plan", key)
-    if found is None:
-        return None
-    try:
-        sequence = Sequence.from_dict(found)
-        simulate(chain, sequence, limit)
-    except (SequenceFormatError, InvalidSequenceError) as error:
-        logger.warning("rotoff: a cached plan is ignored: %s", error)
-        return None
-    logger.info("rotoff: plan from the cache in %s", cache.directory)
-    return sequence
-
-
 @dataclass(frozen=True)
 class PlanVariant:
     """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
     kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that
-    wait are copied. tail_times: of the profile. shifted: whether the solver sees them in the backward. upkeep: of the
-    profile. forms: of each stage, the identities of its smaller forms.
+    wait are copied. tail_times, upkeep: of the profile. forms: of each stage, the identities of its smaller forms.
+    shifted: whether the solver sees `tail_times` in the backward.
     """
 
     kept: tuple[int, ...]
@@ -149,9 +59,9 @@ class PlanVariant:
     request: Request
     more: int
     tail_times: tuple[float, ...] = ()
-    shifted: bool = False
     upkeep: Upkeep | None = None
     forms: tuple[tuple[Any, ...], ...] = ()
+    shifted: bool = False
 
     @property
     def least(self) -> int:
@@ -170,9 +80,7 @@ class PlanVariant:
             if exchanged == found.ops:
                 return found
             found = replace(found, ops=exchanged)
-        trace = simulate(self.chain, found)
-        said = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
-        return replace(found, meta={**found.meta, **said})
+        return replace(found, meta={**found.meta, **figures(simulate(self.chain, found))})
 
     def with_host_limit(self, nbytes: int) -> PlanVariant:
         """The same where no more than `nbytes`, nor than the user asked for, wait on the host."""
@@ -214,7 +122,7 @@ def make_plan(
         return _decide(profile, request, room, tuple(near), thorough)
 
     sequence = decide() if group is None else agree_on_sequence(decide, group)
-    kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
+    kept, compact = _choice(sequence)
     chosen = profile.keeping(kept, compact)
     plan = compile_sequence(
         chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep
@@ -230,13 +138,12 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
     Raises:
         InfeasibleError: where nothing fits, in the terms of the user's limit.
     """
-    asked = request.mem_limit
-    everything = plan_everything(profile, request.plain, request.lets_go)
-    if request.policy is None and reported_bytes(profile, everything) <= asked:
+    everything = _everything(profile, request)
+    if request.policy is None and reported_bytes(profile, everything) <= request.mem_limit:
         return _meant(everything.sequence, {KEPT: list(everything.kept), PLAIN: everything.keeps_all})
     ways = _ways(profile, request)
     try:
-        if asked < profile.prefix_peak_bytes:
+        if request.mem_limit < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
         found = _quickly(profile, request, ways, near, room) if near and request.policy is None else None
         if found is None and not thorough:
@@ -245,11 +152,8 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
     except InfeasibleError as error:
         if str(error):  # of the host's memory, which says all
             raise
-        least = (
-            least_limit(profile, request)
-            if request.policy is None
-            else max(error.min_mem_limit, profile.prefix_peak_bytes)
-        )
+        least = max(error.min_mem_limit, profile.prefix_peak_bytes)
+        least = least_limit(profile, request) if request.policy is None else least
         raise _infeasible(profile, request, least, ways) from None
 
 
@@ -263,7 +167,7 @@ def _quickly(
         seconds, sequence = reused
         if seconds <= GOOD * profile.chain.compute_time:
             return sequence
-        kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
+        kept, compact = _choice(sequence)
     effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
     quick = [replace(way, request=replace(way.request, options=effort)) for way in ways if not way.shifted]
     quick.sort(key=lambda way: (way.kept, way.compact) != (kept, compact))
@@ -271,9 +175,9 @@ def _quickly(
     for way in quick if reused is None else quick[:1]:  # the first that holds is enough
         try:
             found = _best_within(room, profile, replace(request, options=effort), [way])
+            break
         except InfeasibleError:
             continue
-        break
     if found is None or (reused is not None and reused[0] <= _seconds(found, quick)):
         return None if reused is None else reused[1]
     return found
@@ -296,12 +200,8 @@ def _reused(
         except InvalidSequenceError:
             continue
         if (room is None or trace.host_peak_bytes <= room) and (best is None or trace.makespan < best[0]):
-            said = {
-                "makespan": trace.makespan,
-                "peak_bytes": trace.peak_bytes,
-                "host_peak_bytes": trace.host_peak_bytes,
-            }
-            best = trace.makespan, _meant(replace(sequence, meta=said), {KEPT: list(way.kept), COMPACT: way.compact})
+            sequence = replace(sequence, meta=figures(trace))
+            best = trace.makespan, _meant(sequence, {KEPT: list(way.kept), COMPACT: way.compact})
     return best
 
 
@@ -322,9 +222,13 @@ def _in_forms_of(ops: tuple[Op, ...], profile: Profile, way: PlanVariant) -> tup
 
 def _seconds(sequence: Sequence, ways: list[PlanVariant]) -> float:
     """What the step is expected to take by `sequence`, which was found for one of `ways`."""
-    said = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
-    way = next(way for way in ways if (way.kept, way.compact) == said)
+    way = next(way for way in ways if (way.kept, way.compact) == _choice(sequence))
     return expected_step(way.chain, sequence, way.tail_times, way.upkeep).makespan
+
+
+def _choice(sequence: Sequence) -> tuple[tuple[int, ...], bool]:
+    """The skip connections that `sequence` keeps in place, and whether it copies gradients."""
+    return tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
 
 
 def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
@@ -336,17 +240,20 @@ def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False)
     """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model
     that runs. lets_go: as of `Request`."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
-    plans = [
-        compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()
-    ]  # which replay nothing
+    # which replay nothing
+    plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]
     return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain, lets_go=lets_go)
+
+
+def _everything(profile: Profile, request: Request) -> ExecutionPlan:
+    return plan_everything(profile, request.plain, request.lets_go)
 
 
 def least_limit(profile: Profile, request: Request) -> int:
     """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
     least = min(way.least for way in _ways(profile, request))
     if request.policy is None:
-        least = min(least, reported_bytes(profile, plan_everything(profile, request.plain, request.lets_go)))
+        least = min(least, reported_bytes(profile, _everything(profile, request)))
     return max(least, profile.prefix_peak_bytes, 1)
 
 
@@ -362,10 +269,9 @@ def least_time(profile: Profile, request: Request) -> float:
         limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
-        everything = plan_everything(profile, request.plain, request.lets_go)
-        if (
-            reported_bytes(profile, everything) <= request.mem_limit
-        ):  # the plain model, which takes less than a plan would
+        everything = _everything(profile, request)
+        # the plain model, which takes less than a plan would
+        if reported_bytes(profile, everything) <= request.mem_limit:
             return everything.trace.makespan
         raise _infeasible(profile, request, min(way.least for way in ways), ways)
     return min(least_time_of(chain, limits[chain], profile.tail_times) for chain in fitting)
@@ -390,18 +296,13 @@ def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
         chosen = profile.keeping(kept, compact)
         offset = chosen.resident_input_bytes - chosen.unmanaged_bytes - chosen.snapshot_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
+        way = PlanVariant(kept, compact, chosen.chain, request, more, profile.tail_times, chosen.upkeep, forms)
         for mode in ("joint", "remat") if unpriced and request.mode == "joint" else (request.mode,):
-            asked = replace(request, mode=mode)
-            ways.append(
-                PlanVariant(kept, compact, chosen.chain, asked, more, profile.tail_times, False, chosen.upkeep, forms)
-            )
+            ways.append(replace(way, request=replace(request, mode=mode)))
             if unpriced:
                 ways.append(replace(ways[-1], shifted=True))
         if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
-            asked = replace(request, mode="offload")
-            ways.append(
-                PlanVariant(kept, compact, chosen.chain, asked, offset, profile.tail_times, False, chosen.upkeep, forms)
-            )
+            ways.append(replace(way, request=replace(request, mode="offload"), more=offset))
     return ways
 
 
@@ -477,20 +378,18 @@ def _best_within(room: int | None, profile: Profile, request: Request, ways: lis
 
 
 def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
-    kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
-    return slab_bytes(profile.keeping(kept, compact).chain, sequence)
+    return slab_bytes(profile.keeping(*_choice(sequence)).chain, sequence)
 
 
 def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed: int, room: int) -> InfeasibleError:
     without = [min_mem_limit(way.chain, "remat") - way.more for way in ways if way.request.mode != "offload"]
-    least = max(
-        min([reported_bytes(profile, plan_everything(profile, request.plain, request.lets_go)), *without]),
-        profile.prefix_peak_bytes,
-    )
+    least = min([reported_bytes(profile, _everything(profile, request)), *without])
+    least = max(least, profile.prefix_peak_bytes)
     return InfeasibleError(
-        f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps {needed} bytes in pinned"
-        f" host memory, and {room} are available; give a limit of at least {format_bytes(least)} ({least} bytes), which needs none, give"
-        " the process more memory, or say in the environment that there is more (ROTOFF_HOST_MEMORY)",
+        f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps"
+        f" {needed} bytes in pinned host memory, and {room} are available; give a limit of at least"
+        f" {format_bytes(least)} ({least} bytes), which needs none, give the process more memory, or say in the"
+        " environment that there is more (ROTOFF_HOST_MEMORY)",
         least,
     )
 
@@ -513,100 +412,18 @@ def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
             if stage < len(way.chain) or not profile.beside_loss_bytes:
                 return binds
             return (
-                f"{binds}, {format_bytes(profile.beside_loss_bytes)} of it for gradients of what is returned beside the loss; if no"
+                f"{binds}, {format_bytes(profile.beside_loss_bytes)} of it for gradients of what is returned beside the"
+                " loss; if no"
                 ' backward starts there, name the output where it does: Checkpointable(model, backward_from="loss")'
             )
     return ""
 
 
-def reported_bytes(profile: Profile, plan: ExecutionPlan) -> int:
-    """The peak of `plan` that is held against a limit: the machine's, or that of the plain model where everything is
-    kept."""
-    return expected_bytes(profile, plan) if plan.keeps_all else simulated_bytes(profile, plan)
-
-
-def simulated_bytes(profile: Profile, plan: ExecutionPlan) -> int:
-    """The machine's peak in the terms of the user's limit."""
-    levels = _told(profile, plan, [event.memory for event in plan.trace.events])
-    return max(*levels, profile.prefix_peak_bytes)
-
-
-def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
-    """What a step is expected to hold at most: the highest of `expected_levels`, or what comes before the chain."""
-    return max(*expected_levels(profile, plan), profile.prefix_peak_bytes)
-
-
-def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
-    """Of each operation, the most that a step is expected to hold while it runs: what the machine charges, in the terms
-    of the user's limit, less what is sure not to be there.
-
-    That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which
-    the loss has yet to make, and whatever several values share. Of the plain model, values that nobody saved once it
-    has let go of them; and what its own code holds longer than a stage is added.
-    """
-    L = len(profile.chain)
-    made, whole = False, set()
-    levels = []
-    carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
-    chosen = profile.keeping(plan.kept, plan.compact)
-    shared = shared_bytes(chosen.chain, carried, plan.sequence.ops)
-    for n, event in enumerate(plan.trace.events):
-        op, less = event.op, shared[n]
-        if op.kind is OpKind.B:
-            less += chosen.freed_before_backward[op.stage - 1] if op.stage in whole else 0
-        elif made and n < plan.forward_end:
-            less += profile.chain.grad_bytes(L)
-        if op.kind is OpKind.F_ALL:
-            whole.add(op.stage)
-        elif op.kind is OpKind.F_SEL:
-            whole.discard(op.stage)
-        if plan.keeps_all:
-            less += _passed(profile, op) + (_let_go(profile, op) if plan.lets_go else 0)
-            less += profile.outside_bytes[op.stage - 1] if profile.outside_bytes and op.kind in FORWARDS else 0
-        made = made or (op.kind in FORWARDS and op.stage == L)
-        levels.append(event.memory - less)
-    return _told(profile, plan, levels)
-
-
-def _passed(profile: Profile, op: Op) -> int:
-    """Bytes that the plain model has let go of when its ``F`` or ``B`` of a stage begins, or has once, and that are
-    still charged once more; less those that its ``F`` holds and that are not charged."""
-    i = op.stage
-    if op.kind is OpKind.B:
-        return sum(one.nbytes for one in profile.passing if one.first < i) + sum(profile.twice_bytes[: i - 1])
-    held = sum(one.nbytes for one in profile.lingering if one.first < i <= one.until)
-    return sum(one.nbytes for one in profile.passing if one.until < i) - held + sum(profile.twice_bytes)
-
-
-def _let_go(profile: Profile, op: Op) -> int:
-    """Bytes of what the model has returned that its caller has let go when a ``B`` begins, and that are charged."""
-    if op.kind is not OpKind.B:
-        return 0
-    gone = profile.freed_before_backward[op.stage - 1]  # of which the output of the stage may be a part
-    made = sum(one.nbytes for one in profile.returned if one.first == op.stage)
-    return sum(one.nbytes for one in profile.returned if one.first < op.stage) + max(0, made - gone)
-
-
-def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
-    """The machine's `levels` during the plan's events in the terms of the user's limit."""
-    constant = profile.unmanaged_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
-    constant += 0 if plan.keeps_all else profile.snapshot_bytes
-    beside, forms, again = profile.replay_extra(plan.replayed), dict[int, int](), []
-    for event in plan.trace.events:
-        redone = event.recompute
-        if event.op.kind in FORWARDS:
-            forms[event.op.stage] = event.op.form
-        elif event.op.kind is OpKind.B:
-            redone = forms[event.op.stage] > 0
-        again.append(beside[event.op.stage] if redone else 0)
-    return [level + more + constant for level, more in zip(levels, again, strict=True)]
-
-
 def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float = 0.0) -> None:
     trace, base = plan.trace, profile.chain.compute_time
     logger.info(
-        "rotoff: planned %s in %.1f s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
-        " %.4g s recomputed; %s%s",
+        "rotoff: planned %s in %.1f s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s"
+        " offloaded, %.4g s recomputed; %s%s",
         request,
         seconds,
         "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),

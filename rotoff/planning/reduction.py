@@ -85,58 +85,43 @@ def longest(values: Sequence[tuple[HeldLate, ...]]) -> tuple[HeldLate, ...]:
     return tuple(HeldLate(*span, nbytes) for span, nbytes in sorted(most.items()))
 
 
+def named(rule: Rule, names: str) -> dict[str, Rule]:
+    """`rule` for each of the fields `names`."""
+    return dict.fromkeys(names.split(), rule)
+
+
+TRANSIENTS = "forward_transient_bytes backward_transient_bytes"
 RULES: dict[type, dict[str, Rule]] = {
-    Form: {
-        "saved_bytes": max,
-        "backward_time": max,
-        "forward_transient_bytes": max,
-        "backward_transient_bytes": max,
-        "extra": first,
-    },
+    Form: {**named(max, f"saved_bytes backward_time {TRANSIENTS}"), "extra": first},
     Stage: {
         "name": same,
-        "forward_time": max,
-        "backward_time": max,
-        "output_bytes": max,
-        "saved_bytes": max,
-        "grad_bytes": max,
-        "forward_transient_bytes": max,
+        **named(max, f"forward_time backward_time output_bytes saved_bytes grad_bytes {TRANSIENTS}"),
         "checkpoint_transient_bytes": max,
-        "backward_transient_bytes": max,
         "forms": each(parts(Form)),  # of which all have the same by then: `_with_forms`
         "extra": first,
     },
     ParameterGroup: {
-        "stages": same,
-        "bytes": max,
-        "grad_bytes": max,
-        "state_bytes": max,
-        "update_time": max,
+        **named(same, "name stages"),
+        **named(max, "bytes grad_bytes state_bytes update_time update_transient_bytes"),
         "host_update_time": alike_or(None, max),
-        "update_transient_bytes": max,
-        "name": same,
         "extra": first,
     },
     Chain: {
         "stages": each(parts(Stage)),
         "parameters": each(parts(ParameterGroup)),
-        "d2h_bandwidth": min,
-        "h2d_bandwidth": min,
-        "input_bytes": max,
-        "input_grad_bytes": max,
+        **named(min, "d2h_bandwidth h2d_bandwidth"),
+        **named(max, "input_bytes input_grad_bytes"),
         "duplex": all,
-        "name": first,
-        "meta": first,
-        "extra": first,
+        **named(first, "name meta extra"),
     },
-    FreedEarly: {"first": same, "last": same, "nbytes": min, "until": same},
+    FreedEarly: {**named(same, "first last until"), "nbytes": min},
     Compact: {
         "stages": each(parts(Stage)),
         "copied": same,
         "output_retention": each(max),
         "freed_before_backward": each(min),
     },
-    UpkeepTimes: {"forward": max, "backward": max, "pack": max, "unpack": max, "move": max},
+    UpkeepTimes: named(max, "forward backward pack unpack move"),
     Profile: {
         "device": own,
         "chain": parts(Chain),
@@ -200,7 +185,8 @@ def common_profile(mine: Profile, everyone: Sequence[Told]) -> Profile:
     names = [[stage.name for stage in told.costs["chain"].stages] for told in everyone]
     if any(other != names[0] for other in names):
         raise MeasureError(
-            f"the processes measured different stages ({names}); give all of them the same model and inputs of the same kind"
+            f"the processes measured different stages ({names}); give all of them the same model and inputs of the same"
+            " kind"
         )
     found = zip(*(told.forms for told in everyone), strict=True)
     forms = [[one for one in stage[0] if all(one in theirs for theirs in stage)] for stage in found]

@@ -1,10 +1,9 @@
 """Pictures of plans, of the cost of limits, and of profiles: matplotlib figures, as PNG, SVG or PDF.
 
-    import rotoff.plot
-    rotoff.plot.save(rotoff.plot.timeline(chain, sequence), "plan.svg")
+    import rotoff.plot rotoff.plot.save(rotoff.plot.timeline(chain, sequence), "plan.svg")
 
-Needs matplotlib and no torch. Every function returns a ``matplotlib.figure.Figure``
-that belongs to no window and no global state, so it works in notebooks, threads and on machines without a display.
+Needs matplotlib and no torch. Every function returns a ``matplotlib.figure.Figure`` that belongs to no window and no
+global state, so it works in notebooks, threads and on machines without a display.
 """
 
 try:

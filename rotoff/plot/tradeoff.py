@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -43,55 +46,57 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()
     axis.set_title(title or chain.name or "step time against limit", fontsize=10.5, loc="left")
+    least, most = min(row.limit for row in made), max(peak, *(row.limit for row in made))
+    _draw_bound(axis, chain, least, most)
+    for name, series in zip(names, style.SERIES, strict=False):
+        _draw_mode(axis, name, [row for row in made if row.mode == name], series)
+        if name in MODES:
+            _mark_smallest(axis, name, min_mem_limit(chain, name), series)
+    axis.plot([peak], [base], marker="*", color=style.INK, markersize=11, linestyle="none", label="keeping everything")
+    style.quiet(axis, "both")
+    unit, size = style.byte_unit(most)
+    style.in_units(axis, "x", size, unit, "limit")
+    _scale_times(axis, made, base)
+    if base:
+        _show_overheads(axis, base)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
 
-    limits = [row.limit for row in made]
-    least, most = min(limits), max([*limits, peak])
+
+def _draw_bound(axis: Axes, chain: Chain, least: int, most: int) -> None:
+    """The certified lower bound from the limit `least` to `most`."""
     points = [least + (most - least) * n / (_BOUND_POINTS - 1) for n in range(_BOUND_POINTS)]
     bounds = [lower_bound(chain, int(point)) for point in points]
     axis.fill_between(points, bounds, 0, color="#EFEFEF", linewidth=0)
-    axis.plot(
-        points,
-        bounds,
-        color=style.INK,
-        linestyle=(0, (1, 1)),
-        linewidth=1.3,
-        label="certified bound: nothing is faster",
-    )
-    for name, (colour, marker, dashes) in zip(names, style.SERIES, strict=False):
-        found = sorted((row.limit, row.makespan) for row in made if row.mode == name)
-        line = dict(next(group) for _, group in groupby(found, key=lambda pair: pair[0]))  # the fastest of a limit
-        axis.plot(
-            list(line),
-            list(line.values()),
-            dashes,
-            color=colour,
-            marker=marker,
-            markersize=4.5,
-            linewidth=1.5,
-            label=name,
-        )
-        if name in MODES:
-            hollow = {"marker": marker, "color": colour, "markersize": 6.5, "markerfacecolor": "none"}
-            axis.plot(  # a tick on the axis, since a smallest limit has no step time of its own
-                [min_mem_limit(chain, name)],
-                [0],
-                linestyle="none",
-                transform=axis.get_xaxis_transform(),
-                clip_on=False,
-                label=f"smallest limit of {name}",
-                **hollow,
-            )
-    axis.plot([peak], [base], marker="*", color=style.INK, markersize=11, linestyle="none", label="keeping everything")
+    look: dict[str, Any] = {"color": style.INK, "linestyle": (0, (1, 1)), "linewidth": 1.3}
+    axis.plot(points, bounds, label="certified bound: nothing is faster", **look)
 
-    unit, size = style.byte_unit(most)
-    style.quiet(axis, "both")
-    style.in_units(axis, "x", size, unit, "limit")
+
+def _draw_mode(axis: Axes, name: str, rows: list[Row], series: tuple[str, str, str]) -> None:
+    """The fastest of the mode's `rows` at each limit."""
+    colour, marker, dashes = series
+    found = sorted((row.limit, row.makespan) for row in rows)
+    line = dict(next(group) for _, group in groupby(found, key=lambda pair: pair[0]))
+    look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.5}
+    axis.plot(list(line), list(line.values()), dashes, label=name, **look)
+
+
+def _mark_smallest(axis: Axes, name: str, limit: int, series: tuple[str, str, str]) -> None:
+    """A mark on the axis, since a smallest limit has no step time of its own."""
+    colour, marker, _ = series
+    hollow: dict[str, Any] = {"marker": marker, "color": colour, "markersize": 6.5, "markerfacecolor": "none"}
+    place: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "linestyle": "none"}
+    axis.plot([limit], [0], label=f"smallest limit of {name}", **place, **hollow)
+
+
+def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
+    """Cut the axis of times where one bad mode would press the others flat. base: seconds of keeping everything."""
     slowest = max(row.makespan or 0.0 for row in made)
-    hardest = max(
-        min(r.makespan or 0.0 for r in made if r.limit == limit) for limit in limits
-    )  # the best mode's slowest step
-    cut = base + max(_CUT * (hardest - base), _LEAST_CUT * base)
-    if slowest > cut > base:  # one bad mode must not press the others flat
+    best: dict[int, float] = {}  # of each limit
+    for row in made:
+        best[row.limit] = min(row.makespan or 0.0, best.get(row.limit, math.inf))
+    cut = base + max(_CUT * (max(best.values()) - base), _LEAST_CUT * base)
+    if slowest > cut > base:
         axis.set_title(f"lines that leave the top: up to {slowest:.3g} s", loc="right", fontsize=8)
         slowest = cut
     slowest = max(slowest, base * (1 + _LEAST_SPAN))
@@ -99,13 +104,14 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     axis.set_ylim(base - 0.18 * room, slowest + 0.06 * room)
     length, seconds = style.time_unit(slowest)
     style.in_units(axis, "y", seconds, length, "step time")
-    if base:
-        right = axis.secondary_yaxis("right", functions=(lambda t: t / base - 1, lambda share: (share + 1) * base))
-        right.yaxis.set_major_formatter(
-            FuncFormatter(lambda share, _: f"{100 * share:+.3g} %" if abs(share) > 1e-9 else "0 %")
-        )
-        right.set_ylabel("over keeping everything", fontsize=9)
-        right.tick_params(labelsize=8)
-        right.spines["right"].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    return figure
+
+
+def _show_overheads(axis: Axes, base: float) -> None:
+    """A second axis of times, as shares over `base` seconds."""
+    right = axis.secondary_yaxis("right", functions=(lambda t: t / base - 1, lambda share: (share + 1) * base))
+    right.yaxis.set_major_formatter(
+        FuncFormatter(lambda share, _: f"{100 * share:+.3g} %" if abs(share) > 1e-9 else "0 %")
+    )
+    right.set_ylabel("over keeping everything", fontsize=9)
+    right.tick_params(labelsize=8)
+    right.spines["right"].set_visible(False)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ ROUNDING = 64  # bytes of a stage that whole numbers may be short of
 # what a step of any size has in common: what moves bytes and what the runtime takes for a tensor
 OF_FIRST = ("meta", "d2h_bandwidth", "h2d_bandwidth", "copy_bandwidth", "upkeep_times", "host_bound")
 PLACES = ("first", "last", "until", "enough")  # whole numbers that are no bytes
+
+
+_REDONE = attrgetter("stop", "functions", "single", "whole")  # of a recipe: which operations its redo runs
 
 
 class NotAlike(Exception):
@@ -102,37 +106,25 @@ def _with_common_forms(profiles: Sequence[Profile]) -> list[Profile]:
     counts = {len(profile.behaviours) for profile in profiles}
     if len(counts) > 1:
         raise NotAlike(f"{sorted(counts)} stages")
-    rows = [
-        _common([behaviour.forms for behaviour in stage])
-        for stage in zip(*(profile.behaviours for profile in profiles), strict=True)
-    ]
+    stages = zip(*(profile.behaviours for profile in profiles), strict=True)
+    rows = [_common([behaviour.forms for behaviour in stage]) for stage in stages]
     return [_keeping(profile, [[of[n] for of in row] for row in rows]) for n, profile in enumerate(profiles)]
 
 
 def _common(forms: Sequence[Sequence[Recipe]]) -> list[list[int]]:
     """Of each form that all have, its number in each."""
     places = [{recipe.identity: n for n, recipe in enumerate(one)} for one in forms]
-    return [
-        [at[recipe.identity] for at in places]
-        for recipe in forms[0]
-        if all(
-            recipe.identity in at and _same_redo(recipe, one[at[recipe.identity]])
-            for at, one in zip(places, forms, strict=True)
-        )
-    ]
+
+    def everywhere(recipe: Recipe) -> bool:
+        key, pairs = recipe.identity, zip(places, forms, strict=True)
+        return all(key in at and _same_redo(recipe, one[at[key]]) for at, one in pairs)
+
+    return [[at[recipe.identity] for at in places] for recipe in forms[0] if everywhere(recipe)]
 
 
 def _same_redo(a: Recipe, b: Recipe) -> bool:
     """Whether two recipes are the same but for how tensors lie, and the operations themselves tell how they do."""
-    if (a.stop, a.functions, a.single, a.whole, a.views.keys()) != (
-        b.stop,
-        b.functions,
-        b.single,
-        b.whole,
-        b.views.keys(),
-    ):
-        return False
-    if a.results.keys() != b.results.keys():
+    if _REDONE(a) != _REDONE(b) or a.views.keys() != b.views.keys() or a.results.keys() != b.results.keys():
         return False
     both = [pair for n in a.results for pair in zip(a.results[n], b.results[n], strict=True)]
     return all(map(_same_result, both)) and all(view.dense for recipe in (a, b) for view in recipe.views.values())
@@ -154,10 +146,8 @@ def _keeping(profile: Profile, forms: Sequence[Iterable[int]]) -> Profile:
     chosen = [tuple(rows) for rows in forms]
 
     def staged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        return tuple(
-            replace(stage, forms=tuple(stage.forms[n] for n in rows))
-            for stage, rows in zip(stages, chosen, strict=True)
-        )
+        pairs = zip(stages, chosen, strict=True)
+        return tuple(replace(stage, forms=tuple(stage.forms[n] for n in rows)) for stage, rows in pairs)
 
     def behaving(behaviour: Behaviour, rows: Iterable[int]) -> Behaviour:
         return replace(behaviour, forms=tuple(replace(behaviour.forms[n], sized=False) for n in rows))

@@ -18,5 +18,6 @@ def refuse_cuda_graphs(stage: StageModule) -> None:
             if isinstance(config, dict) and config.get("triton.cudagraphs"):
                 raise MeasureError(
                     f"stage {stage.name!r} is compiled with CUDA graphs, whose memory cannot be measured; compile it by"
-                    ' mode="default" or mode="max-autotune-no-cudagraphs" in place of "reduce-overhead" or "max-autotune"'
+                    ' mode="default" or mode="max-autotune-no-cudagraphs" in place of "reduce-overhead" or'
+                    ' "max-autotune"'
                 )

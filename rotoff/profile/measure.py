@@ -12,36 +12,48 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..capture.aliasing import merge_aliases
 from ..capture.backward_roots import BackwardStarts
 from ..capture.unsaved import merge_unsaved
-from ..core.chain import Chain, Stage
+from ..core.chain import Chain
 from ..errors import MeasureError
 from ..tensors.buffers import preserved
 from ..tensors.stage import StageModule
 from ..tensors.storage import block_bytes, storage_key
 from ..tensors.tree import flatten
+from .charged import charged_stages
+from .measured import Measured
 from .memory.eager_memory import find_lingering, find_passing, find_returned
 from .memory.gradients import Charge, charge
 from .memory.skips import find_skips
 from .profile import Compact, Profile, replay_bytes
-from .stage_meter import Measured, Meter
+from .stage_meter import Meter
 from .timing.timing_cache import KnownTimes
 
 logger = logging.getLogger("rotoff")
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
+Link = tuple[float, float, bool]  # d2h B/s, h2d B/s, duplex
+
+
+class _Walk(NamedTuple):
+    """The model's stages, run one after the other. prefix: those before the chain. stages, measured: of the chain.
+    starts: the tensors of its input that are no buffers."""
+
+    prefix: list[StageModule]
+    stages: list[StageModule]
+    measured: list[Measured]
+    starts: list[torch.Tensor]
 
 
 def measure(
     stages: Sequence[StageModule],
     value: Any,
     meter: Meter,
-    bandwidth: Callable[[int, int], tuple[float, float, bool]],
+    bandwidth: Callable[[int, int], Link],
     progress: Progress | None = None,
     known: KnownTimes | None = None,
     named: bool = False,
@@ -62,31 +74,80 @@ def measure(
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
         TimesChanged: where `known` are no longer the times of these stages.
     """
-    device = meter.bench.device
-    if not flatten(value)[0]:
+    _refuse_unfit(value, meter)
+    groups = _merged_as(stages, merged) or _merged(stages, value, meter.bench.device, named)
+    walk = _walked(groups, value, meter, known, progress)
+    return _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
+
+
+def _profile(walk: _Walk, batch: Any, meter: Meter, known: KnownTimes | None, link: Link) -> Profile:
+    device, measured = meter.bench.device, walk.measured
+    gradients = _gradients(walk, meter)
+    chain = charged_stages(measured, gradients)
+    compact, copy_bandwidth = _compact(walk, meter, known)
+    starts = walk.starts
+    given = {storage_key(t) for t in flatten(batch)[0]}
+    returned = measured[-1].own_gradient_bytes
+    losses = [_loss_bytes(nbytes, device) for nbytes in returned]
+    runs = [(m.lies, m.behaviour) for m in measured]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what stages took one by one lies in other pieces than a step needs
+    return Profile(
+        device=device,
+        chain=Chain(
+            tuple(one.costs for one in chain), *link[:2], meter.storage_bytes(starts), gradients[0].nbytes, link[2]
+        ),
+        prefix=tuple(walk.prefix),
+        stages=tuple(walk.stages),
+        behaviours=tuple(m.behaviour for m in measured),
+        unmanaged_bytes=_unmanaged_bytes(walk, meter) + sum(losses),
+        replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
+        rng_bytes=meter.rng_bytes,
+        freed_before_backward=tuple(one.freed_before_backward for one in chain),
+        made_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) not in given]),
+        prefix_peak_bytes=_prefix_peak(walk.prefix, batch, meter),
+        no_forms=tuple(m.no_forms for m in measured),
+        skips=find_skips(runs),
+        passing=find_passing(runs, walk.stages),
+        returned=find_returned(runs, _others(walk.stages[-1])),
+        lingering=find_lingering(walk.prefix, walk.stages, meter.allocator.rounded),
+        spare_bytes=tuple(m.lies.spare for m in measured),
+        output_retention=tuple(one.output_retention for one in chain),
+        compact=compact,
+        copy_bandwidth=copy_bandwidth,
+        tail_times=tuple(m.tail_time for m in measured),
+        upkeep_times=(known and known.upkeep) or meter.upkeep_times(),
+        host_bound=_host_bound(measured) if device.type == "cuda" else (),
+        beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
+        twice_bytes=_twice(walk, meter),
+    )
+
+
+def _refuse_unfit(value: Any, meter: Meter) -> None:
+    """Raise MeasureError for an input whose bytes cannot be told."""
+    tensors = flatten(value)[0]
+    if not tensors:
         raise MeasureError("the model's input holds no tensor")
-    for tensor in flatten(value)[0]:
+    for tensor in tensors:
         if not meter.plain(tensor):
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
-    groups = _merged_as(stages, merged)
-    if not groups:
-        groups = merge_aliases(stages, value, device)
-        if not named:
-            groups = merge_unsaved(groups, value, device)
+
+
+def _walked(
+    groups: list[StageModule], value: Any, meter: Meter, known: KnownTimes | None, progress: Progress | None
+) -> _Walk:
+    """Measure each stage on the output of the one before."""
     meter.begin(value)
-    meter.samples_upkeep = known is None or known.upkeep is None
-    meter.checked = known.heaviest if known is not None else None
-    meter.warm = device.type == "cpu" and known is not None and not known.checked
+    meter.trust(known)
     waiting = {(row.name, n): row for n, row in enumerate(known.stages if known else ())}
     measured: list[Measured] = []
-    prefix = 0  # groups up to the last one whose output needs no gradient
-    start = batch = value
+    prefix, start = 0, value  # groups up to the last one whose output needs no gradient, and that output
     for n, group in enumerate(groups):
         if progress is not None:
             progress(n, len(groups), group.name)
         if meter.bench.lender is not None:
             meter.bench.lender.keep(p for module in group.modules for p in module.parameters())
-        with preserved(list(group.buffers()), device), torch.enable_grad():
+        with preserved(list(group.buffers()), meter.bench.device), torch.enable_grad():
             result, value = meter.stage(group, value, n + 1 == len(groups), waiting.get((group.name, n - prefix)))
         if result is None:
             prefix, measured, start = n + 1, [], value
@@ -97,72 +158,54 @@ def measure(
         progress(len(groups), len(groups), "")
     if not measured:
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
-    measured = _with_buffers_read([one.timed() for one in measured], groups[prefix:])
-    shared = _shared_parameters(groups[prefix:])
-    measured = [
-        replace(m, grad_accumulation_bytes=n) for m, n in zip(measured, _joining(groups[prefix:], shared), strict=True)
-    ]
-    sizes = [m.costs.saved_bytes for m in measured]
-    typical = statistics.median(sizes)
-    d2h, h2d, duplex = known.link if known and known.link else bandwidth(max(1, int(typical)), sum(sizes))
+    stages = groups[prefix:]
+    read = _with_buffers_read([one.timed() for one in measured], stages)
+    joined = zip(read, _joining(stages, _shared_parameters(stages)), strict=True)
     tables = {storage_key(buffer) for group in groups[:prefix] for *_, buffer in group.buffers()}
-    starts = [t for t in flatten(start)[0] if storage_key(t) not in tables]  # of which a view takes nothing
-    input_bytes = meter.storage_bytes(starts)
-    given = {storage_key(t) for t in flatten(batch)[0]}
-    lying = [(m.gradients, m.own_gradient_bytes) for m in measured]
-    gradients, compact = charge(lying), charge(lying, compact=True)
-    for charges in gradients, compact:
-        charges[0] = charges[0]._replace(nbytes=max(charges[0].nbytes, meter.gradient_bytes(starts)))
-    costs = [_charged(m, *pair) for m, pair in zip(measured, pairwise(gradients), strict=True)]
-    returned = measured[-1].own_gradient_bytes
-    losses = [_loss_bytes(nbytes, device) for nbytes in returned]
-    runs = [(m.lies, m.behaviour) for m in measured]
-    copies = any(one.copied for one in compact)
-    copy_bandwidth = (known and known.copy_bandwidth) or meter.copy_bandwidth(typical) if copies else None
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what stages took one by one lies in other pieces than a step needs
-    return Profile(
-        device=device,
-        chain=Chain(
-            stages=tuple(costs),
-            d2h_bandwidth=d2h,
-            h2d_bandwidth=h2d,
-            duplex=duplex,
-            input_bytes=input_bytes,
-            input_grad_bytes=gradients[0].nbytes,
-        ),
-        prefix=tuple(groups[:prefix]),
-        stages=tuple(groups[prefix:]),
-        behaviours=tuple(m.behaviour for m in measured),
-        unmanaged_bytes=sum(m.held_bytes for m in measured)
-        + sum(meter.allocator.rounded(one.nbytes) for group in groups for one in group.lives.held)
-        + sum(parameter.nbytes for parameter in shared)
-        + _casts(measured)
-        + sum(losses),
-        replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
-        rng_bytes=meter.rng_bytes,
-        freed_before_backward=tuple(
-            _gone(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)
-        ),
-        made_input_bytes=input_bytes - meter.storage_bytes([t for t in starts if storage_key(t) in given]),
-        prefix_peak_bytes=_prefix_peak(groups[:prefix], batch, meter),
-        no_forms=tuple(m.no_forms for m in measured),
-        skips=find_skips(runs),
-        passing=find_passing(runs, groups[prefix:]),
-        returned=find_returned(runs, _others(groups[-1])),
-        lingering=find_lingering(groups[:prefix], groups[prefix:], meter.allocator.rounded),
-        spare_bytes=tuple(m.lies.spare for m in measured),
-        output_retention=tuple(
-            _staying(m, c, *pair) for m, c, pair in zip(measured, costs, pairwise(gradients), strict=True)
-        ),
-        compact=_compact(measured, compact, copy_bandwidth) if copy_bandwidth else None,
-        copy_bandwidth=copy_bandwidth,
-        tail_times=tuple(m.tail_time for m in measured),
-        upkeep_times=(known and known.upkeep) or meter.upkeep_times(),
-        host_bound=_host_bound(measured) if device.type == "cuda" else (),
-        beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
-        twice_bytes=_twice(measured, groups[prefix:], meter),
+    starts = [t for t in flatten(start)[0] if storage_key(t) not in tables]  # a view of which takes nothing
+    return _Walk(groups[:prefix], stages, [replace(m, grad_accumulation_bytes=n) for m, n in joined], starts)
+
+
+def _link(measured: Sequence[Measured], bandwidth: Callable[[int, int], Link], known: KnownTimes | None) -> Link:
+    sizes = [m.costs.saved_bytes for m in measured]
+    return known.link if known and known.link else bandwidth(max(1, int(statistics.median(sizes))), sum(sizes))
+
+
+def _gradients(walk: _Walk, meter: Meter, compact: bool = False) -> list[Charge]:
+    """What δ_0 to δ_L keep alive. compact: whether those that wait in a part of a storage are copied."""
+    charges = charge([(m.gradients, m.own_gradient_bytes) for m in walk.measured], compact)
+    nbytes = max(charges[0].nbytes, meter.gradient_bytes(walk.starts))
+    return [charges[0]._replace(nbytes=nbytes), *charges[1:]]
+
+
+def _compact(walk: _Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compact | None, float | None]:
+    """The chain whose waiting gradients are copied, and at how many B/s; None where none wait."""
+    charges = _gradients(walk, meter, compact=True)
+    if not any(one.copied for one in charges):
+        return None, None
+    typical = statistics.median(m.costs.saved_bytes for m in walk.measured)
+    bandwidth = (known and known.copy_bandwidth) or meter.copy_bandwidth(typical)
+    chain = charged_stages(walk.measured, charges, bandwidth)
+    found = Compact(
+        tuple(one.costs for one in chain),
+        tuple(one.copied for one in charges[:-1]),
+        output_retention=tuple(one.output_retention for one in chain),
+        freed_before_backward=tuple(one.freed_before_backward for one in chain),
     )
+    return found, bandwidth
+
+
+def _unmanaged_bytes(walk: _Walk, meter: Meter) -> int:
+    """What stays throughout a step whatever is dropped, a loss that the model returns aside."""
+    held = sum(meter.allocator.rounded(one.nbytes) for g in (*walk.prefix, *walk.stages) for one in g.lives.held)
+    shared = sum(parameter.nbytes for parameter in _shared_parameters(walk.stages))
+    return sum(m.held_bytes for m in walk.measured) + held + shared + _casts(walk.measured)
+
+
+def _merged(stages: Sequence[StageModule], value: Any, device: torch.device, named: bool) -> list[StageModule]:
+    """`stages` merged where one cannot be without its neighbour. named: as of `measure`."""
+    groups = merge_aliases(stages, value, device)
+    return groups if named else merge_unsaved(groups, value, device)
 
 
 def _others(last: StageModule) -> tuple[int, ...]:
@@ -186,11 +229,11 @@ def _merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[Stag
     return groups if next(rest, None) is None else []
 
 
-def _twice(measured: Sequence[Measured], stages: Sequence[StageModule], meter: Meter) -> tuple[int, ...]:
+def _twice(walk: _Walk, meter: Meter) -> tuple[int, ...]:
     """Of each stage, bytes of its values that are charged as staying, too."""
-    handed_on = {storage for stage in stages for storage in stage.storages}
+    handed_on = {storage for stage in walk.stages for storage in stage.storages}
     found = []
-    for one, stage in zip(measured, stages, strict=True):
+    for one, stage in zip(walk.measured, walk.stages, strict=True):
         recorded = [held.nbytes for held in stage.lives.held if held.saved or held.storage in handed_on]
         more = 0 if handed_on else max(0, one.held_bytes - one.behaviour.unmanaged_bytes)
         found.append(more + sum(map(meter.allocator.rounded, recorded)))
@@ -203,8 +246,8 @@ def _host_bound(measured: Sequence[Measured]) -> tuple[bool, ...]:
     if any(found):
         names = [one.costs.name for one in measured if one.host_bound]
         logger.info(
-            "rotoff: launching the kernels of %d of %d stages takes as long as running them, so that planned steps are slower by what the"
-            " interpreter takes there: %s%s",
+            "rotoff: launching the kernels of %d of %d stages takes as long as running them, so that planned steps are"
+            " slower by what the interpreter takes there: %s%s",
             len(names),
             len(found),
             ", ".join(names[:5]),
@@ -224,66 +267,6 @@ def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModul
         behaviour = replace(one.behaviour, changed_buffers=own + others)
         found.append(replace(one, behaviour=behaviour) if others else one)
     return found
-
-
-def _compact(measured: Sequence[Measured], charges: Sequence[Charge], bandwidth: float) -> Compact:
-    """bandwidth: at which the device copies its own memory, B/s."""
-    stages = [
-        _charged(m, *pair, pair[0].copied_bytes / bandwidth)
-        for m, pair in zip(measured, pairwise(charges), strict=True)
-    ]
-    rows = list(zip(measured, stages, pairwise(charges), strict=True))
-    return Compact(
-        tuple(stages),
-        tuple(one.copied for one in charges[:-1]),
-        output_retention=tuple(_staying(m, c, *pair) for m, c, pair in rows),
-        freed_before_backward=tuple(_gone(m, c, *pair) for m, c, pair in rows),
-    )
-
-
-def _charged(measured: Measured, made: Charge, own: Charge, copying: float = 0.0) -> Stage:
-    """The costs of `measured` with the gradients charged that the backward makes and that it is given (δ_i).
-
-    copying: seconds that it takes to copy those of `made` that are copies, beside what they are copied from.
-    """
-
-    costs = measured.costs
-
-    def transient(peak: int | None) -> int:
-        assert peak is not None
-        return max(0, _while_copying(peak, made) + _beside(measured, own) - made.nbytes)
-
-    def charged(one: Any, **more: int) -> Any:
-        peak, time = transient(one.backward_transient_bytes), one.backward_time + copying
-        return replace(one, backward_time=time, backward_transient_bytes=peak, **more)
-
-    charged_stage: Stage = charged(costs, grad_bytes=own.nbytes)
-    return replace(charged_stage, forms=tuple(charged(form) for form in costs.forms))
-
-
-def _gone(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
-    """Bytes by which ``B`` stays below what the machine charges for it."""
-    assert costs.backward_transient_bytes is not None
-    most = _while_copying(measured.begun_bytes, made)
-    return max(0, made.nbytes + costs.backward_transient_bytes - most - _beside(measured, own))
-
-
-def _staying(measured: Measured, costs: Stage, made: Charge, own: Charge) -> int:
-    """Bytes that ``B`` needs more where nothing gives the outputs back."""
-    assert costs.backward_transient_bytes is not None
-    most = _while_copying(measured.output_retention, made)
-    return max(0, most + _beside(measured, own) - made.nbytes - costs.backward_transient_bytes)
-
-
-def _beside(measured: Measured, own: Charge) -> int:
-    """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous, and
-    sums."""
-    return own.shared + (measured.noncontiguous_grad_bytes if own.strange else 0) + measured.grad_accumulation_bytes
-
-
-def _while_copying(peak: int, made: Charge) -> int:
-    """The peak of a backward, or its end, where what is copied and the copies are there."""
-    return max(peak, made.fresh_bytes + made.copied_bytes) if made.copied else peak
 
 
 def _shared_parameters(stages: Sequence[StageModule]) -> set[torch.nn.Parameter]:

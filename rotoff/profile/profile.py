@@ -56,17 +56,18 @@ class Profile:
     prefix_peak_bytes: the most that the prefix holds, its output (the chain's input) included. made_input_bytes: those
     of a_0 that the prefix makes. outside_bytes: of each stage, what the chain charges in its forward for a prefix of
     which the model's own code runs a part there. skips: bytes that several values carry. passing: bytes of values that
-    the plain model lets go; returned: of values that it returns and that nobody saves; lingering: others that it holds longer. spare_bytes: of each stage, by how much the charge
-    while it runs is above what it takes, as ``F_all`` and as ``F_ck`` (`skips.StorageAliasing.spare`). tail_times: of
-    each stage, the seconds that a replay for its own backward alone leaves out (`runtime.early_stop`); 0 by default.
-    freed_before_backward: of each stage, what the machine charges in its ``B`` and is not there: an output, say, that
-    only the next stage's backward needed. output_retention: of each stage, what its ``B`` needs more where nothing
-    gives its outputs back. rng_bytes: of one state of the generators, on the device. compact: the same with gradients
-    that wait copied, where there are any. copy_bandwidth: of those copies, B/s. upkeep_times: what the runtime itself
-    takes for a tensor. host_bound: of each stage, whether the device waits for the host there, so that it does for the
-    runtime too; empty where they are one. beside_loss_bytes: of the gradients of what the model returns beside a loss,
-    which a caller may ask for or not. twice_bytes: of each stage, those of `unmanaged_bytes` that its values are
-    charged with as well: the plain model has them once.
+    the plain model lets go; returned: of values that it returns and that nobody saves; lingering: others that it holds
+    longer. spare_bytes: of each stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as
+    ``F_ck`` (`skips.StorageAliasing.spare`). tail_times: of each stage, the seconds that a replay for its own backward
+    alone leaves out (`runtime.early_stop`); 0 by default. freed_before_backward: of each stage, what the machine
+    charges in its ``B`` and is not there: an output, say, that only the next stage's backward needed. output_retention:
+    of each stage, what its ``B`` needs more where nothing gives its outputs back. rng_bytes: of one state of the
+    generators, on the device. compact: the same with gradients that wait copied, where there are any. copy_bandwidth:
+    of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. host_bound: of each stage, whether
+    the device waits for the host there, so that it does for the runtime too; empty where they are one.
+    beside_loss_bytes: of the gradients of what the model returns beside a loss, which a caller may ask for or not.
+    twice_bytes: of each stage, those of `unmanaged_bytes` that its values are charged with as well: the plain model has
+    them once.
     """
 
     device: torch.device
@@ -136,13 +137,9 @@ class Profile:
     @property
     def upkeep(self) -> Upkeep:
         """What the runtime itself takes in a step."""
-        return Upkeep(
-            self.upkeep_times,
-            saved=[len(b.saved) for b in self.behaviours],
-            own=[b.saved.count(SavedKind.OWN) for b in self.behaviours],
-            outputs=[sum(b.own_outputs) for b in self.behaviours],
-            bound=self.host_bound,
-        )
+        own = [b.saved.count(SavedKind.OWN) for b in self.behaviours]
+        outputs = [sum(b.own_outputs) for b in self.behaviours]
+        return Upkeep(self.upkeep_times, [len(b.saved) for b in self.behaviours], own, outputs, self.host_bound)
 
     @property
     def resident_input_bytes(self) -> int:

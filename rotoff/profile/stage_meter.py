@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from ..tensors.stage import Behaviour, SavedKind, StageModule
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .cuda_graphs import refuse_cuda_graphs
+from .measured import Forward, Measured
 from .memory.backward_memory import BackwardBytes, backward_bytes
 from .memory.casts import kept_casts
 from .memory.dropped import Dropped, dropped
-from .memory.forward_memory import keep_everything
-from .memory.gradients import GradientPlace
-from .memory.skips import StorageAliasing, lying
+from .memory.forward_memory import Kept, keep_everything
+from .memory.skips import lying
 from .selective.graph import describe, structure
 from .selective.variant_meter import FormMeter
 from .selective.variant_run import WholeStage
@@ -37,79 +37,15 @@ from .timing.convergence import Repeats
 from .timing.harness import Run, backward, get_edges, ones, permuted, within_backward
 from .timing.overhead import UpkeepMeter
 from .timing.stage_timing import End, Timings, copy_bandwidth, time_stage
-from .timing.timing_cache import StageTimes, check_times
+from .timing.timing_cache import KnownTimes, StageTimes, check_times
 
 # A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages
-# are
-# run a few times more, always as often, since all processes must take part, and the run that seems to leave least
+# are run a few times more, always as often, since all processes must take part, and the run that seems to leave least
 # counts.
 COLLECTIVE_TRIES = 3
 LOOKS = 3  # runs by which known times are judged
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})  # whose bytes are those of one storage
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Costs of a stage for the chain, and its behaviour for the runtime.
-
-    The costs count gradients one by one; those that share or outgrow their bytes are `gradients.charge`'s business. So
-    `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is
-    δ_{i-1} follows from that charge.
-
-    gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes:
-    of each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
-    output_retention: of the backward, as of `BackwardBytes`. noncontiguous_grad_bytes: what the backward holds more
-    where the gradients given are not contiguous. grad_accumulation_bytes: what it holds more where a gradient of a
-    parameter of its own is added to a part that waits. held_bytes: what stays whatever is dropped (`dropped`).
-    holds_others: whether its inputs or outputs are among that. no_forms: why the stage has no smaller forms, if so.
-    tail_time: seconds that a replay for its own backward alone leaves out (`runtime.early_stop`). host_bound: whether
-    the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the
-    stages of its kind, in which those that come later are still missing; None where the times were known.
-    """
-
-    costs: Stage
-    behaviour: Behaviour
-    gradients: tuple[GradientPlace | None, ...]
-    own_gradient_bytes: tuple[int, ...]
-    lies: StorageAliasing
-    begun_bytes: int
-    output_retention: int
-    noncontiguous_grad_bytes: int = 0
-    grad_accumulation_bytes: int = 0
-    held_bytes: int = 0
-    holds_others: bool = False
-    no_forms: str = ""
-    tail_time: float = 0.0
-    casts: Mapping[int, int] = field(default_factory=dict)
-    timings: Timings | None = None
-    host_bound: bool = False
-
-    @property
-    def holds_for_its_kind(self) -> bool:
-        """Whether stages that do the same on inputs that lie alike need no measuring of their own."""
-        behaviour = self.behaviour
-        fresh = all(
-            mine or given is not None
-            for mine, (_, given, _) in zip(behaviour.own_outputs, self.lies.outputs, strict=True)
-        )
-        changes = behaviour.changed_buffers or behaviour.changed_attributes
-        return fresh and not (behaviour.varying or changes or self.casts or self.holds_others)
-
-    def of(self, stage: StageModule) -> Measured:
-        """The same for a `stage` of its kind."""
-        behaviour = replace(self.behaviour, modes=stage.modes())
-        return replace(self, costs=replace(self.costs, name=stage.name), behaviour=behaviour)
-
-    def timed(self) -> Measured:
-        """With the times of all stages of its kind, once these are measured."""
-        if self.timings is None:
-            return self
-        forward, backward, tail = self.timings.medians()
-        costs, more = self.costs, backward - self.costs.backward_time
-        forms = tuple(replace(form, backward_time=max(0.0, form.backward_time + more)) for form in costs.forms)
-        costs = replace(costs, forward_time=forward, backward_time=backward, forms=forms)
-        return replace(self, costs=costs, tail_time=tail, host_bound=self.timings.host_bound)
 
 
 class Meter:
@@ -141,6 +77,12 @@ class Meter:
         """What finds and measures smaller forms."""
         return FormMeter(self.bench, policy, partial, algorithms)
 
+    def trust(self, known: KnownTimes | None) -> None:
+        """Measure no times that are `known`, but look at one of them again if they say so."""
+        self.samples_upkeep = known is None or known.upkeep is None
+        self.checked = known.heaviest if known is not None else None
+        self.warm = self.bench.device.type == "cpu" and known is not None and not known.checked
+
     def begin(self, value: Any) -> None:
         """What is measured next starts the chain: its input `value` is there throughout."""
         self._lasting = {storage_key(t) for t in flatten(value)[0]}
@@ -149,7 +91,8 @@ class Meter:
     def stage(
         self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None
     ) -> tuple[Measured | None, Any]:
-        """Measure `stage` on the input `value`; None where nothing that it makes needs a gradient. Also returns its output.
+        """Measure `stage` on the input `value`; None where nothing that it makes needs a gradient. Also returns its
+        output.
 
         last: whether the caller holds its output throughout. known: its times, where they need not be measured.
         """
@@ -205,111 +148,116 @@ class Meter:
         drawn = generators.states()
         casts = kept_casts(run, self.allocator)
         generators.put(drawn)
-        changes.look()
-        attributes = ChangedAttributes(run.stage)
-        leaves = run.leaves()
-        versions = [t._version for t in leaves]
-        kept = keep_everything(run, leaves, self.allocator)
-        for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
-            generators.put(drawn)
-            again = keep_everything(run, leaves, self.allocator)
-            kept = again if again.live_bytes < kept.live_bytes else kept
-            del again
-        outputs, saved = kept.outputs, kept.saved
-        self._refuse_subclasses(run.stage, kept.tensors)
-        log = self.allocator.as_asked(kept.log, [*outputs, *kept.tensors])
-        live = log.live()
-        changed = changes.look()
-        changed_attributes = attributes.look()
-        draws = log.drew or generators.states() is not drawn
-        inputs = {storage_key(t) for t in leaves}
-        kinds = kept.kinds(inputs)
-        own = {one.address for one, kind in zip(saved, kinds, strict=True) if kind is SavedKind.OWN and one.alive}
-        made = {self.allocator.address(t) for t in outputs}
-        self._lasting |= {
-            storage_key(t) for t in outputs if self.allocator.address(t) not in live
-        } - inputs  # a module's tables
-        own_outputs = tuple(storage_key(t) not in self._lasting for t in outputs)
-        carried = [t for t in outputs if storage_key(t) in inputs - self._lasting]
-        saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
-        output_bytes = sum(size for ptr, size in live.items() if ptr in made)
-        stuck = sum(live.values()) - saved_bytes
-        carried_bytes = self.storage_bytes(carried)  # of the input's, and charged to the output too
-        saved_bytes, output_bytes = saved_bytes + carried_bytes, output_bytes + carried_bytes
-        del carried
-        own_gradients = tuple(self.gradient_bytes([t]) for t in outputs)
-        written = [n for n, (t, version) in enumerate(zip(leaves, versions, strict=True)) if t._version != version]
-        lies = lying(leaves, outputs, [self.storage_bytes([t]) for t in outputs], kept.keys(inputs), written)
-        # nobody runs on the last stage's output
-        outputs = [t.new_empty(0) if run.last else t.detach() for t in outputs]
-        shapes = [(one.shape, one.dtype) for one in saved]
-        del leaves, kept
-
-        back, noncontiguous_grad_bytes = self._backward(run, outputs)
+        forward = self._forward(run, changes, generators)
+        kinds, stuck = forward.behaviour.saved, forward.behaviour.unmanaged_bytes
+        back, noncontiguous_grad_bytes = self._backward(run, forward.outputs)
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
-        dropping = self._dropping(run, shapes)
+        dropping = self._dropping(run, forward.shapes)
         operations = self._recorded(run, kinds)
         end = self._end(kinds, operations)
-        timings = None if known else self._times(run, end)
-        if known is not None and known is self.checked:
-            check_times(known, self._looked_at(run))
-        if timings is not None:
-            times = timings.medians()
-        else:
-            assert known is not None
-            times = known.forward_time, known.backward_time, known.tail_time
-        held_bytes = self._held_bytes(run, dropping, stuck, outputs)
-        above = log.peak() - saved_bytes - stuck, dropping.log.peak() - output_bytes - stuck
-        lies = lies._replace(spare=(max(0, -above[0]), max(0, -above[1])))
+        timings, times = self._timed_or_known(run, end, known)
+        held_bytes = self._held_bytes(run, dropping, stuck, forward.outputs)
+        kept_above = forward.log.peak() - forward.saved_bytes - stuck
+        dropped_above = dropping.log.peak() - forward.output_bytes - stuck
         costs = Stage(
             name=run.stage.name,
             forward_time=times[0],
             backward_time=times[1],
-            output_bytes=output_bytes,
-            saved_bytes=saved_bytes,
-            grad_bytes=sum(own_gradients),
-            forward_transient_bytes=max(0, above[0]),
-            checkpoint_transient_bytes=max(0, above[1]),
+            output_bytes=forward.output_bytes,
+            saved_bytes=forward.saved_bytes,
+            grad_bytes=sum(forward.own_gradient_bytes),
+            forward_transient_bytes=max(0, kept_above),
+            checkpoint_transient_bytes=max(0, dropped_above),
             backward_transient_bytes=back.peak,
         )
-        behaviour = Behaviour(
-            saved=kinds,
-            own_outputs=own_outputs,
-            changed_buffers=changed,
-            draws=draws,
-            unmanaged_bytes=stuck,
-            enough=end.enough,
-            varying=run.stage.varying,
-            changed_attributes=changed_attributes,
-            cast_bytes=sum(casts.values()),
-            modes=run.stage.modes(),
-        )
-        reason = "switched off" if self._forms is None else "the last stage needs none"
-        if self._forms is not None and not run.last:
-            whole = WholeStage(run, costs, behaviour, carried_bytes)
-            found = self._forms.find(whole, known.forms if known else None, operations)
-            costs, reason = replace(costs, forms=found.forms), found.reason
-            behaviour = replace(behaviour, forms=found.recipes)
+        behaviour = replace(forward.behaviour, enough=end.enough, cast_bytes=sum(casts.values()))
+        whole = WholeStage(run, costs, behaviour, forward.carried_bytes)
+        costs, behaviour, no_forms = self._with_forms(whole, known, operations)
         if self.samples_upkeep:
             self.sample_upkeep(run, behaviour)
         measured = Measured(
             costs=costs,
             behaviour=behaviour,
             gradients=back.places,
-            own_gradient_bytes=own_gradients,
-            lies=lies,
+            own_gradient_bytes=forward.own_gradient_bytes,
+            lies=forward.lies._replace(spare=(max(0, -kept_above), max(0, -dropped_above))),
             begun_bytes=back.begun,
             output_retention=back.staying,
             noncontiguous_grad_bytes=noncontiguous_grad_bytes,
             held_bytes=held_bytes,
             holds_others=bool(dropping.inputs or dropping.outputs),
-            no_forms=reason,
+            no_forms=no_forms,
             tail_time=times[2],
             casts=casts,
             timings=timings,
             host_bound=known is not None and known.host_bound,
         )
-        return measured, outputs
+        return measured, forward.outputs
+
+    def _forward(self, run: Run, changes: ChangedBuffers, generators: Generators) -> Forward:
+        """Run the forward with everything kept. Of what it makes, only the outputs outlive this call."""
+        drawn = generators.states()
+        changes.look()
+        attributes = ChangedAttributes(run.stage)
+        leaves = run.leaves()
+        versions = [t._version for t in leaves]
+        kept = self._keep_everything(run, leaves, generators)
+        outputs = kept.outputs
+        self._refuse_subclasses(run.stage, kept.tensors)
+        log = self.allocator.as_asked(kept.log, [*outputs, *kept.tensors])
+        live = log.live()
+        inputs = {storage_key(t) for t in leaves}
+        kinds = kept.kinds(inputs)
+        own = {one.address for one, kind in zip(kept.saved, kinds, strict=True) if kind is SavedKind.OWN and one.alive}
+        made = {self.allocator.address(t) for t in outputs}
+        tables = {storage_key(t) for t in outputs if self.allocator.address(t) not in live} - inputs  # of a module
+        self._lasting |= tables
+        carried_bytes = self.storage_bytes([t for t in outputs if storage_key(t) in inputs - self._lasting])
+        saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
+        written = [n for n, (t, version) in enumerate(zip(leaves, versions, strict=True)) if t._version != version]
+        behaviour = Behaviour(
+            saved=kinds,
+            own_outputs=tuple(storage_key(t) not in self._lasting for t in outputs),
+            changed_buffers=changes.look(),
+            changed_attributes=attributes.look(),
+            draws=log.drew or generators.states() is not drawn,
+            unmanaged_bytes=sum(live.values()) - saved_bytes,
+            varying=run.stage.varying,
+            modes=run.stage.modes(),
+        )
+        return Forward(
+            # nobody runs on the last stage's output
+            outputs=[t.new_empty(0) if run.last else t.detach() for t in outputs],
+            output_bytes=sum(size for ptr, size in live.items() if ptr in made) + carried_bytes,
+            saved_bytes=saved_bytes + carried_bytes,
+            carried_bytes=carried_bytes,
+            own_gradient_bytes=tuple(self.gradient_bytes([t]) for t in outputs),
+            lies=lying(leaves, outputs, [self.storage_bytes([t]) for t in outputs], kept.keys(inputs), written),
+            behaviour=behaviour,
+            shapes=[(one.shape, one.dtype) for one in kept.saved],
+            log=log,
+        )
+
+    def _keep_everything(self, run: Run, leaves: list[torch.Tensor], generators: Generators) -> Kept:
+        drawn = generators.states()
+        kept = keep_everything(run, leaves, self.allocator)
+        for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
+            generators.put(drawn)
+            again = keep_everything(run, leaves, self.allocator)
+            kept = again if again.live_bytes < kept.live_bytes else kept
+            del again
+        return kept
+
+    def _with_forms(
+        self, whole: WholeStage, known: StageTimes | None, operations: OperationLog | None
+    ) -> tuple[Stage, Behaviour, str]:
+        """The costs and the behaviour with smaller forms of the stage, or why there are none."""
+        if self._forms is None:
+            return whole.costs, whole.behaviour, "switched off"
+        if whole.run.last:
+            return whole.costs, whole.behaviour, "the last stage needs none"
+        found = self._forms.find(whole, known.forms if known else None, operations)
+        return replace(whole.costs, forms=found.forms), replace(whole.behaviour, forms=found.recipes), found.reason
 
     def _backward(self, run: Run, outputs: Sequence[torch.Tensor]) -> tuple[BackwardBytes, int]:
         """The bytes of the backward, and what it holds more where the gradients given are not contiguous."""
@@ -327,8 +275,9 @@ class Meter:
         found = dropped(run, self.allocator, lambda t: shapes_again.append((t.shape, t.dtype)))
         if shapes_again != shapes:
             raise MeasureError(
-                f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input, since it"
-                " remembers something (a cache that grows, a counter); switch that off, as with use_cache=False"
+                f"stage {run.stage.name!r} saves other tensors for backward each time that it runs on the same input,"
+                " since it remembers something (a cache that grows, a counter); switch that off, as with"
+                " use_cache=False"
             )
         return found
 
@@ -342,6 +291,17 @@ class Meter:
         counted = self._counted | {storage_key(t) for t in inputs} | {storage_key(outputs[n]) for n in found.outputs}
         self._counted = counted & {storage_key(t) for t in outputs}
         return nbytes
+
+    def _timed_or_known(
+        self, run: Run, end: End, known: StageTimes | None
+    ) -> tuple[Timings | None, tuple[float, float, float]]:
+        """Seconds of the forward, the backward and the tail; timings only where the times are not `known`."""
+        if known is None:
+            timings = self._times(run, end)
+            return timings, timings.medians()
+        if known is self.checked:
+            check_times(known, self._looked_at(run))
+        return None, (known.forward_time, known.backward_time, known.tail_time)
 
     def _times(self, run: Run, end: End) -> Timings:
         """Seconds of the forward, the backward and the tail, with those of the stages before that are of the same
@@ -413,6 +373,6 @@ class Meter:
         for tensor in tensors:
             if not self.plain(tensor):
                 raise MeasureError(
-                    f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move; use plain"
-                    " tensors in what it returns and differentiates"
+                    f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move;"
+                    " use plain tensors in what it returns and differentiates"
                 )

@@ -1,4 +1,4 @@
-"""The step that texts and pictures show: what a planned model expects, in the terms of its limit, or else the machine's.
+"""The step that texts and pictures show: what a planned model expects, in the terms of its limit, or the machine's.
 
 The machine counts the batch and charges some bytes that a step is known not to hold, and it does not know what the
 runtime itself takes. `Checkpointable.sequence` carries what is expected in its meta, so that ``display()``, the

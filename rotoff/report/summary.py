@@ -89,16 +89,8 @@ class GroupFate:
         """One of "resident", "streamed", "state moved", "streamed, state moved", "updated on the host", "streamed,
         updated on the host".
         """
-        parts = [
-            text
-            for text, said in (
-                ("streamed", self.streams),
-                ("state moved", self.moves_state),
-                ("updated on the host", self.on_host),
-            )
-            if said
-        ]
-        return ", ".join(parts) or "resident"
+        words = {"streamed": self.streams, "state moved": self.moves_state, "updated on the host": self.on_host}
+        return ", ".join(word for word, said in words.items() if said) or "resident"
 
 
 def group_fates(sequence: Iterable[Op]) -> tuple[GroupFate, ...]:
@@ -133,15 +125,10 @@ def ranges(numbers: Iterable[int]) -> str:
 def in_words(sequence: Iterable[Op]) -> str:
     """A summary such as ``"stages 1-3 moved, 4-9 recomputed; parameters 1-9 resident"``."""
     made = fates(sequence)
-    parts = [
-        f"{ranges(numbers)} {word}"
-        for word, numbers in (
-            ("moved", [f.stage for f in made if f.moves_saved or f.moves_output]),
-            ("recomputed", [f.stage for f in made if f.runs > 1]),
-            ("kept in a smaller form", [f.stage for f in made if f.form]),
-        )
-        if numbers
-    ]
+    moved = [f.stage for f in made if f.moves_saved or f.moves_output]
+    recomputed = [f.stage for f in made if f.runs > 1]
+    named = {"moved": moved, "recomputed": recomputed, "kept in a smaller form": [f.stage for f in made if f.form]}
+    parts = [f"{ranges(numbers)} {word}" for word, numbers in named.items() if numbers]
     groups: dict[str, list[int]] = {}
     for fate in group_fates(sequence):
         groups.setdefault(fate.word, []).append(fate.group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,24 +16,23 @@ import numpy as np
 from ..core.chain import Chain
 from ..errors import OptionError
 from .plan_codes import ALL, APART, EARLY, MOVE, evaluator, widened
+from .pool import THREADS, Pool
 
 WIDEST = 24  # columns: deeper recompute trees are kept as they are
 DEFAULT_SECONDS = 1.0
 USUAL_STAGES, MOST_LONGER = 125, 4.0  # beyond so many stages the default effort grows with them, up to so many times
 OPERATIONS_PER_SECOND = 25e6  # what this class of machine decodes in one thread; only turns seconds into a count
-THREADS = 2
 SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is smaller, and joint searches it again
 # (and, or) of every code: remat never moves, offload runs every stage forward once and keeps all that autograd saves.
 RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MOVE, ALL)}
 # Temperatures at which the rounds start in each thread, as shares of the keep-all time; each ends a hundred times
-# colder. The
-# first thread polishes the best plan, the second one leaves its valley.
+# colder. The first thread polishes the best plan, the second one leaves its valley.
 ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
 # A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed.
-# As long
-# as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times more; and
-# what is
-# over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for nothing.
+# As long as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times
+# more;
+# and what is over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for
+# nothing.
 OVER_WEIGHTS = (5.0, 50.0)
 GROWTH = 10.0
 STRAYED = 3.0
@@ -98,57 +97,36 @@ def refined(
     if not starts or budget.seconds == 0:
         return None
     width = max(codes.shape[1] for codes in starts)
-    pool_codes = [widened(codes, width) for codes in starts]
-    each = max(1, budget.evaluations(chain, mode) // len(ROUNDS))
-    stop = np.zeros(1, dtype=np.int8)
-    masks = np.array(RULES[mode], dtype=np.int16)
-    scale = chain.compute_time or 1.0
-    least = least_compute(chain)
-    cooler = min(1.0, COOL_STAGES / len(chain))
-    weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
     evaluators = [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)]
 
-    excess: list[int] = []  # bytes over the limit, of each plan
-
-    def score(codes: np.ndarray) -> tuple[bool, float]:
+    def judge(codes: np.ndarray) -> tuple[float, int]:
         makespan, _, _, over = evaluators[0].evaluate(codes)
-        excess.append(over)
-        return bool(over), makespan + weights[0] * over
+        return makespan, over
 
-    scores = [score(codes) for codes in pool_codes]
-    with ThreadPoolExecutor(THREADS) as pool:
+    scale, least = chain.compute_time or 1.0, least_compute(chain) * (1 + FLOAT_ERROR)
+    weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
+    pool = Pool([widened(codes, width) for codes in starts], judge, weights)
+    each = max(1, budget.evaluations(chain, mode) // len(ROUNDS))
+    rules = np.array(RULES[mode], dtype=np.int16)
+    cooler = min(1.0, COOL_STAGES / len(chain))
+    kernels = [one.anneal for one in evaluators]
+    with ThreadPoolExecutor(THREADS) as threads:
         for turn, heats in enumerate(ROUNDS):
-            if min(scores) <= (False, least * (1 + FLOAT_ERROR)):
+            if pool.best <= (False, least):
                 if progress is not None:
-                    progress(1.0, min(scores)[1])
+                    progress(1.0, pool.best[1])
                 break
-            order = sorted(range(len(scores)), key=lambda x: scores[x])
+            order = pool.ranked()
             firsts = [order[0], order[(1 + turn) % len(order)]]
-            jobs = []
-            for worker, first in enumerate(firsts):
-                start, best = pool_codes[first].copy(), pool_codes[first].copy()
-                hot = scale * cooler * heats[worker]
-                seed = 1 + turn * THREADS + worker
-                args = (start, each, seed, hot, hot / 100, masks, weights[worker], best, stop)
-                jobs.append((start, best, pool.submit(evaluators[worker].anneal, *args)))
-            for worker, (last, best, job) in enumerate(jobs):
-                if math.isfinite(result(job, stop)):
-                    pool_codes.append(best)
-                    scores.append(score(best))
-                if evaluators[worker].evaluate(last)[3] and not all(excess):
-                    weights[worker] *= STRAYED
-            if all(excess):
-                weights = [max(GROWTH * weight, NEAREST * scale / min(excess)) for weight in weights]
+            hot = [scale * cooler * heat for heat in heats]
+            for worker, (last, best) in enumerate(pool.annealed(threads, kernels, firsts, each, turn, hot, rules)):
+                if best is not None:
+                    pool.add(best)
+                if evaluators[worker].evaluate(last)[3] and pool.fits:
+                    pool.weights[worker] *= STRAYED
+            if not pool.fits:
+                nearest = NEAREST * scale / min(pool.excess)
+                pool.weights = [max(GROWTH * weight, nearest) for weight in pool.weights]
             if progress is not None:
-                progress((turn + 1) / len(ROUNDS), min(scores)[1])
-    winner = min(range(len(scores)), key=lambda x: scores[x])
-    return None if scores[winner][0] else pool_codes[winner]
-
-
-def result(job: Future[float], stop: np.ndarray) -> float:
-    """The job's result. An interrupt ends the kernels, which hold no lock that Ctrl-C would have to wait for."""
-    try:
-        return job.result()
-    except BaseException:
-        stop[0] = 1
-        raise
+                progress((turn + 1) / len(ROUNDS), pool.best[1])
+    return pool.winner

@@ -255,10 +255,8 @@ def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 # With forms the dual has many more corners: a far target and much patience find up to a point more there, little
 # elsewhere.
 PATIENCE, SHRINK, FIRST_RISE = 24000, 0.4, 0.3
-INPUT_PATIENCE, INPUT_RISE = (
-    10000,
-    2.0,
-)  # once inputs are paid for: far above the best so far on a slow link, in few bytes
+# once inputs are paid for: far above the best so far on a slow link, in few bytes
+INPUT_PATIENCE, INPUT_RISE = 10000, 2.0
 SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound holds in spite of it
 ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a second
 
@@ -359,17 +357,8 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
     # A link that hardly moves may as well be faster: any finite rate is enough to keep all copies out.
     rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
-    costs: tuple[Any, ...] = (
-        chain.duplex,
-        *rates,
-        room,
-        work,
-        again / seconds,
-        c.saved / size,
-        slower,
-        entry / size,
-        c.n_forms,
-    )
+    stages = (again / seconds, c.saved / size, slower, entry / size, c.n_forms)
+    costs: tuple[Any, ...] = (chain.duplex, *rates, room, work, *stages)
 
     patience = max(20, min(PATIENCE, (480 if c.saved.shape[1] > 1 else 120) * L, ASCENT_WORK // (40 * L * L)))
     ascent = (20 * patience, FIRST_RISE, patience, SHRINK)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -27,43 +27,12 @@ from .slots import ROUNDINGS, clock, discretize, needed
 TABLE_BYTES = 4 << 30
 QUICK_WORK = 1.5e7
 QUICK_REACH = 32
-MOST_DRAINED = (
-    1e12  # slots in one step: links that let more through hide every copy, and sums of more would lose what is held
-)
+# slots in one step: links that let more through hide every copy, and sums of more would lose what is held
+MOST_DRAINED = 1e12
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(SimpleNamespace):
     """Input of the kernel, with the names and units of `solver/kernels/joint.pyx`."""
-
-    L: int
-    N: int
-    reach: int
-    K: int
-    beta_F: float
-    beta_B: float
-    U: np.ndarray
-    base: np.ndarray
-    least: np.ndarray
-    u_B: np.ndarray
-    n_forms: np.ndarray
-    out: np.ndarray
-    saved: np.ndarray
-    clock_F: np.ndarray
-    clock_B: np.ndarray
-    clock: np.ndarray
-    need_all: np.ndarray
-    need_B: np.ndarray
-    need_ck: np.ndarray
-    need_rest: np.ndarray
-    bytes_held: np.ndarray
-    bytes_all: np.ndarray
-    bytes_ck: np.ndarray
-    room: int
-    late: np.ndarray
-    early: np.ndarray
-    held: np.ndarray
-    row: np.ndarray
 
 
 def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Costs:

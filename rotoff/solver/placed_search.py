@@ -6,7 +6,6 @@ plans and random numbers are seeded, so equal inputs give equal sequences.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ..core.chain import Chain
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from . import remat
-from .anneal import FLOAT_ERROR, Budget, least_compute, result
+from .anneal import FLOAT_ERROR, Budget, least_compute
 from .bounds import host_plan, min_mem_limit
 from .genes import (
     EVERYWHERE,
@@ -33,13 +32,13 @@ from .genes import (
 )
 from .host import all_moving, everything_away, host_step
 from .plan_codes import MOVE, empty, keep_all, narrowed
+from .pool import THREADS, Pool
 
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
 EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 8 s for 34 stages, and 25 for 100
 LONGEST = 100  # stages: of longer chains fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
-THREADS = 2
 VISITS = 4  # columns of the stages' codes; later visits are as the last
 # Temperatures at which the rounds start, as shares of the keep-all time; each ends a hundred times colder.
 HEATS = (3e-2, 2e-2, 1e-2, 3e-3)
@@ -66,8 +65,8 @@ def searched(
     step: Step, budget: Budget, known: list[np.ndarray], progress: Callable[[float, float], None] | None = None
 ) -> np.ndarray | None:
     """The best plan found, at least as good as any of `known`; None if none fits."""
-    pool = [*known, *_starts(step)]
-    return _annealed(step, budget, pool, progress) if pool else None
+    starts = [*known, *_starts(step)]
+    return _annealed(step, budget, starts, progress) if starts else None
 
 
 def sequence_of(step: Step, plan: np.ndarray, visits: int = VISITS) -> Sequence:
@@ -175,45 +174,31 @@ def _placements(step: Step) -> Iterator[np.ndarray]:
 
 
 def _annealed(
-    step: Step, budget: Budget, pool: list[np.ndarray], progress: Callable[[float, float], None] | None
+    step: Step, budget: Budget, starts: list[np.ndarray], progress: Callable[[float, float], None] | None
 ) -> np.ndarray | None:
     chain = step.chain
     kernels = [placer(chain, step.limit, VISITS, step.updates, step.host_limit) for _ in range(THREADS)]
-    scale = chain.compute_time or 1.0
-    least = least_compute(chain) * (1 + FLOAT_ERROR)
-    weights = [weight * scale / max(1, step.limit) for weight in WEIGHTS]
+
+    def judge(plan: np.ndarray) -> tuple[float, int]:
+        makespan, over, host_over, _ = kernels[0].judge(plan)
+        return makespan, over + host_over
+
+    scale, least = chain.compute_time or 1.0, least_compute(chain) * (1 + FLOAT_ERROR)
+    pool = Pool(starts, judge, [weight * scale / max(1, step.limit) for weight in WEIGHTS])
     rules = np.array(RULES[step.mode], dtype=np.int16)
-    stop = np.zeros(1, dtype=np.int8)
     shorter = min(1.0, LONGEST / len(chain))
     each = int(SHARE[step.mode] * budget.seconds * EFFORT * shorter) // len(HEATS)
-
-    excess: list[int] = []
-
-    def score(plan: np.ndarray) -> tuple[bool, float]:
-        makespan, over, host_over, _ = kernels[0].judge(plan)
-        excess.append(over + host_over)
-        return bool(excess[-1]), makespan + weights[0] * excess[-1]
-
-    scores = [score(plan) for plan in pool]
+    searches = [kernel.search for kernel in kernels]
     with ThreadPoolExecutor(THREADS) as threads:
         for turn, heat in enumerate(HEATS if each else ()):
-            if min(scores) <= (False, least):
+            if pool.best <= (False, least):
                 break
-            order = sorted(range(len(scores)), key=lambda x: scores[x])
+            order, hot = pool.ranked(), [scale * heat] * THREADS
             firsts = [order[0], order[1 + turn] if turn + 2 < len(HEATS) and turn + 1 < len(order) else order[0]]
-            jobs = []
-            for worker, first in enumerate(firsts):
-                start, best = pool[first].copy(), pool[first].copy()
-                hot, seed = scale * heat, 1 + turn * THREADS + worker
-                args = (start, each, seed, hot, hot / 100, rules, weights[worker], best, stop)
-                jobs.append((start, best, threads.submit(kernels[worker].search, *args)))
-            for last, best, job in jobs:
-                found = result(job, stop)
-                pool.append(best if math.isfinite(found) else last)
-                scores.append(score(pool[-1]))
-            if all(excess):
-                weights = [GROWTH * weight for weight in weights]
+            for last, best in pool.annealed(threads, searches, firsts, each, turn, hot, rules):
+                pool.add(last if best is None else best)
+            if not pool.fits:
+                pool.weights = [GROWTH * weight for weight in pool.weights]
             if progress is not None:
-                progress((turn + 1) / len(HEATS), min(scores)[1])
-    winner = min(range(len(scores)), key=lambda x: scores[x])
-    return None if scores[winner][0] else pool[winner]
+                progress((turn + 1) / len(HEATS), pool.best[1])
+    return pool.winner

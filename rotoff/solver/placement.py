@@ -76,12 +76,8 @@ class _Walk:
             for i in group.stages if group.bytes else ():
                 self.readers.setdefault(i, []).append(k)
         self.ops: list[Op] = []
-        self.resident = [
-            v
-            for k, spot in self.places.items()
-            for v, kept in ((w(k), spot.weights), (o(k), spot.state))
-            if kept and group_bytes(chain, v)
-        ]
+        spots = [pair for k, spot in self.places.items() for pair in ((w(k), spot.weights), (o(k), spot.state))]
+        self.resident = [v for v, kept in spots if kept and group_bytes(chain, v)]
         self.on = set(self.resident)
         self.arriving = {w(k) for k, group in enumerate(chain.parameters, start=1) if self.returns(k)}
         self.due: list[tuple[int, Op]] = []  # what is issued once t is reached

@@ -29,17 +29,8 @@ from .placement import RESIDENT, place
 
 MOVE, DROP, APART, EARLY = 1, 2, 4, 8
 CK, ALL = 0, 16  # F_sel k is ALL + 16 * k
-KINDS = (
-    OpKind.F_ALL,
-    OpKind.F_CK,
-    OpKind.F_NONE,
-    OpKind.B,
-    OpKind.OFFLOAD,
-    OpKind.FREE,
-    OpKind.PREFETCH,
-    OpKind.WAIT,
-    OpKind.DROP,
-)
+_MOVES = (OpKind.OFFLOAD, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT, OpKind.DROP)
+KINDS = (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE, OpKind.B, *_MOVES)
 
 
 def select(form: int) -> int:

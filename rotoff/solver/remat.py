@@ -24,10 +24,8 @@ from .slots import Slots, discretize
 SLOTS = 500
 REACHES = (10**9, 32, 16)  # stages made again from one input, at most
 BARE = 16  # stages made again for an ā that was kept without its input
-INFLATED = (
-    ("up", 1.05),
-    ("sums", 1.02),
-)  # how sizes are rounded, and the share of the limit: some of it is left unused
+# how sizes are rounded, and the share of the limit: some of it is left unused
+INFLATED = (("up", 1.05), ("sums", 1.02))
 FINE = 16  # slots below those of the limit that are tried one by one
 SHARES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)  # of the limit, for plans whose values move where they must
 

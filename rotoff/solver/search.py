@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,8 @@ from ..core.chain import Chain
 from ..core.sequence import Op, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes, parse_bytes
-from ..errors import InfeasibleError, OptionError
+from ..core.trace import figures
+from ..errors import InfeasibleError
 from . import joint, offload, placed_search, remat
 from .anneal import FLOAT_ERROR, Budget, least_compute, refined
 from .bounds import host_plan, infeasible, min_mem_limit
@@ -60,22 +60,11 @@ def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float
         return kept
     if best is None:
         raise InfeasibleError(
-            f"nothing found within {format_bytes(limit)} on the device and {format_bytes(host or 0)} on the host in mode"
-            f" {mode}; without a host limit it needs at least {format_bytes(least)} ({least} bytes)",
+            f"nothing found within {format_bytes(limit)} on the device and {format_bytes(host or 0)} on the host in"
+            f" mode {mode}; without a host limit it needs at least {format_bytes(least)} ({least} bytes)",
             least,
         )
     return best
-
-
-def parse_slots(mem_slots: Any) -> int:
-    """Read the option `mem_slots`.
-
-    Raises:
-        OptionError: if it is not a whole number of at least 1.
-    """
-    if isinstance(mem_slots, bool) or not isinstance(mem_slots, (int, np.integer)) or mem_slots < 1:
-        raise OptionError(f"mem_slots is {mem_slots!r}; give a whole number of at least 1")
-    return int(mem_slots)
 
 
 def parse_host_limit(host_limit: int | str) -> int:
@@ -96,9 +85,8 @@ class Problem:
     budget: Budget
     updates: str = "during"
     known: tuple[np.ndarray, ...] = ()
-    found: dict[tuple[str, bool], Candidate | None] = field(
-        default_factory=dict, compare=False
-    )  # by mode; whether with forms
+    # by mode; whether with forms
+    found: dict[tuple[str, bool], Candidate | None] = field(default_factory=dict, compare=False)
 
     def fits(self, mode: str) -> bool:
         """Whether `mode` has a plan within the limit on the device."""
@@ -278,10 +266,4 @@ def as_sequence(problem: Problem, best: Candidate, mode: str) -> Sequence:
     """The candidate as a sequence that has passed the machine."""
     made = Sequence(best.ops, mode=mode, mem_limit=problem.limit, resident=list(best.resident))
     trace = simulate(problem.chain, made, problem.limit, problem.updates)
-    meta: dict[str, Any] = {
-        "makespan": trace.makespan,
-        "peak_bytes": trace.peak_bytes,
-        "host_peak_bytes": trace.host_peak_bytes,
-        "source": best.source,
-    }
-    return replace(made, meta=meta)
+    return replace(made, meta={**figures(trace), "source": best.source})

@@ -17,9 +17,11 @@ The room of M = mem_limit − |a_0| bytes is cut into N slots of M / N bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from ..errors import OptionError
 from .arrays import Arrays
 
 ROUNDINGS = ("up", "sums")
@@ -71,3 +73,14 @@ def needed(sizes: np.ndarray, slots: Slots) -> np.ndarray:
 def clock(times: np.ndarray, beta: float) -> np.ndarray:
     """Slots let through since the start, at the end of each stage: β times the running time, rounded to the nearest."""
     return np.floor(np.minimum(beta * np.cumsum(times), 1e9) + 0.5).astype(np.int32)
+
+
+def parse_slots(given: Any, option: str = "mem_slots") -> int:
+    """Read an option that is a number of slots.
+
+    Raises:
+        OptionError: if it is not a whole number of at least 1.
+    """
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 1:
+        raise OptionError(f"{option} is {given!r}; give a whole number of at least 1")
+    return int(given)

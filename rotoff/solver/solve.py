@@ -14,7 +14,8 @@ from ..errors import OptionError
 from .anneal import Budget
 from .bounds import check_mode
 from .policies import check_policy, run
-from .search import Problem, as_sequence, best_candidate, parse_host_limit, parse_slots
+from .search import Problem, as_sequence, best_candidate, parse_host_limit
+from .slots import parse_slots
 
 _OF_MODES = ("refine", "host_limit", "progress", "updates")
 

@@ -22,7 +22,8 @@ from .anneal import FLOAT_ERROR, Budget
 from .bounds import MODES, lower_bound, min_mem_limit, parse_modes, several
 from .plan_codes import keep_all
 from .policies import check_policy, run
-from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit, parse_slots
+from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit
+from .slots import parse_slots
 
 STEPS = 12  # limits where none are given
 
@@ -122,9 +123,8 @@ def sweep(
     slots, budget = parse_slots(mem_slots), Budget.of(refine)
     problems = [Problem(chain, limit, host, slots, budget, updates) for limit in sizes]
     made: dict[str, list[tuple[Row, Sequence | None]]] = {}
-    names = dict.fromkeys(
-        (*sorted(wanted, key=lambda mode: mode == "joint"), *systems)
-    )  # joint after the modes it holds
+    # joint after the modes it holds
+    names = dict.fromkeys((*sorted(wanted, key=lambda mode: mode == "joint"), *systems))
     bests: dict[str, list[Candidate | None]] = {}
     for name in names:
         made[name] = []

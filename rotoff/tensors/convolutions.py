@@ -8,8 +8,7 @@ workspace. What PyTorch 2.11 to 2.13 lets one choose for a single call (ATen/nat
   matrices.
 - ``deterministic``: cuDNN may take deterministic algorithms alone, often others with another workspace.
 - Not ``benchmark``: the plans that cuDNN found are kept by shape, type and ``deterministic``, for each thread; a plan
-  found with
-  the one value of ``benchmark`` is used with the other as well. So it stays as the user has it.
+  found with the one value of ``benchmark`` is used with the other as well. So it stays as the user has it.
 - Not the size of a workspace: CUDNN_CONV_WSCAP_DBG is read by cuDNN itself, and what is kept does not depend on it.
 
 The flags are the process's, and read when an operation runs: also in a backward, which runs on a thread of its own. In
@@ -137,8 +136,7 @@ class StageAlgorithms:
         if (algorithms := self._of.pop(i, None)) is not None:
             if not self._guarded:
                 # Where a backward fails autograd calls nobody, but lets go of what it would have called: where a device
-                # has a
-                # thread of its own, just after the caller has seen the error.
+                # has a thread of its own, just after the caller has seen the error.
                 Variable._execution_engine.queue_callback(_Finally(self._over))
                 self._guarded = True
             self._put_back = _set(algorithms)

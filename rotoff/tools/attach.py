@@ -37,8 +37,8 @@ def attach(
     Args:
         mem_limit, mode: as for `Checkpointable.compute_sequence`; or a `RotoffConfig`, of which `options` may change
             some.
-        options: as for `Checkpointable.compute_sequence`, such as ``device_limit`` and ``optimizer``, and for `Checkpointable` itself, such as ``stages`` or
-            ``forms``.
+        options: as for `Checkpointable.compute_sequence`, such as ``device_limit`` and ``optimizer``, and for
+            `Checkpointable` itself, such as ``stages`` or ``forms``.
 
     Raises:
         OptionError: if the model is attached already. LimitError, MeasureError: as for `Checkpointable`.

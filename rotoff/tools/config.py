@@ -97,11 +97,8 @@ class RotoffConfig:
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults; `from_dict` is the reverse."""
         default = type(self)()
-        return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if getattr(self, one.name) != getattr(default, one.name)
-        }
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in given.items() if value != getattr(default, name)}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `rotoff.attach` that it means."""

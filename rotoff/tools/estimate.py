@@ -21,9 +21,9 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
     operation counts and the device's data sheet; the chain's ``meta`` says so.
 
     Args:
-        model, sample, kwargs: the model and its arguments; one dict is of named arguments. Tensors may be real, on ``meta``, or fake, and stay
-            unchanged. Autocast counts if it is on for the CPU or CUDA. A `Checkpointable` is estimated with its
-            ``stages=``, ``forms=`` and ``backward_from=``.
+        model, sample, kwargs: the model and its arguments; one dict is of named arguments. Tensors may be real, on
+            ``meta``, or fake, and stay unchanged. Autocast counts if it is on for the CPU or CUDA. A `Checkpointable`
+            is estimated with its ``stages=``, ``forms=`` and ``backward_from=``.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
 
     Raises:

@@ -75,10 +75,8 @@ class _Question:
         if bound > self.step_time:
             return f"no plan within {format_bytes(limit)} is faster than {bound:.4g} s a step", True
         if (found := make_plan(profile, request).trace.makespan) > self.step_time:
-            return (
-                f"the best plan found within {format_bytes(limit)} takes {found:.4g} s a step, the bound is {bound:.4g} s",
-                False,
-            )
+            took = f"takes {found:.4g} s a step, the bound is {bound:.4g} s"
+            return f"the best plan found within {format_bytes(limit)} {took}", False
         return "", False
 
 
@@ -116,37 +114,35 @@ def largest(
         raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger one")
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     question = _Question(build, find(device), asked, optimizer, step_time, mem_slots)
-    tried: dict[int, tuple[str, bool]] = {}
-
-    def works(times: int) -> bool:
-        tried[times * step] = question.ask(times * step)
-        return not tried[times * step][0]
-
-    low, high, last = 0, 1, most // step
-    while works(high):
-        low = high
-        if low == last:
-            break
-        high = min(2 * high, last)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    size, refused = low * step, None if low == last else high * step
+    low, high, tried = _bisected(lambda times: question.ask(times * step), most // step)
+    size, refused = low * step, None if high is None else high * step
     planned = None
     if size:
         model, args, kwargs = read_built(build(size), size)
-        planned = plan(
-            model,
-            *args,
-            mem_limit=asked,
-            device=device,
-            modes="joint",
-            optimizer=optimizer,
-            mem_slots=mem_slots,
-            **kwargs,
-        )
-    why, proven = tried[refused] if refused is not None else ("", True)
-    return Largest(size, refused, proven, why, planned, {n: not said for n, (said, _) in sorted(tried.items())})
+        named: dict[str, Any] = {"mem_limit": asked, "device": device, "optimizer": optimizer, "mem_slots": mem_slots}
+        planned = plan(model, *args, **named, modes="joint", **kwargs)
+    why, proven = tried[high] if high is not None else ("", True)
+    return Largest(size, refused, proven, why, planned, {n * step: not said for n, (said, _) in sorted(tried.items())})
+
+
+def _bisected(ask: Callable[[int], tuple[str, bool]], last: int) -> tuple[int, int | None, dict[int, tuple[str, bool]]]:
+    """The largest number up to `last` that works, the smallest known not to, and all answers. ask: as of
+    `_Question`."""
+    tried: dict[int, tuple[str, bool]] = {}
+
+    def works(n: int) -> bool:
+        tried[n] = ask(n)
+        return not tried[n][0]
+
+    low, high = 0, 1
+    while works(high):
+        if high == last:
+            return last, None, tried
+        low, high = high, min(2 * high, last)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle) else (low, middle)
+    return low, high, tried
 
 
 def cheapest(

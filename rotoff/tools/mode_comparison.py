@@ -16,7 +16,8 @@ from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..io.json_file import save_json
-from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything, reported_bytes
+from ..planning.memory_account import reported_bytes
+from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
@@ -26,8 +27,8 @@ from .whole_device import HEAD, PlacedStep, placed_step, with_parameters
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
 _WAYS_ON = (
-    "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or adapters on"
-    " frozen parameters, or shard the model over several devices (FSDP2)"
+    "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or"
+    " adapters on frozen parameters, or shard the model over several devices (FSDP2)"
 )
 HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
 MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what the allocator cannot use
@@ -118,8 +119,8 @@ class PlannedModes:
         times = [row.step_time for row in self.placed if row.step_time is not None]
         if times and not (self.fits and self.mem_limit and self.keeps_limit):
             return (
-                f"fits with a device_limit, at {min(times):.4g} s a step: {_parts(self.resident_bytes)} are more than {of},"
-                " and partly lie on the host"
+                f"fits with a device_limit, at {min(times):.4g} s a step: {_parts(self.resident_bytes)} are more than"
+                f" {of}, and partly lie on the host"
             )
         if not self.fits:
             return f"DOES NOT FIT: {has}, more than {of}; {cure}"
@@ -220,45 +221,54 @@ def plan(
         MeasureError: if the model cannot be estimated.
     """
     target = find(device)
-    if optimizer not in OPTIMIZER_STATES:
-        raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
-    if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
-        raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
+    _check_optimizer(optimizer, host_bandwidth)
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     profile = estimated(model, sample, kwargs, target)
     resident = resident_bytes(profile, optimizer)
-    usable = usable_bytes(target.memory_bytes)
     placed: tuple[PlacedStep, ...] = ()
     if asked is None and profile.chain.meta["parameter_bytes"]:
         chain, constant = with_parameters(profile, target, optimizer, host_bandwidth)
-        batch = _batch(sample, kwargs)
-        with ThreadPoolExecutor() as threads:
-            jobs = [
-                threads.submit(placed_step, chain, constant, usable, MARGIN, batch, when) for when in reversed(WHEN)
-            ]
-            placed = tuple(job.result() for job in jobs)
-    limit = asked if asked is not None else usable - sum(resident.values())
+        placed = _placed_steps(chain, constant, usable_bytes(target.memory_bytes), _batch(sample, kwargs))
+    limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
     if limit <= 0 and all(row.step_time is None for row in placed):
-        least = min((row.min_device_bytes for row in placed), default=sum(resident.values()))
-        raise LimitError(
-            f"{target.name} has {format_bytes(target.memory_bytes)}, and {_parts(resident)} take"
-            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a device"
-            f" needs at least {format_bytes(least)}: {_WAYS_ON}"
-        )
+        raise _too_small(target, resident, placed)
+    limit = max(0, limit)
     everything = plan_everything(profile)
+    base = everything.trace.makespan
     return PlannedModes(
         chain=profile.chain,
         device=target.name,
-        mem_limit=max(0, limit),
+        mem_limit=limit,
         keep_all_bytes=reported_bytes(profile, everything),
-        keep_all_time=everything.trace.makespan,
+        keep_all_time=base,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
-        rows=tuple(
-            _row(profile, Request(max(0, limit), mode, mem_slots, {}), everything.trace.makespan) for mode in wanted
-        ),
+        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), base) for mode in wanted),
         placed=placed,
+    )
+
+
+def _check_optimizer(optimizer: str, host_bandwidth: float) -> None:
+    if optimizer not in OPTIMIZER_STATES:
+        raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
+    if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
+        raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
+
+
+def _placed_steps(chain: Chain, constant: int, usable: int, batch: int | None) -> tuple[PlacedStep, ...]:
+    """Training within `usable` bytes in all, with updates after the backward and during it."""
+    with ThreadPoolExecutor() as threads:
+        jobs = [threads.submit(placed_step, chain, constant, usable, MARGIN, batch, when) for when in reversed(WHEN)]
+        return tuple(job.result() for job in jobs)
+
+
+def _too_small(device: Device, resident: dict[str, int], placed: tuple[PlacedStep, ...]) -> LimitError:
+    least = min((row.min_device_bytes for row in placed), default=sum(resident.values()))
+    return LimitError(
+        f"{device.name} has {format_bytes(device.memory_bytes)}, and {_parts(resident)} take"
+        f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a"
+        f" device needs at least {format_bytes(least)}: {_WAYS_ON}"
     )
 
 
@@ -297,12 +307,5 @@ def _row(profile: Profile, request: Request, base: float) -> PlannedMode:
     except InfeasibleError as error:
         return PlannedMode(request.mode, None, None, None, None, None, error.min_mem_limit)
     time = found.trace.makespan
-    return PlannedMode(
-        mode=request.mode,
-        step_time=time,
-        overhead=time / base - 1 if base else 0.0,
-        peak_bytes=reported_bytes(profile, found),
-        host_bytes=found.trace.host_peak_bytes,
-        bound_time=least_time(profile, request),
-        min_mem_limit=least,
-    )
+    held = reported_bytes(profile, found), found.trace.host_peak_bytes
+    return PlannedMode(request.mode, time, time / base - 1 if base else 0.0, *held, least_time(profile, request), least)

@@ -71,21 +71,15 @@ class FoundStages:
 
     def __repr__(self) -> str:
         head = ("stage", "module", "output", "saved", "forward", "backward", "or saved")
-        cells = [head]
+        cells: list[tuple[str, ...]] = [head]
         for row in self.rows:
             sizes = (format_bytes(row.output_bytes), format_bytes(row.saved_bytes)) if row.number else ("", "")
-            times = (
-                (f"{row.forward_time * 1e3:.3f} ms", f"{row.backward_time * 1e3:.3f} ms") if row.number else ("", "")
-            )
+            seconds = (row.forward_time, row.backward_time) if row.number else ()
+            times = tuple(f"{s * 1e3:.3f} ms" for s in seconds) or ("", "")
             cells.append((str(row.number or "-"), row.module, *sizes, *times, " / ".join(map(format_bytes, row.forms))))
         widths = [max(len(line[n]) for line in cells) for n in range(len(head))]
-        lines = [
-            "  ".join(
-                f"{cell:{'<' if n in (1, 6) else '>'}{width}}"
-                for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in cells
-        ]
+        shapes = [f"{'<' if n in (1, 6) else '>'}{width}" for n, width in enumerate(widths)]
+        lines = ["  ".join(map(format, line, shapes)) for line in cells]
         fate = {None: "may be kept in place", False: "carried", True: "kept in place"}
         skips = [f"skip of {format_bytes(s.nbytes)}, stages {s.first} to {s.last}: {fate[s.kept]}" for s in self.skips]
         return "\n".join([f"{len(self.rows)} stages: {self.strategy}", *(line.rstrip() for line in lines), *skips])
@@ -106,18 +100,9 @@ def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> F
     wrapped.measure(*sample, repeats=repeats, **kwargs)
     profile = wrapped.profile
     rows = [FoundStage(0, stage.name, 0, 0, 0.0, 0.0) for stage in profile.prefix]
-    for n, stage in enumerate(profile.chain.stages, 1):
-        rows.append(
-            FoundStage(
-                n,
-                stage.name,
-                stage.output_bytes,
-                stage.saved_bytes,
-                stage.forward_time,
-                stage.backward_time,
-                tuple(form.saved_bytes for form in stage.forms),
-            )
-        )
+    for n, s in enumerate(profile.chain.stages, 1):
+        forms = tuple(form.saved_bytes for form in s.forms)
+        rows.append(FoundStage(n, s.name, s.output_bytes, s.saved_bytes, s.forward_time, s.backward_time, forms))
     if wrapped._courses.request is not None:
         wrapped._courses.ask(wrapped._courses.request)
     kept = wrapped.kept_skips

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -155,28 +156,11 @@ def _largest_batch(chain: Chain, limit: int, batch: int, updates: str) -> int | 
 def _scaled(chain: Chain, share: float) -> Chain:
     """The chain of another batch: every number of its stages in proportion."""
 
-    def form(one: Form) -> Form:
-        return Form(
-            round(one.saved_bytes * share),
-            one.backward_time * share,
-            round(one.forward_transient_bytes * share),
-            round(one.backward_transient_bytes * share),
-        )
+    def sizes(one: Chain | Stage | Form) -> dict[str, Any]:
+        return {name: round(value * share) for name, value in vars(one).items() if name.endswith("_bytes")}
 
-    def stage(one: Stage) -> Stage:
-        own = form(one.form(0))
-        return Stage(
-            one.name,
-            one.forward_time * share,
-            own.backward_time,
-            round(one.output_bytes * share),
-            own.saved_bytes,
-            round((one.grad_bytes or 0) * share),
-            own.forward_transient_bytes,
-            round((one.checkpoint_transient_bytes or 0) * share),
-            own.backward_transient_bytes,
-            tuple(form(k) for k in one.forms),
-        )
+    def costs(one: Stage | Form) -> dict[str, Any]:
+        return {**sizes(one), **{n: v * share for n, v in vars(one).items() if n.endswith("_time")}}
 
-    ends = {name: round(getattr(chain, name) * share) for name in ("input_bytes", "input_grad_bytes")}
-    return replace(chain, stages=tuple(map(stage, chain.stages)), **ends)
+    stages = [replace(s, **costs(s), forms=tuple(replace(f, **costs(f)) for f in s.forms)) for s in chain.stages]
+    return replace(chain, stages=tuple(stages), **sizes(chain))

@@ -205,9 +205,8 @@ def test_a_backward_that_fails_leaves_the_flags_as_they_were(monkeypatch: pytest
     monkeypatch.setattr(Fails, "now", True)
     with pytest.raises(MemoryError, match="injected"):
         loss.backward()
-    end = (
-        time.monotonic() + 10
-    )  # autograd's thread for the device lets go of the backward a moment after the caller has the error
+    # autograd's thread for the device lets go of the backward a moment after the caller has the error
+    end = time.monotonic() + 10
     while flags() != (True, False, False) and time.monotonic() < end:
         time.sleep(0.001)
     assert flags() == (True, False, False)  # though the loss, and with it the step, is still there

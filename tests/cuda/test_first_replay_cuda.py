@@ -16,9 +16,8 @@ from rotoff.runtime.execution_plan import compile_sequence
 
 pytestmark = pytest.mark.cuda
 STANDIN = "STANDIN" in os.environ
-WIDTH, BATCH, SIDE = (
-    (7, 3, 14) if STANDIN else (72, 24, 60)
-)  # shapes that no other test has, since the choices are the process's
+# shapes that no other test has, since the choices are the process's
+WIDTH, BATCH, SIDE = (7, 3, 14) if STANDIN else (72, 24, 60)
 
 
 def test_the_first_step_with_replays_keeps_to_its_bytes_where_cudnn_benchmarks() -> None:

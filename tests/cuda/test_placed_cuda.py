@@ -22,10 +22,8 @@ pytestmark = pytest.mark.cuda
 
 STANDIN = "STANDIN" in os.environ  # computes on the CPU, so that bits are equal
 CUDA = torch.device("cuda", 0)
-NOT_THERE = {
-    "stateful",
-    *(["recurrent"] if STANDIN else []),
-}  # a tensor that no module moves; kernels that the stand-in lacks
+# a tensor that no module moves; kernels that the stand-in lacks
+NOT_THERE = {"stateful", *(["recurrent"] if STANDIN else [])}
 Record = Callable[[str, object], None]
 
 
@@ -211,14 +209,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 } | ({} if STANDIN else {"AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)})
 
 
-def placed(
-    name: str, share: float, updates: str, make: Any = OPTIMIZERS["AdamW"]
-) -> tuple[rotoff.Checkpointable, torch.optim.Optimizer, Any, int]:
-    """A model in a share of the way from the smallest limit to everything."""
-    model, x = made(name)
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)
-    assert all(p.device.type == "cpu" for p in model.parameters())
-    optimizer = make([p for p in wrapped.parameters() if p.requires_grad])
+def within(wrapped: rotoff.Checkpointable, optimizer: torch.optim.Optimizer, share: float, updates: str) -> int:
+    """Plan in a share of the way from the smallest limit to everything; returns that limit."""
     options = {"optimizer": optimizer, "updates": updates, "refine": False}
     with pytest.raises(rotoff.InfeasibleError) as refused:
         wrapped.compute_sequence(device_limit=1, **options)
@@ -226,6 +218,18 @@ def placed(
     wrapped.compute_sequence(device_limit="1 TiB", **options)
     limit = int(least + share * (wrapped.keep_all_memory - 1 - least))
     wrapped.compute_sequence(device_limit=limit, **options)
+    return limit
+
+
+def placed(
+    name: str, share: float, updates: str, make: Any = OPTIMIZERS["AdamW"]
+) -> tuple[rotoff.Checkpointable, torch.optim.Optimizer, Any, int]:
+    """A model planned by `within`, its optimizer, its batch and its limit."""
+    model, x = made(name)
+    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    optimizer = make([p for p in wrapped.parameters() if p.requires_grad])
+    limit = within(wrapped, optimizer, share, updates)
     assert wrapped._plan.placed is not None
     return wrapped, optimizer, x, limit
 
@@ -287,13 +291,7 @@ def test_no_step_holds_more_than_predicted(share: float, updates: str, record_pr
     model, x = nn.Sequential(*[Residual(128) for _ in range(8)]), torch.randn(64, 128, device=CUDA)
     wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"optimizer": optimizer, "updates": updates, "refine": False}
-    with pytest.raises(rotoff.InfeasibleError) as refused:
-        wrapped.compute_sequence(device_limit=1, **options)
-    least = refused.value.min_mem_limit
-    wrapped.compute_sequence(device_limit="1 TiB", **options)
-    limit = int(least + share * (wrapped.keep_all_memory - 1 - least))
-    wrapped.compute_sequence(device_limit=limit, **options)
+    limit = within(wrapped, optimizer, share, updates)
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):

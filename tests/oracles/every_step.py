@@ -57,11 +57,8 @@ def fastest(chain: Chain, limit: int, updates: str, upper: float = math.inf) -> 
         for arriving in subsets(list(kept)):
             for there in subsets([v for v in kept if v not in arriving]):
                 on_host = [v for v in moving if v not in kept or v in arriving or v in there]
-                rest = AtRest(
-                    {v: group_bytes(chain, v) for v in kept},
-                    {v: group_bytes(chain, v) for v in on_host},
-                    frozenset(arriving),
-                )
+                device, host = ({v: group_bytes(chain, v) for v in values} for values in (kept, on_host))
+                rest = AtRest(device, host, frozenset(arriving))
                 found = texts(Machine(chain, limit, rest), ops, [], best, 0.0, chain.compute_time)
                 for text in found:
                     try:

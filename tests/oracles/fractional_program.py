@@ -7,10 +7,14 @@ returned.
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations
+from pathlib import Path
 
 from rotoff import Chain
-from rotoff.solver import fractional
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "papers"))
+import fractional
 
 
 def fractional_optimum(chain: Chain, limit: int) -> float | None:

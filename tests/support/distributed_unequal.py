@@ -67,13 +67,8 @@ def run(name: str, few: int) -> None:
         try:
             both.compute_sequence(limit + 1000 * ((rank + n) % 2), mode=mode, refine=False)
             plan = both._plan
-            outcome = (
-                plan.keeps_all,
-                plan.kept,
-                plan.compact,
-                str(both.sequence),
-                both.get_expected_memory() <= limit >= both.min_mem_limit(mode),
-            )
+            holds = both.get_expected_memory() <= limit >= both.min_mem_limit(mode)
+            outcome = plan.keeps_all, plan.kept, plan.compact, str(both.sequence), holds
         except rotoff.InfeasibleError as error:
             outcome = str(error), limit < error.min_mem_limit == both.min_mem_limit(mode)
         outcomes = everyone(outcome)

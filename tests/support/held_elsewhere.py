@@ -144,9 +144,8 @@ def hooked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y + other
 
 
-CYCLES: list[
-    Any
-] = []  # hooks that hold their own tensor: PyTorch never frees the graph of a forward that nobody ran backward
+# hooks that hold their own tensor: PyTorch never frees the graph of a forward that nobody ran backward
+CYCLES: list[Any] = []
 
 
 def hooked_by_itself(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -268,7 +267,8 @@ if __name__ == "__main__":
             for mode in MODES:
                 try:
                     said = "  ".join(
-                        f"{part}: {'FAILS ' if not measured <= predicted <= limit else ''}{measured / predicted:.2f} of {predicted}"
+                        f"{part}: {'FAILS ' if not measured <= predicted <= limit else ''}{measured / predicted:.2f} of"
+                        f" {predicted}"
                         for (part, limit, predicted, measured), _ in bytes_and_plans(fresh(asked), asked, mode)
                     )
                 except rotoff.RotoffError as error:

@@ -61,9 +61,8 @@ class TransferProgram:
         self.made = 0
         self.values: list[Value] = []
         self.taken: list[tuple[int, int]] = []  # host ranges in use
-        self.seen: list[
-            tuple[torch.Tensor, tuple[int, int]]
-        ] = []  # (a clone of what compute read, the pattern expected)
+        # (a clone of what compute read, the pattern expected)
+        self.seen: list[tuple[torch.Tensor, tuple[int, int]]] = []
 
     def run(self, steps: int = 40) -> list[int]:
         """Run the program; returns the indices of the reads that saw wrong bytes."""

@@ -19,11 +19,8 @@ from .devices import Device
 
 _aten = torch.ops.aten
 _FLASH_WIDTH = 256  # the widest head of the flash kernels
-_CUDNN_FIRST = (
-    (9, 0),
-    (10, 0),
-    (10, 3),
-)  # capabilities where PyTorch asks cuDNN before them, with a cuDNN above 9.15.0
+# capabilities where PyTorch asks cuDNN before them, with a cuDNN above 9.15.0
+_CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))
 _BIAS_ALIGNMENT = 16  # elements, of a mask's rows in the memory-efficient kernels
 
 

@@ -51,13 +51,9 @@ class Device:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        numbers = {
-            "memory_bytes": self.memory_bytes,
-            "memory_bandwidth": self.memory_bandwidth,
-            "d2h_bandwidth": self.d2h_bandwidth,
-            "h2d_bandwidth": self.h2d_bandwidth,
-            **{f"flops[{name!r}]": value for name, value in self.flops.items()},
-        }
+        names = ("memory_bytes", "memory_bandwidth", "d2h_bandwidth", "h2d_bandwidth")
+        numbers = {name: getattr(self, name) for name in names}
+        numbers |= {f"flops[{name!r}]": value for name, value in self.flops.items()}
         for share in ("compute_efficiency", "memory_efficiency", "link_efficiency"):
             numbers[share] = getattr(self, share)
             if getattr(self, share) > 1:
@@ -130,55 +126,21 @@ def _add(
     capability: tuple[int, int],
     source: str,
 ) -> None:
-    link = _pcie(pcie)
-    register_device(
-        Device(
-            name=name,
-            memory_bytes=int(gigabytes * 2**30),
-            memory_bandwidth=bandwidth * GB,
-            flops={kind: value * TERA for kind, value in flops.items()},
-            d2h_bandwidth=link,
-            h2d_bandwidth=link,
-            capability=capability,
-            source=source,
-        )
-    )
+    link, rates = _pcie(pcie), {kind: value * TERA for kind, value in flops.items()}
+    sizes = int(gigabytes * 2**30), bandwidth * GB
+    register_device(Device(name, *sizes, rates, link, link, capability=capability, source=source))
 
 
 # Half precision counts sums in float32, as training takes them. Where a sheet gives sparse rates, half of them.
-_add(
-    "K40",
-    12,
-    288,
-    {"float64": 1.43, "float32": 4.29},
-    3,
-    (3, 5),
-    "NVIDIA Tesla K40 GPU accelerator, board specification",
-)
-_add(
-    "Titan X", 12, 336.5, {"float64": 0.192, "float32": 6.144}, 3, (5, 2), "NVIDIA GeForce GTX Titan X, specifications"
-)
-_add(
-    "P100",
-    16,
-    732,
-    {"float64": 5.3, "float32": 10.6, "float16": 21.2},
-    3,
-    (6, 0),
-    "NVIDIA Tesla P100 data sheet (SXM2 16 GB)",
-)
-_add(
-    "V100",
-    16,
-    900,
-    {"float64": 7.8, "float32": 15.7, "float16": 125},
-    3,
-    (7, 0),
-    "NVIDIA V100 data sheet (SXM2, 16 GB)",
-)
-_add(
-    "V100 32GB", 32, 900, {"float64": 7.8, "float32": 15.7, "float16": 125}, 3, (7, 0), "NVIDIA V100 data sheet (SXM2)"
-)
+_KEPLER = {"float64": 1.43, "float32": 4.29}
+_add("K40", 12, 288, _KEPLER, 3, (3, 5), "NVIDIA Tesla K40 GPU accelerator, board specification")
+_MAXWELL = {"float64": 0.192, "float32": 6.144}
+_add("Titan X", 12, 336.5, _MAXWELL, 3, (5, 2), "NVIDIA GeForce GTX Titan X, specifications")
+_PASCAL = {"float64": 5.3, "float32": 10.6, "float16": 21.2}
+_add("P100", 16, 732, _PASCAL, 3, (6, 0), "NVIDIA Tesla P100 data sheet (SXM2 16 GB)")
+_VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125}
+_add("V100", 16, 900, _VOLTA, 3, (7, 0), "NVIDIA V100 data sheet (SXM2, 16 GB)")
+_add("V100 32GB", 32, 900, _VOLTA, 3, (7, 0), "NVIDIA V100 data sheet (SXM2)")
 _add("T4", 16, 300, {"float32": 8.1, "float16": 65}, 3, (7, 5), "NVIDIA T4 data sheet")
 _A100 = {"float64": 9.7, "float32": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312}
 _add("A100", 80, 2039, _A100, 4, (8, 0), "NVIDIA A100 80GB data sheet (SXM)")

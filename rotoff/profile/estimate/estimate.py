@@ -23,13 +23,14 @@ from ...tensors.stage import Behaviour, StageModule
 from ...tensors.storage import CUDA_BLOCK, storage_key
 from ...tensors.tree import flatten
 from ..measure import measure
+from ..measured import Measured
 from ..memory.allocator import AllocationLog
 from ..profile import Profile
 from ..provenance import TAIL_TIMES, provenance
 from ..selective.graph import describe, structure
 from ..selective.variant_meter import FormMeter
 from ..selective.variants import Forms, Policy, read_forms
-from ..stage_meter import Measured, Meter
+from ..stage_meter import Meter
 from ..timing.context import MeasurementContext
 from ..timing.convergence import Repeats
 from ..timing.harness import Run

@@ -62,7 +62,8 @@ class Roofline:
 
 _aten = torch.ops.aten
 _WRITE_ONLY = frozenset(
-    {_aten.zero_.default, _aten.fill_.Scalar, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
+    {_aten.zero_.default, _aten.fill_.Scalar, _aten.zeros_like.default, _aten.ones_like.default,
+     _aten.full_like.default,
      _aten.new_zeros.default, _aten.new_full.default, _aten.bernoulli_.float, _aten.empty_like.default}
 )  # fmt: skip
 _NOTHING = frozenset(

@@ -32,11 +32,8 @@ def log_backward(
         for hook in hooks:
             hook.remove()
     fresh = grads[len(grads) - len(parameters) :]
-    return (
-        grads,
-        log,
-        {allocator.address(piece): str(n) for n, g in enumerate(fresh) if g is not None for piece in pieces(g)},
-    )
+    ends = {allocator.address(piece): str(n) for n, g in enumerate(fresh) if g is not None for piece in pieces(g)}
+    return grads, log, ends
 
 
 class BackwardBytes(NamedTuple):

@@ -48,14 +48,10 @@ def lying(
     saved, None for one that is gone.
     """
     given, made = _first(inputs), _first(outputs)
-    return StorageAliasing(
-        tuple(
-            (size, given.get(storage_key(t)), made[storage_key(t)])
-            for t, size in zip(outputs, output_bytes, strict=True)
-        ),
-        tuple((None, None) if key is None else (given.get(key), made.get(key)) for key in saved),
-        frozenset(written),
-    )
+    sizes = zip(map(storage_key, outputs), output_bytes, strict=True)
+    of_outputs = tuple((size, given.get(key), made[key]) for key, size in sizes)
+    of_saved = tuple((None, None) if key is None else (given.get(key), made.get(key)) for key in saved)
+    return StorageAliasing(of_outputs, of_saved, frozenset(written))
 
 
 def _first(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -106,13 +102,8 @@ class Found:
 
     def skip(self) -> Skip:
         stages = range(self.first, self.last + 1)
-        return Skip(
-            self.first,
-            self.last,
-            self.nbytes,
-            tuple(tuple(self.outputs[i]) for i in stages),
-            tuple(tuple(self.saved.get(i, ())) for i in range(self.first, self.last + 2)),
-        )
+        saved = tuple(tuple(self.saved.get(i, ())) for i in (*stages, self.last + 1))
+        return Skip(self.first, self.last, self.nbytes, tuple(tuple(self.outputs[i]) for i in stages), saved)
 
 
 def find_skips(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> tuple[Skip, ...]:

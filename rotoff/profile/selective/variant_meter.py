@@ -91,9 +91,8 @@ class FormMeter:
             logs = [recorded] if recorded is not None else []
             while len(logs) < (self.recorded if times is None else 1):
                 logs.append(self.bench.recorded(run))
-        except (
-            Exception
-        ) as error:  # a forward may break in any way under a dispatch mode; the stage works without forms
+        # a forward may break in any way under a dispatch mode; the stage works without forms
+        except Exception as error:
             return FoundForms(reason=f"its operations could not be recorded ({type(error).__name__}: {error})")
         log = _fastest(logs)
         if log is None or len(log.packs) != len(behaviour.saved):

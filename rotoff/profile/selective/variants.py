@@ -54,13 +54,13 @@ def read_forms(forms: Any) -> bool | Policy:
             names - {known.split("::")[-1].split(".")[0] for known in torch._C._dispatch_get_all_op_names()}
         ):
             raise OptionError(
-                f"forms names {unknown[0]!r}, which is no operation of PyTorch; names are those of the dispatcher, as in"
-                " ['addmm', 'bmm'] or in what profile.forms of a measured model shows"
+                f"forms names {unknown[0]!r}, which is no operation of PyTorch; names are those of the dispatcher, as"
+                " in ['addmm', 'bmm'] or in what profile.forms of a measured model shows"
             )
         return lambda op: True if op.name in names else None
     raise OptionError(
-        f"forms is {forms!r}; give True, False, a list of names of operations that are kept, such as ['addmm', 'bmm'], or a"
-        " function of an operation"
+        f"forms is {forms!r}; give True, False, a list of names of operations that are kept, such as ['addmm', 'bmm'],"
+        " or a function of an operation"
     )
 
 
@@ -185,11 +185,8 @@ class StageGraph:
                 late = [] if storage in read else self.writers.get(storage, [])
                 read.add(storage)
                 for writer in late:  # that ran for its mask only, so far
-                    if (
-                        writer in runs
-                        and operations[writer].name in MASKED
-                        and operations[writer].leaves[0].storage == storage
-                    ):
+                    op = operations[writer]
+                    if writer in runs and op.name in MASKED and op.leaves[0].storage == storage:
                         need(writer)
 
         read |= self.saved - kept

@@ -60,11 +60,8 @@ def like_values(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As `ones`, but with the first dimension's numbers side by side."""
-    return [
-        _reversed(torch.ones_like(_reversed(t), memory_format=torch.contiguous_format))
-        for t in outputs
-        if t.requires_grad
-    ]
+    turned = [_reversed(t) for t in outputs if t.requires_grad]
+    return [_reversed(torch.ones_like(t, memory_format=torch.contiguous_format)) for t in turned]
 
 
 def _reversed(tensor: torch.Tensor) -> torch.Tensor:

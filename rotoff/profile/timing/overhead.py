@@ -65,12 +65,8 @@ class UpkeepMeter:
             try:
                 _run_step(run, behaviour, spans)
             except Exception as error:  # whatever is wrong is better told by a step of the user's
-                logger.info(
-                    "stage %s did not run by itself under the interpreter (%s: %s), whose own times are taken from other stages",
-                    run.stage.name,
-                    type(error).__name__,
-                    error,
-                )
+                said = "stage %s did not run by itself under the interpreter (%s: %s); others tell its times"
+                logger.info(said, run.stage.name, type(error).__name__, error)
                 return
         self._spans.append(spans)
 

@@ -102,16 +102,14 @@ def known_times(profile: Profile, longer: float = 1.0) -> KnownTimes:
     """The times of a measured model, its link and the runtime. longer: how many times what it took a step takes now."""
     chain = profile.chain
     link = chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex
-    stages = [
-        row._replace(
-            forward_time=row.forward_time * longer,
-            backward_time=row.backward_time * longer,
-            tail_time=row.tail_time * longer,
-            forms=tuple(form._replace(seconds=form.seconds * longer) for form in row.forms),
-        )
-        for row in times_of(profile)
-    ]
-    return KnownTimes(tuple(stages), link, profile.copy_bandwidth, profile.upkeep_times, checked=False)
+
+    def scaled(row: StageTimes) -> StageTimes:
+        forms = tuple(form._replace(seconds=form.seconds * longer) for form in row.forms)
+        times = {name: getattr(row, name) * longer for name in ("forward_time", "backward_time", "tail_time")}
+        return row._replace(**times, forms=forms)
+
+    stages = tuple(map(scaled, times_of(profile)))
+    return KnownTimes(stages, link, profile.copy_bandwidth, profile.upkeep_times, checked=False)
 
 
 def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
@@ -141,21 +139,15 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
     if not isinstance(found, dict):
         return None
     try:
-        stages = tuple(
-            StageTimes(
-                str(name),
-                float(forward),
-                float(backward),
-                float(tail),
-                tuple(KnownForm((tuple(map(int, kept)), str(by)), float(t)) for (kept, by), t in forms),
-                bool(host),
-            )
-            for name, forward, backward, tail, forms, host in found["stages"]
-        )
+        stages = []
+        for name, forward, backward, tail, forms, host in found["stages"]:
+            known = tuple(KnownForm((tuple(map(int, kept)), str(by)), float(t)) for (kept, by), t in forms)
+            stages.append(StageTimes(str(name), float(forward), float(backward), float(tail), known, bool(host)))
         d2h, h2d, duplex = found["link"]
         copy = found["copy_bandwidth"]
         upkeep = UpkeepTimes(**{name: float(seconds) for name, seconds in found["upkeep"].items()})
-        return KnownTimes(stages, (float(d2h), float(h2d), bool(duplex)), None if copy is None else float(copy), upkeep)
+        link = float(d2h), float(h2d), bool(duplex)
+        return KnownTimes(tuple(stages), link, None if copy is None else float(copy), upkeep)
     except (TypeError, KeyError, ValueError, AttributeError):  # not what was kept
         return None
 

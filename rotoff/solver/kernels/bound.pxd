@@ -1,4 +1,5 @@
-"""The dual of a step's activations, for `kernels.bound` itself and for `kernels.steady_bound`, which adds the parameters."""
+"""The dual of a step's activations, for `kernels.bound` itself and for `kernels.steady_bound`, which adds the
+parameters."""
 
 from libc.stdint cimport int32_t
 
@@ -15,8 +16,9 @@ cdef struct Problem:
     const double *entry          # [q] bytes of the smallest form of a_q or ā_q: part of the next operation's own need
     const int32_t *n_forms
     const double *out            # [q] bytes of a_q, where something may be paid for inputs; else NULL
-    # Where an interval is cut in two, when its operation ends (`kernels.steady_bound`), α of both; else NULL. p and r are then those of
-    # the cheaper part, and p_made is p of the second part, in which the interval's operation has made its value.
+    # Where an interval is cut in two, when its operation ends (`kernels.steady_bound`), α of both; else NULL. p and r
+    # are then those of the cheaper part, and p_made is p of the second part, in which the interval's operation has made
+    # its value.
     const double *own            # [k] of the operation
     const double *again          # [k] of what is made again
     const double *p_made

@@ -1,10 +1,11 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """The dual of `rotoff.solver.bounds.lower_bound`: its value at given prices, a supergradient, and an ascent.
 
-Interval k of 0..2L-1 starts with F_{k+1} (k < L) or B_{2L-k}. Prices: λ_k of memory when interval k starts, p_k and r_k of the
-link out and in during it; α_k = 1 − p_k − r_k is left for compute (with one lane for both directions p_k = r_k and
-α_k = 1 − p_k). λ, the link in and α have a second part λ', r', α' each (with α_k = 1 − p_k − r_k − r'_k in all), that the
-inputs of what is made again pay: λ_k + λ'_k, r_k + r'_k and α_k are what the machine pays. Seconds are in units of the keep-all time, bytes in units of the limit.
+Interval k of 0..2L-1 starts with F_{k+1} (k < L) or B_{2L-k}. Prices: λ_k of memory when interval k starts, p_k and r_k
+of the link out and in during it; α_k = 1 − p_k − r_k is left for compute (with one lane for both directions p_k = r_k
+and α_k = 1 − p_k). λ, the link in and α have a second part λ', r', α' each (with α_k = 1 − p_k − r_k − r'_k in all),
+that the inputs of what is made again pay: λ_k + λ'_k, r_k + r'_k and α_k are what the machine pays. Seconds are in
+units of the keep-all time, bytes in units of the limit.
 """
 
 import numpy as np
@@ -100,7 +101,8 @@ cdef double _inputs(Problem *c, const Second *x, Second *g) noexcept nogil:
     return value
 
 
-cdef inline void _computes(Problem *c, Py_ssize_t k, double seconds, double *g_p, double *g_r, Second *g, double *part) noexcept nogil:
+cdef inline void _computes(Problem *c, Py_ssize_t k, double seconds, double *g_p, double *g_r, Second *g,
+                           double *part) noexcept nogil:
     """`seconds` more are paid with α in interval k, or with that of one of its parts."""
     if c.own != NULL:
         part[k] += seconds
@@ -291,8 +293,8 @@ cdef inline void _to_simplex(double *p, double *r, double *r2, double *alpha) no
                 x[k][0] = x[k][0] - over / left if x[k][0] > over / left else 0.0
 
 
-cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double goal, Py_ssize_t patience, double shrink,
-                    Work *w, double *kept) noexcept nogil:
+cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double goal, Py_ssize_t patience,
+                    double shrink, Work *w, double *kept) noexcept nogil:
     """Polyak's supergradient steps towards a target above the best value so far; the best value found.
 
     x: λ, p, r, λ', r', α'; only the first three where nothing is paid for inputs. g: room for their supergradient.
@@ -378,8 +380,8 @@ def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t pati
            const double[::1] out):
     """The best dual value within `steps` steps from the prices given, which become those of that value.
 
-    prices: rows λ, p, r, λ', r', α'. goal: a first guess of the rise; it shrinks by `shrink` after `patience` steps without
-    progress towards it. out: bytes of outputs, where inputs are to be paid for; else None.
+    prices: rows λ, p, r, λ', r', α'. goal: a first guess of the rise; it shrinks by `shrink` after `patience` steps
+    without progress towards it. out: bytes of outputs, where inputs are to be paid for; else None.
     """
     cdef Problem c
     cdef double best

@@ -1,7 +1,7 @@
 """What decoding a step with parameters works on: the groups, the genes of a plan, and the room that the passes share.
 
-Positions: the n operations of the compute lane in program order, updates on the device included, then position n, the end of the
-step. A step follows a step, so position n + 1 is position 0 of the next; such later positions stand in gaps.
+Positions: the n operations of the compute lane in program order, updates on the device included, then position n, the
+end of the step. A step follows a step, so position n + 1 is position 0 of the next; such later positions stand in gaps.
 """
 
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t

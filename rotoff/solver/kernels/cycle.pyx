@@ -1,9 +1,11 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""First half of decoding a step with parameters: its operations, which values leave the device between which uses, least bytes.
+"""First half of decoding a step with parameters: its operations, which values leave the device between which uses,
+least bytes.
 
-The forwards and backwards are those of the stages' codes (`kernels.operations`); after each B come the updates whose genes say so. A value
-that leaves does so between two of its uses. With each of these gaps at its longest, free right after the use before and
-prefetch right before the use after, every operation holds what it holds at least; what is left of the limit there is `room`.
+The forwards and backwards are those of the stages' codes (`kernels.operations`); after each B come the updates whose
+genes say so. A value that leaves does so between two of its uses. With each of these gaps at its longest, free right
+after the use before and prefetch right before the use after, every operation holds what it holds at least; what is left
+of the limit there is `room`.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t
@@ -28,7 +30,8 @@ cdef inline void _between(Cycle *s, int32_t first, int32_t last, int64_t size) n
 
 
 cdef int32_t _gap(Cycle *s, int32_t v, int32_t after, int32_t before, int32_t made) noexcept nogil:
-    """v is away between the uses at two positions; `made` is where its copy out is issued, -1 where the host has one."""
+    """v is away between the uses at two positions; `made` is where its copy out is issued, -1 where the host has one.
+    """
     cdef int32_t x = <int32_t>s.n_gaps
     s.n_gaps += 1
     s.value[x] = v
@@ -65,7 +68,8 @@ cdef inline bint _on_host(Groups *p, const int16_t *genes, int32_t k) noexcept n
 
 
 cdef inline int64_t _key(Groups *p, const int16_t *genes, int32_t k) noexcept nogil:
-    """Updates are in the order of these: by place, those on the host first, which nothing shall hold up, by rank and number."""
+    """Updates are in the order of these: by place, those on the host first, which nothing shall hold up, by rank and
+    number."""
     cdef int64_t key = -_stage_of(p, genes, k)
     key = key * 2 + (0 if _on_host(p, genes, k) else 1)
     return (key * 65536 + genes[k * GENES + RANK]) * 1048576 + k
@@ -146,7 +150,8 @@ cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
 
 
 cdef void _activations(Work *w, Cycle *s, Py_ssize_t acts) noexcept nogil:
-    """When each value of a stage is there, and its gaps: the longest where it moves, and any in which it must be away."""
+    """When each value of a stage is there, and its gaps: the longest where it moves, and any in which it must be away.
+    """
     cdef int32_t t, v, u, here, longest, after, before, far, x, away, until
     for t in range(<int32_t>acts):
         v = w.away[t]
@@ -271,7 +276,8 @@ cdef void _gradient_and_state(Groups *p, Cycle *s, const int16_t *genes, int32_t
 
 
 cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil:
-    """Operations, gaps and room of the plan `codes`; the number of positions, or -1 where it has too many operations."""
+    """Operations, gaps and room of the plan `codes`; the number of positions, or -1 where it has too many operations.
+    """
     cdef const int16_t *genes = codes + (c.L + 1) * V
     cdef Py_ssize_t acts = operations(c, w, codes, V), x
     cdef int32_t k

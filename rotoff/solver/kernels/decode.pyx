@@ -2,12 +2,12 @@
 """A plan decoded on exact bytes: from a table of small codes to operations, their memory and their time.
 
 A plan says, for each stage q and each visit v (the v-th time that a forward of q runs; the last column serves all later
-visits), one code: how q runs (``F_ck`` or ``F_all`` / ``F_sel`` of a form), whether what it makes may move to the host, and
-whether its input is dropped right after. `rotoff.solver.plan_codes` documents the codes. Decoding has four passes:
+visits), one code: how q runs (``F_ck`` or ``F_all`` / ``F_sel`` of a form), whether what it makes may move to the host,
+and whether its input is dropped right after. `rotoff.solver.plan_codes` documents the codes. Decoding has four passes:
 
 1. operations (`kernels.operations`): forwards 1..L, then for B i = L..1 whatever forwards are missing;
-2. memory: before each operation, while it does not fit, the movable value needed latest is freed; what an operation uses
-   is brought back;
+2. memory: before each operation, while it does not fit, the movable value needed latest is freed; what an operation
+   uses is brought back;
 3. prefetches rise, in order of need, as early as memory allows;
 4. time: the three lanes of the machine (`rotoff.core.simulator`), copy by copy.
 
@@ -43,7 +43,8 @@ cdef inline void _live_remove(Work *w, Py_ssize_t *n_live, int32_t v) noexcept n
             return
 
 
-cdef void _bring(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live, Py_ssize_t *n_reloads) noexcept nogil:
+cdef void _bring(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live,
+                 Py_ssize_t *n_reloads) noexcept nogil:
     """v is used by operation t: on the device by then."""
     if v < 0:
         return
@@ -83,7 +84,8 @@ cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_liv
     n_gaps[0] = g + 1
 
 
-cdef inline Py_ssize_t _emit(int32_t *emitted, Py_ssize_t e, int32_t kind, int32_t stage, int32_t form, bint saved) noexcept nogil:
+cdef inline Py_ssize_t _emit(int32_t *emitted, Py_ssize_t e, int32_t kind, int32_t stage, int32_t form,
+                             bint saved) noexcept nogil:
     emitted[4 * e] = kind
     emitted[4 * e + 1] = stage
     emitted[4 * e + 2] = form
@@ -220,7 +222,8 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
         g = w.place_head[t]
         while g >= 0:
             v = w.gap_value[g]
-            w.copy_end[v] = _copied(&in_lane, &out_lane, _later(compute, w.off_end[v]), w.size[v] / c.in_bandwidth, c.duplex)
+            w.copy_end[v] = _copied(&in_lane, &out_lane, _later(compute, w.off_end[v]), w.size[v] / c.in_bandwidth,
+                                    c.duplex)
             if emitted != NULL:
                 e = _emit(emitted, e, E_PREFETCH, w.level[v], 0, w.vform[v] >= 0)
             g = w.gap_next[g]

@@ -1,10 +1,12 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Second half of decoding a step with parameters: when what leaves is freed and what comes back is prefetched, and the time it takes.
+"""Second half of decoding a step with parameters: when what leaves is freed and what comes back is prefetched, and the
+time it takes.
 
-Out: first in, first out from the moment that a value is made or updated; each free as late as its copy's predicted end while room
-lasts. In: earliest deadline first, scheduled backward around the cycle; each prefetch at its latest start while room lasts. What
-is left goes to earlier prefetches. The lanes of the machine (`rotoff.core.simulator`) then tell the times, which are the prediction
-of the next round. The arithmetic of the lanes is that of `rotoff.core.simulator.Machine`; tests hold them equal.
+Out: first in, first out from the moment that a value is made or updated; each free as late as its copy's predicted end
+while room lasts. In: earliest deadline first, scheduled backward around the cycle; each prefetch at its latest start
+while room lasts. What is left goes to earlier prefetches. The lanes of the machine (`rotoff.core.simulator`) then tell
+the times, which are the prediction of the next round. The arithmetic of the lanes is that of
+`rotoff.core.simulator.Machine`; tests hold them equal.
 """
 
 from libc.stdint cimport int8_t, int32_t, int64_t
@@ -97,7 +99,8 @@ cdef void _starts(Chain *c, Cycle *s) noexcept nogil:
 
 
 cdef void _prefetches(Cycle *s) noexcept nogil:
-    """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as what is left allows."""
+    """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as what is left
+    allows."""
     cdef int32_t x, g, at, least, n1 = <int32_t>s.n + 1, floor, wraps
     cdef int64_t size
     cdef double start

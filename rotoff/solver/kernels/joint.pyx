@@ -1,9 +1,9 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """Kernels of the joint dynamic program: OC and C_A of the NeurIPS 2021 supplement (B.1 to B.3), filled bottom up.
 
-Symbols: A slots kept, A_F slots still leaving, A_B and Δ slots that must be back; u_F, u_B seconds; β slots a second (β_F out,
-β_B in); I_i^x input of stage i, x = 0 for a_{i-1}, 1 + k for ā_{i-1}^k; held_j = δ_j + a_L; ε idle seconds. Sizes and backlogs
-are whole slots, needs and times real; how either is rounded is stated in `rotoff.solver.slots`.
+Symbols: A slots kept, A_F slots still leaving, A_B and Δ slots that must be back; u_F, u_B seconds; β slots a second
+(β_F out, β_B in); I_i^x input of stage i, x = 0 for a_{i-1}, 1 + k for ā_{i-1}^k; held_j = δ_j + a_L; ε idle seconds.
+Sizes and backlogs are whole slots, needs and times real; how either is rounded is stated in `rotoff.solver.slots`.
 """
 
 import numpy as np
@@ -61,7 +61,8 @@ cdef inline Py_ssize_t _nearest(double x) noexcept nogil:
 
 
 cdef inline Py_ssize_t _drained(Costs *c, Py_ssize_t i, Py_ssize_t j, double seconds) noexcept nogil:
-    """Slots that come in while segment i..j is processed in `seconds`: its own clock, and what lasts beyond it rounded."""
+    """Slots that come in while segment i..j is processed in `seconds`: its own clock, and what lasts beyond it rounded.
+    """
     return c.clock[j] - c.clock[i - 1] + _nearest(c.beta_B * (seconds - (c.base[j] - c.base[i - 1])))
 
 
@@ -250,7 +251,8 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
 
 
 cdef class Kernel:
-    """The tables of one chain at one discretization (`rotoff.solver.joint.Costs` gives the arrays, by their names here)."""
+    """The tables of one chain at one discretization (`rotoff.solver.joint.Costs` gives the arrays, by their names
+    here)."""
 
     cdef Costs c
     cdef list keep

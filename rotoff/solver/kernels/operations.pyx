@@ -1,8 +1,8 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """Pass 1 of decoding a plan: the operations that its codes stand for, and which values each makes, uses and drops.
 
-Forwards 1..L; then for each B i = L..1 whatever forwards are missing, from the nearest value below that exists. `kernels.work` says what
-the rows of operations, values and uses mean; `kernels.decode` goes on from there.
+Forwards 1..L; then for each B i = L..1 whatever forwards are missing, from the nearest value below that exists.
+`kernels.work` says what the rows of operations, values and uses mean; `kernels.decode` goes on from there.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t

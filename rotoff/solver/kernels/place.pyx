@@ -1,7 +1,8 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """Search over plans of chains with parameters: simulated annealing, each step of which decodes a whole steady step.
 
-A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan_codes`), then the genes of each group (`kernels.cycle`).
+A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan_codes`), then the genes of each group
+(`kernels.cycle`).
 """
 
 import numpy as np
@@ -10,7 +11,8 @@ from libc.math cimport log, pow, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
-from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS, STATE_LEAVES, Cycle,
+from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS,
+                                          STATE_LEAVES, Cycle,
                             Groups, cycle)
 from rotoff.solver.kernels.flow cimport E_B, E_HERE, E_OFFLOAD, E_U, ROUNDS, flow, host_peak
 from rotoff.solver.kernels.moves cimport below, mutate, unit
@@ -18,8 +20,8 @@ from rotoff.solver.kernels.plan cimport Evaluator
 from rotoff.solver.kernels.work cimport Chain, Work
 
 cdef double INF = float("inf")
-# What a second of a lane's work costs beside the step's seconds: of plans that take equally long, the one that moves less has more
-# room for what is to come.
+# What a second of a lane's work costs beside the step's seconds: of plans that take equally long, the one that moves
+# less has more room for what is to come.
 cdef double EASE = 0.06
 
 
@@ -30,8 +32,8 @@ cdef struct Verdict:
     double work
 
 
-cdef void _judge(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V, double enough, double weight,
-                 Verdict *r) noexcept nogil:
+cdef void _judge(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V, double enough,
+                 double weight, Verdict *r) noexcept nogil:
     """Time and excess of the plan `codes`; nothing exact where it costs more than `enough`."""
     cdef int64_t host
     r.host_over = 0
@@ -131,8 +133,9 @@ cdef void _mutate_groups(Groups *p, int16_t *genes, uint64_t *state) noexcept no
         _shift(p, genes, k, state)
 
 
-cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_ssize_t n, Py_ssize_t V, Py_ssize_t evaluations,
-                    uint64_t seed, double hot, double cold, const int16_t *rules, double weight, int16_t *best, int16_t *tried,
+cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_ssize_t n, Py_ssize_t V,
+                    Py_ssize_t evaluations, uint64_t seed, double hot, double cold, const int16_t *rules,
+                    double weight, int16_t *best, int16_t *tried,
                     const int8_t *stop) noexcept nogil:
     cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
     cdef Verdict r
@@ -179,15 +182,15 @@ cdef class Placer(Evaluator):
     """Decodes plans of one chain with parameters at one limit.
 
     Args:
-        groups: the groups' bytes and seconds, as `rotoff.solver.genes.GroupArrays`. after: whether updates come after ``B 1``.
-        The others are those of `Evaluator`.
+        groups: the groups' bytes and seconds, as `rotoff.solver.genes.GroupArrays`. after: whether updates come after
+            ``B 1``. The others are those of `Evaluator`.
     """
 
     cdef Groups p
     cdef Cycle s
 
-    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit, int64_t host_limit,
-                 Py_ssize_t visits, Py_ssize_t cap, groups, bint after):
+    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit,
+                 int64_t host_limit, Py_ssize_t visits, Py_ssize_t cap, groups, bint after):
         Evaluator.__init__(self, arrays, out_bandwidth, in_bandwidth, duplex, limit, host_limit, visits, cap)
         cdef Groups *p = &self.p
         cdef Cycle *s = &self.s
@@ -283,9 +286,11 @@ cdef class Placer(Evaluator):
         return r.makespan, r.over, r.host_over, self.s.n
 
     def text(self, const int16_t[::1] codes):
-        """The plan's operations as rows (kind, stage or group, form, of), and the values that lie on the device between steps.
+        """The plan's operations as rows (kind, stage or group, form, of), and the values that lie on the device between
+        steps.
 
-        of: -1 for a_i, 0 for ā_i, 1, 2, 3 for w, g and o. Residents are rows (of, group). The plan has been judged to be one.
+        of: -1 for a_i, 0 for ā_i, 1, 2, 3 for w, g and o. Residents are rows (of, group). The plan has been judged to
+        be one.
         """
         cdef Verdict r
         cdef int unused
@@ -325,13 +330,13 @@ cdef class Placer(Evaluator):
                const int16_t[::1] rules, double weight, int16_t[::1] best, const int8_t[::1] stop):
         """Search from `codes` (changed in place to the last plan); the best plan that fits goes to `best`.
 
-        Simulated annealing as in `Evaluator.anneal`. rules: what codes are and-ed, then or-ed with, and what the masks and flags of
-        groups are and-ed with. Returns the best makespan, infinity where no plan fitted.
+        Simulated annealing as in `Evaluator.anneal`. rules: what codes are and-ed, then or-ed with, and what the masks
+        and flags of groups are and-ed with. Returns the best makespan, infinity where no plan fitted.
         """
         cdef double found
         cdef Py_ssize_t n = codes.shape[0]
         cdef int16_t[::1] room = np.zeros(n, dtype=np.int16)
         with nogil:
-            found = _anneal(&self.c, &self.w, &self.p, &self.s, &codes[0], n, self.V, evaluations, seed, hot, cold, &rules[0],
-                            weight, &best[0], &room[0], &stop[0])
+            found = _anneal(&self.c, &self.w, &self.p, &self.s, &codes[0], n, self.V, evaluations, seed, hot, cold,
+                            &rules[0], weight, &best[0], &room[0], &stop[0])
         return found

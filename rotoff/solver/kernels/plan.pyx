@@ -14,8 +14,8 @@ from rotoff.solver.kernels.work cimport Chain, Work
 cdef double INF = float("inf")
 
 
-cdef double _anneal(Chain *c, Work *w, int16_t *codes, Py_ssize_t n, Py_ssize_t V, Py_ssize_t evaluations, uint64_t seed,
-                    double hot, double cold, int16_t keep, int16_t force, double weight, int16_t *best,
+cdef double _anneal(Chain *c, Work *w, int16_t *codes, Py_ssize_t n, Py_ssize_t V, Py_ssize_t evaluations,
+                    uint64_t seed, double hot, double cold, int16_t keep, int16_t force, double weight, int16_t *best,
                     int16_t *tried, const int8_t *stop) noexcept nogil:
     cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
     cdef Result r
@@ -53,12 +53,13 @@ cdef class Evaluator:
     """Decodes plans of one chain at one limit.
 
     Args:
-        arrays: the chain as `rotoff.solver.bounds.Arrays`. out_bandwidth, in_bandwidth: bytes per second. limit, host_limit: bytes
-        (host_limit < 0 for none). visits: columns V of a plan. cap: the most compute operations a plan may decode to.
+        arrays: the chain as `rotoff.solver.bounds.Arrays`. out_bandwidth, in_bandwidth: bytes per second. limit,
+            host_limit: bytes (host_limit < 0 for none). visits: columns V of a plan. cap: the most compute operations a
+            plan may decode to.
     """
 
-    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit, int64_t host_limit,
-                 Py_ssize_t visits, Py_ssize_t cap):
+    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit,
+                 int64_t host_limit, Py_ssize_t visits, Py_ssize_t cap):
         self.keep = []
         self.V = visits
         cdef Chain *c = &self.c
@@ -149,15 +150,16 @@ cdef class Evaluator:
                const int16_t[::1] masks, double weight, int16_t[:, ::1] best, const int8_t[::1] stop):
         """Search from `codes` (changed in place to the last plan); the best plan that fits goes to `best`.
 
-        Simulated annealing: `evaluations` random changes, temperatures falling geometrically from `hot` to `cold` seconds;
-        a plan over the limits costs `weight` seconds a byte more. masks: what a code is and-ed, then or-ed with (a mode's
-        rules). stop: the search ends soon after stop[0] is set. Returns the best makespan, infinity where no plan fitted.
+        Simulated annealing: `evaluations` random changes, temperatures falling geometrically from `hot` to `cold`
+        seconds; a plan over the limits costs `weight` seconds a byte more. masks: what a code is and-ed, then or-ed
+        with (a mode's rules). stop: the search ends soon after stop[0] is set. Returns the best makespan, infinity
+        where no plan fitted.
         """
         cdef double found
         cdef Py_ssize_t n = codes.shape[0] * codes.shape[1]
         work = np.zeros(2 * n, dtype=np.int16)
         cdef int16_t[::1] room = work
         with nogil:
-            found = _anneal(&self.c, &self.w, &codes[0, 0], n, self.V, evaluations, seed, hot, cold, masks[0], masks[1], weight,
-                            &best[0, 0], &room[0], &stop[0])
+            found = _anneal(&self.c, &self.w, &codes[0, 0], n, self.V, evaluations, seed, hot, cold, masks[0], masks[1],
+                            weight, &best[0, 0], &room[0], &stop[0])
         return found

@@ -1,9 +1,10 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """Kernel of POFO as published: OC_x and C_A of the NeurIPS 2021 supplement, B.1 to B.3, on sizes rounded up one by one.
 
-Symbols: A slots kept; A_F slots still leaving; A_B and D (Δ) slots that must be back; u_F, u_B seconds; β slots a second;
-I_i^x input of stage i (x = 0: a_{i-1}, x = 1: ā_{i-1}); ε idle seconds. Stages count from 1. `rotoff.solver.policies.pofo`
-gives the arrays and backtracks; `rotoff.solver.kernels.joint` is the variant that `solve` uses.
+Symbols: A slots kept; A_F slots still leaving; A_B and D (Δ) slots that must be back; u_F, u_B seconds; β slots a
+second; I_i^x input of stage i (x = 0: a_{i-1}, x = 1: ā_{i-1}); ε idle seconds. Stages count from 1.
+`rotoff.solver.policies.pofo` gives the arrays and backtracks; `rotoff.solver.kernels.joint` is the variant that `solve`
+uses.
 """
 
 from libc.math cimport INFINITY, ceil

@@ -106,7 +106,8 @@ cdef bint _next(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Option *o) 
     if o.kind == ALL:
         o.form += 1
         if table == WITHOUT and i == j:
-            # B j with the input just made: of its forms' needs beyond ā_j the largest, since which one it is is not known here.
+            # B j with the input just made: of its forms' needs beyond ā_j the largest, since which one it is is not
+            # known here.
             o.cost, o.first = 0.0, 0
             for w in range(i * p.K, i * p.K + p.n_forms[i]):
                 o.first = _max(o.first, _slots(p, p.need_B[w]) - p.saved[w])
@@ -180,7 +181,8 @@ cdef void _fill(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j) noexcept no
 cdef class Kernel:
     """The tables of one chain at one discretization; arrays as `rotoff.solver.remat` names them.
 
-    base: rows of segments. reach: the most stages of a segment that is made again; bare: of one with a bare ā at its end.
+    base: rows of segments. reach: the most stages of a segment that is made again; bare: of one with a bare ā at its
+    end.
     """
 
     cdef Problem p

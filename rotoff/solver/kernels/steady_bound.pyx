@@ -1,13 +1,14 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""The dual of `rotoff.solver.steady_bounds`: activations as in `kernels.bound`, and each group of parameters, around the whole step.
+"""The dual of `rotoff.solver.steady_bounds`: activations as in `kernels.bound`, and each group of parameters, around
+the whole step.
 
-Cut and interval k of 0..N-1, N = 2L + 1: k < L starts with F_{k+1}, k < 2L with B_{2L-k}, and 2L is the step's end. An interval has two
-parts: while its operation runs, and from then on. What comes in during the first is held at the interval's cut too. P_k and R_k are
-the prices of a byte's copies in the cheaper part, λ_k in the first part's R_k; only the second part has updates and copies out of what the
-operation or an update in the interval has made (price Q_k). A group's life goes from its update in interval u of one step to that in the
-next: positions u..u+N on a time line of two steps, whose cut k and interval k are those of k mod N. With X_k = P_k + λ_0 + ... + λ_k and
-Y_k = R_k − (λ_0 + ... + λ_k), a byte that leaves in interval x and is back in interval y pays X_x + Y_y more than λ from its start to
-its end.
+Cut and interval k of 0..N-1, N = 2L + 1: k < L starts with F_{k+1}, k < 2L with B_{2L-k}, and 2L is the step's end. An
+interval has two parts: while its operation runs, and from then on. What comes in during the first is held at the
+interval's cut too. P_k and R_k are the prices of a byte's copies in the cheaper part, λ_k in the first part's R_k; only
+the second part has updates and copies out of what the operation or an update in the interval has made (price Q_k). A
+group's life goes from its update in interval u of one step to that in the next: positions u..u+N on a time line of two
+steps, whose cut k and interval k are those of k mod N. With X_k = P_k + λ_0 + ... + λ_k and Y_k = R_k − (λ_0 + ... +
+λ_k), a byte that leaves in interval x and is back in interval y pays X_x + Y_y more than λ from its start to its end.
 """
 
 import numpy as np
@@ -47,13 +48,15 @@ cdef struct Lines:
     double *ends_1     # [u] from the cut of the last backward to the update, with and without a valid copy on the host
     double *ends_0
     double *ends_g     # the same of a gradient, which the interval has made
-    double *state      # [u] a byte of the optimizer's state, updated in u; the same with copies across the end for nothing
+    # [u] a byte of the optimizer's state, updated in u; the same with copies across the end for nothing
+    double *state
     double *state_free
     double *held
     double *out        # copies' bytes by interval; those at Q
     double *made
     double *back
-    # of the intervals themselves: prices of the cheaper parts, α of the first, whether the first is cheaper, and gradients
+    # of the intervals themselves: prices of the cheaper parts, α of the first, whether the first is cheaper, and
+    # gradients
     double *p
     double *r
     double *host
@@ -104,7 +107,8 @@ cdef inline void _leaves(Lines *t, Py_ssize_t k, Py_ssize_t made, double size) n
         t.out[k] += size
 
 
-cdef double _made_valid(Lines *t, Py_ssize_t a, Py_ssize_t b, Py_ssize_t last, Py_ssize_t made, double size) noexcept nogil:
+cdef double _made_valid(Lines *t, Py_ssize_t a, Py_ssize_t b, Py_ssize_t last, Py_ssize_t made,
+                        double size) noexcept nogil:
     """A byte that the host does not have, and has at the end; made in interval `made`, or -1."""
     cdef double lowest_P = INFINITY, lowest_X = INFINITY, pair = INFINITY, out
     cdef Py_ssize_t k, x_at = a, out_at = a, back_at = a, P_at = a
@@ -164,7 +168,8 @@ cdef double _to_the_end(Lines *t, Py_ssize_t a, Py_ssize_t end, double size) noe
     return stays
 
 
-cdef double _uses(Lines *t, const int32_t *cuts, Py_ssize_t n, Py_ssize_t N, bint valid, double size, double *fresh) noexcept nogil:
+cdef double _uses(Lines *t, const int32_t *cuts, Py_ssize_t n, Py_ssize_t N, bint valid, double size,
+                  double *fresh) noexcept nogil:
     """A byte of w from its first use to its last, the host's copy valid at the end; valid: at the start too.
 
     fresh[0]: what it costs where the host has no copy at the end either.
@@ -209,7 +214,8 @@ cdef double _update(Groups *c, Lines *t, Py_ssize_t k, bint unpaid, Py_ssize_t *
     cdef const int32_t *cuts = c.cuts + first
     cdef Py_ssize_t whole = cuts[n - 1], use = N + cuts[0], low = whole if whole > c.earliest else c.earliest
     cdef double q_00, q_01, q_11, q_ignored, best = INFINITY, cost, w_cost, across, kept
-    cdef double lowest_X = INFINITY, lowest_Y = INFINITY, pair = INFINITY, lowest_P = INFINITY, made = INFINITY, pair_g = INFINITY
+    cdef double lowest_X = INFINITY, lowest_Y = INFINITY, pair = INFINITY, lowest_P = INFINITY, made = INFINITY
+    cdef double pair_g = INFINITY
     q_01 = _uses(t, cuts, n, N, False, 0.0, &q_00)
     q_11 = _uses(t, cuts, n, N, True, 0.0, &q_ignored)
     for u in range(whole, N - 1):
@@ -240,7 +246,8 @@ cdef double _update(Groups *c, Lines *t, Py_ssize_t k, bint unpaid, Py_ssize_t *
                 kept = t.cum[use] - t.cum[u]
                 w_cost = kept + _min(_min(lowest_P, t.Q[u]), _min(pair, made + lowest_Y))
                 if unpaid:
-                    w_cost = _min(w_cost, _min(t.cum[N - 2], _min(lowest_X, made)) - t.cum[u] + t.cum[N - 1] - t.cum[N - 2] + across)
+                    w_cost = _min(w_cost, _min(t.cum[N - 2], _min(lowest_X, made)) - t.cum[u] +
+                                  t.cum[N - 1] - t.cum[N - 2] + across)
                 w_cost = _min(w_cost + q_11 + t.ends_1[u], kept + _min(q_00 + t.ends_0[u], q_01 + t.ends_1[u]))
                 cost += c.w[k] * w_cost
             if cost < best:
@@ -306,7 +313,8 @@ cdef double _host_update(Groups *c, Lines *t, Py_ssize_t k, bint unpaid, double 
     """Group k updated on the host; with weight > 0 the way is written down."""
     cdef Py_ssize_t N = c.N, first = c.ends[k - 1] if k > 0 else 0, n = c.ends[k] - first, end = N - 1
     cdef const int32_t *cuts = c.cuts + first
-    cdef Py_ssize_t whole = cuts[n - 1], use = N + cuts[0], j, x_at = whole, h_at = -1, y_at = -1, back_at = -1, run_at = -1, from_at = -1
+    cdef Py_ssize_t whole = cuts[n - 1], use = N + cuts[0], j, x_at = whole, h_at = -1, y_at = -1, back_at = -1
+    cdef Py_ssize_t run_at = -1, from_at = -1
     cdef double best = INFINITY, back = INFINITY, run = INFINITY, ignored, w = c.w[k], g = c.g[k], out
     if w <= 0.0 or unpaid:  # a host's update that nobody waits for costs nothing
         for j in range(whole, N - 1):
@@ -445,8 +453,10 @@ cdef void _parts(Problem *a, const double *x, Py_ssize_t N, Lines *t) noexcept n
             t.r[k], t.first_back[k] = back + x[k] / a.in_rate, 1.0
 
 
-cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work, Lines *t, Inputs *inputs) noexcept nogil:
-    """The dual at prices x = (λ, then p, r, η of the first parts, then of the second ones), each of N; g: its supergradient."""
+cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work, Lines *t,
+                  Inputs *inputs) noexcept nogil:
+    """The dual at prices x = (λ, then p, r, η of the first parts, then of the second ones), each of N; g: its
+    supergradient."""
     cdef Py_ssize_t N = c.N, k, i, back = 1 if a.duplex else 0
     cdef double value, size
     cdef double *first = g + N
@@ -510,8 +520,9 @@ cdef void _project(double *x, Py_ssize_t N, bint duplex) noexcept nogil:
                 x[i * N + k] = v[i]
 
 
-cdef double _ascend(Problem *a, Groups *c, double *x, double *g, double *kept, Py_ssize_t steps, double goal, Py_ssize_t patience,
-                    double shrink, double least_goal, double scale, Work *work, Lines *t, Inputs *inputs) noexcept nogil:
+cdef double _ascend(Problem *a, Groups *c, double *x, double *g, double *kept, Py_ssize_t steps, double goal,
+                    Py_ssize_t patience, double shrink, double least_goal, double scale, Work *work, Lines *t,
+                    Inputs *inputs) noexcept nogil:
     """Polyak's supergradient steps towards a target above the best value so far; the best value found."""
     cdef Py_ssize_t N = c.N, k, step, stale = 0
     cdef double value, best = -INFINITY, norm, length, ahead = goal
@@ -562,24 +573,27 @@ cdef class Dual:
     cdef object keep
 
     def __init__(self, bint duplex, double out_rate, double in_rate, const double[::1] room, const double[::1] work,
-                 const double[::1] u_F, const double[:, ::1] saved, const double[:, ::1] slower, const double[::1] entry,
-                 const int32_t[::1] n_forms, const double[:, ::1] sizes, const double[:, ::1] times, const int32_t[::1] ends,
-                 const int32_t[::1] cuts, const int32_t[::1] begun, Py_ssize_t earliest, double unpaid):
+                 const double[::1] u_F, const double[:, ::1] saved, const double[:, ::1] slower,
+                 const double[::1] entry, const int32_t[::1] n_forms, const double[:, ::1] sizes,
+                 const double[:, ::1] times, const int32_t[::1] ends, const int32_t[::1] cuts,
+                 const int32_t[::1] begun, Py_ssize_t earliest, double unpaid):
         cdef Py_ssize_t L = u_F.shape[0] - 1, N = 2 * L + 1
         at = np.zeros(N, dtype=np.int32)
         of = np.zeros((41, 2 * N + 1))
         cdef int32_t[::1] leave_at = at
         cdef double[:, ::1] rows = of
         self.keep = (room, work, u_F, saved, slower, entry, n_forms, sizes, times, ends, cuts, begun, at, of)
-        self.a.L, self.a.K, self.a.duplex, self.a.out_rate, self.a.in_rate = L, saved.shape[1], duplex, out_rate, in_rate
+        self.a.L, self.a.K, self.a.duplex = L, saved.shape[1], duplex
+        self.a.out_rate, self.a.in_rate = out_rate, in_rate
         self.a.room, self.a.work, self.a.u_F, self.a.saved = &room[0], &work[0], &u_F[0], &saved[0, 0]
         self.a.slower, self.a.entry, self.a.n_forms = &slower[0, 0], &entry[0], &n_forms[0]
         self.c.K, self.c.N, self.c.earliest, self.c.unpaid = ends.shape[0], N, earliest, unpaid
         self.c.w, self.c.g, self.c.o = &sizes[0, 0], &sizes[1, 0], &sizes[2, 0]
         self.c.update, self.c.host_update = &times[0, 0], &times[1, 0]
         self.c.ends, self.c.cuts, self.c.begun = &ends[0], &cuts[0], &begun[0]
-        self.work.total, self.work.minus, self.work.alpha, self.work.arrive = &rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0]
-        self.work.leave, self.work.away, self.work.held, self.work.leave_at = &rows[4, 0], &rows[5, 0], &rows[6, 0], &leave_at[0]
+        self.work.total, self.work.minus, self.work.alpha = &rows[0, 0], &rows[1, 0], &rows[2, 0]
+        self.work.arrive, self.work.leave, self.work.away = &rows[3, 0], &rows[4, 0], &rows[5, 0]
+        self.work.held, self.work.leave_at = &rows[6, 0], &leave_at[0]
         self.work.whole = &rows[21, 0]
         self.i.prices.lam = self.i.prices.r = self.i.prices.alpha = &rows[22, 0]
         self.i.gradient.lam, self.i.gradient.r, self.i.gradient.alpha = &rows[23, 0], &rows[24, 0], &rows[25, 0]
@@ -606,17 +620,17 @@ cdef class Dual:
         cdef double[:, ::1] g = made
         return _dual(&self.a, &self.c, &prices[0, 0], &g[0, 0], &self.work, &self.t, &self.i), made
 
-    def ascend(self, double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t patience, double shrink, double least_goal,
-               double scale):
+    def ascend(self, double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t patience, double shrink,
+               double least_goal, double scale):
         """The best value found from `prices` on, which become those of that value.
 
-        goal: a first guess of the rise; it shrinks by `shrink` after `patience` steps without progress, down to `least_goal`.
-        scale: of a step in λ beside one in the other prices.
+        goal: a first guess of the rise; it shrinks by `shrink` after `patience` steps without progress, down to
+        `least_goal`. scale: of a step in λ beside one in the other prices.
         """
         cdef double[:, ::1] g = np.zeros((7, self.c.N))
         cdef double[:, ::1] kept = np.zeros((7, self.c.N))
         cdef double best
         with nogil:
-            best = _ascend(&self.a, &self.c, &prices[0, 0], &g[0, 0], &kept[0, 0], steps, goal, patience, shrink, least_goal, scale,
-                           &self.work, &self.t, &self.i)
+            best = _ascend(&self.a, &self.c, &prices[0, 0], &g[0, 0], &kept[0, 0], steps, goal, patience, shrink,
+                           least_goal, scale, &self.work, &self.t, &self.i)
         return best

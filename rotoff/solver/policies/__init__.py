@@ -18,6 +18,7 @@ import numpy as np
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ...core.simulator import simulate
+from ...core.trace import figures
 from ...errors import OptionError
 from .autoswap import autoswap
 from .block_swap import block_swap
@@ -95,10 +96,10 @@ def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> 
     policy = check_policy(name, options)
     if name in POLICIES and chain.parameters:
         raise OptionError(
-            f"policy {name!r} plans only activations; give chain.without_parameters(), or one of {', '.join(PLACEMENTS)}"
+            f"policy {name!r} plans only activations; give chain.without_parameters(), or one of"
+            f" {', '.join(PLACEMENTS)}"
         )
     with np.errstate(over="ignore", invalid="ignore"):  # copies that never end, over links that hardly move
         made = policy(chain, mem_limit, **options)
-    trace = simulate(chain, made, mem_limit)
-    figures = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
-    return replace(made, mode=name, mem_limit=mem_limit, meta={"source": name, **made.meta, **figures})
+    meta = {"source": name, **made.meta, **figures(simulate(chain, made, mem_limit))}
+    return replace(made, mode=name, mem_limit=mem_limit, meta=meta)

@@ -32,8 +32,8 @@ from ...core.sequence import Sequence
 from ...errors import OptionError
 from ..arrays import arrays
 from ..bounds import min_mem_limit
-from ..fractional import peak_bytes
 from .lowering import Schedule, lower, moving_needs
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 TRIALS = 60

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from ...core.chain import Chain
 from ...core.sequence import Op, Sequence
 from ...core.simulator import simulate
-from ...core.sizes import format_bytes
-from ...errors import InfeasibleError, OptionError
+from ...errors import OptionError
+from .refusal import refusal
 
 
 def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tuple[str, tuple[Op, ...]]]) -> Sequence:
@@ -31,11 +31,7 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
             best = (key, source, ops)
     if best is None:
         assert least is not None, "a policy proposes at least one sequence"
-        raise InfeasibleError(
-            f"needs at least {format_bytes(least)} ({least} bytes) with policy {policy}; the limit is"
-            f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
-            least,
-        )
+        raise refusal(policy, mem_limit, least)
     _, source, ops = best
     return Sequence(ops, meta={"source": f"{policy}, {source}"})
 

@@ -22,8 +22,7 @@ Where interpreted:
 - "If the resulting solution is not feasible" is judged on exact bytes by `lowering.lower`, which also makes the
   schedule.
 - States that idle longer than the smallest prefix of stages that fits the model (GREEDY's, or one more) are left out;
-  the
-  optimum is the same. At or above M_peak nothing is moved.
+  the optimum is the same. At or above M_peak nothing is moved.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ import numpy as np
 
 from ...core.chain import Chain
 from ...core.sequence import Sequence
-from ...errors import OptionError
 from ..arrays import arrays
 from ..bounds import min_mem_limit
-from ..fractional import peak_bytes
 from ..plan_codes import keep_all
+from ..slots import parse_slots
 from .greedy import greedy_set
 from .lowering import Schedule, lower
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 SLOTS = 500
@@ -81,18 +80,9 @@ def discretize(chain: Chain, mem_limit: int, S: int) -> Slots:
     x = np.minimum(np.diff(-(-np.cumsum(np.concatenate([[0], c.saved[1:, 0]])) * S // room), prepend=0), 2 * S + 1)
     a_L = np.where(np.arange(L) < L - 1, c.out[L], 0)
     rate_F, rate_B = chain.d2h_bandwidth * S / room, chain.h2d_bandwidth * S / room
-    return Slots(
-        S=S,
-        x=x,
-        y=up(c.grad),
-        ex_F=up(c.f_transient[1:, 0]),
-        ex_B=up(c.b_transient[1:, 0] + a_L),
-        u_F=sums_down(c.u_F[1:], rate_F),
-        u_B=sums_down(c.u_B[1:, 0], rate_B),
-        rate_F=rate_F,
-        rate_B=rate_B,
-        duplex=chain.duplex,
-    )
+    ex_F, ex_B = up(c.f_transient[1:, 0]), up(c.b_transient[1:, 0] + a_L)
+    u_F, u_B = sums_down(c.u_F[1:], rate_F), sums_down(c.u_B[1:, 0], rate_B)
+    return Slots(S, x, up(c.grad), ex_F, ex_B, u_F, u_B, rate_F, rate_B, chain.duplex)
 
 
 def step(
@@ -161,11 +151,8 @@ def between(p: Slots, state: np.ndarray) -> np.ndarray:
     only_back = after(p.rate_B, p.u_F * (p.rate_B / p.rate_F), p.ex_F, kept + np.maximum(D_B, 0), free_F)  # (10)
     if not p.duplex:
         only_out, only_back = np.maximum(only_out, out - free_B), np.maximum(only_back, back - free_F)
-    return np.where(
-        (D_F > 0) & (D_B > 0),
-        both,
-        np.where(D_F > 0, np.maximum(0, only_out), np.where(D_B > 0, np.maximum(0, only_back), 0.0)),
-    )
+    one = np.where(D_F > 0, np.maximum(0, only_out), np.where(D_B > 0, np.maximum(0, only_back), 0.0))
+    return np.where((D_F > 0) & (D_B > 0), both, one)
 
 
 def idle_of(p: Slots, out: list[int]) -> float:
@@ -246,9 +233,8 @@ def dynprog(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
         InfeasibleError: below the smallest limit of mode offload, and where nothing fits at that many slots.
         OptionError: if `slots` is no whole number of at least 1.
     """
-    if isinstance(slots, bool) or not isinstance(slots, (int, np.integer)) or slots < 1:
-        raise OptionError(f"slots is {slots!r}; give a whole number of at least 1")
-    S, least, most = int(slots), min_mem_limit(chain, "offload"), peak_bytes(chain)
+    S = parse_slots(slots, "slots")
+    least, most = min_mem_limit(chain, "offload"), peak_bytes(chain)
     if mem_limit >= most:
         return Sequence(keep_all(chain).ops, meta={"source": "dynprog, nothing moves"})
     made = solve_slots(chain, mem_limit, S) if mem_limit >= least else None

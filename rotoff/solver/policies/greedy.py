@@ -15,8 +15,8 @@ from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ..arrays import arrays
 from ..bounds import min_mem_limit
-from ..fractional import peak_bytes
 from .lowering import lower, moving_needs
+from .needs import peak_bytes
 from .refusal import refusal
 
 

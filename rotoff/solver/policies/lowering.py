@@ -8,11 +8,10 @@ clocks:
 
 - ``offload`` follows the forward that makes the value;
 - ``free`` comes before the first operation at which the copy out has ended (it costs nothing then), or as soon as
-  memory
-  asks for it, and compute waits; the value that left first goes first;
+  memory asks for it, and compute waits; the value that left first goes first;
 - ``prefetch`` goes by order of need, as early as every operation up to that need fits with it, but not before all of
-  the set
-  has left or the last forward has run; from the first one on, nothing more is freed that memory does not ask for;
+  the set has left or the last forward has run; from the first one on, nothing more is freed that memory does not ask
+  for;
 - ``wait`` comes just before the need.
 """
 
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, abar, free, offload, prefetch, wait
 from ..arrays import arrays
-from ..fractional import needs
+from .needs import needs
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ def nonpersistent(chain: Chain, mem_limit: int) -> Sequence:
     count = len(chain) * math.prod(3 + len(stage.forms) for stage in chain.stages)
     if count > MOST_STATES:
         raise OptionError(
-            f"the chain of {len(chain)} stages has up to {count} states; policy nonpersistent searches them all, at most"
-            f" {MOST_STATES}: use policy='rotor' or mode='remat'"
+            f"the chain of {len(chain)} stages has up to {count} states; policy nonpersistent searches them all, at"
+            f" most {MOST_STATES}: use policy='rotor' or mode='remat'"
         )
     ops = shortest(States(chain, mem_limit))
     if ops is None:

@@ -13,8 +13,7 @@ Where interpreted:
   what
   the paper brings in during the backward of layer i+1 is ā_{i−1} here.
 - "Different subsets of hidden layers" are searched "extensively" in the paper. Here: the first k stages for every k,
-  and for
-  every k the k stages of most forward time per byte; the fastest that fits. `layers` fixes the subset.
+  and for every k the k stages of most forward time per byte; the fastest that fits. `layers` fixes the subset.
 - `parallel` false is the ablation of its table 2: each copy is waited for at once.
 
 The pinned buffers, allocated beforehand, are the runtime's (one slab for each plan); the invertible BatchNorm is

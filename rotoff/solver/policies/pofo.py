@@ -8,16 +8,14 @@ one bandwidth β both ways; memory is released while it leaves and taken while i
 Where interpreted:
 
 - Slots are M_GPU / N bytes and *every* size is rounded up by itself: values, gradients, transients, and what is left of
-  the
-  backlogs A_F, A_B and Δ after each step (the supplement says "discretized" and no more; this keeps every state sound).
+  the backlogs A_F, A_B and Δ after each step (the supplement says "discretized" and no more; this keeps every state
+  sound).
 - a_0 is the input I of stage 1, is kept and never moves. a_L stays with the caller, so it is added to the gradient in
-  every
-  backward-phase need but stage L's own. β is the slower direction's.
+  every backward-phase need but stage L's own. β is the slower direction's.
 - No smaller forms of stages: the paper has none.
 - The program's answer says what is kept, moved and recomputed. It becomes operations by the decoder that `solve` uses,
-  whole
-  values at exact bytes on a link of both directions; a value that the program moves leaves only if its room is needed.
-  The machine's time is therefore not the program's (`predicted_time` in the sequence's meta).
+  whole values at exact bytes on a link of both directions; a value that the program moves leaves only if its room is
+  needed. The machine's time is therefore not the program's (`predicted_time` in the sequence's meta).
 
 How `solve` differs: `solver.slots` rounds running sums and needs once, drains backlogs by running clocks, has a β for
 each direction, and starts a search on exact bytes from what comes out.
@@ -26,7 +24,7 @@ each direction, and starts a search on exact bytes from what comes out.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -34,37 +32,21 @@ from ...core.chain import Chain
 from ...core.sequence import Op, Sequence
 from ...core.simulator import simulate
 from ...core.sizes import format_bytes
-from ...errors import InfeasibleError, OptionError
+from ...errors import OptionError
 from ..arrays import arrays
 from ..kernels.pofo import Kernel
 from ..plan_codes import MOVE, evaluator, from_forwards, to_ops
 from ..remat import segment_codes
+from ..slots import parse_slots
 from .choose import largest_size, too_few_slots
+from .refusal import refusal
 
 SLOTS = 50
 TABLE_BYTES = 8 << 30
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(SimpleNamespace):
     """What the kernel reads, under the names and in the units that `solver/kernels/pofo.pyx` gives."""
-
-    L: int
-    N: int
-    beta: float
-    U: np.ndarray
-    u_B: np.ndarray
-    out: np.ndarray
-    saved: np.ndarray
-    all_F: np.ndarray
-    need_B: np.ndarray
-    held: np.ndarray
-    step: np.ndarray
-    most: np.ndarray
-    rest: np.ndarray
-    late: np.ndarray
-    early: np.ndarray
-    row: np.ndarray
 
 
 def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
@@ -165,8 +147,7 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
         InfeasibleError: if the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
             within one slot. OptionError: if `slots` are too few for any limit, or too many for 8 GiB of tables.
     """
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise OptionError(f"slots is {slots!r}; give a whole number of at least 1")
+    slots = parse_slots(slots, "slots")
     L = len(chain)
     size = 8 * (slots + 1) ** 2 * (L * (L - 1) // 2 + 2 * (L + 1) * (slots + 1))
     if size > TABLE_BYTES:
@@ -181,12 +162,7 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
     if math.isfinite(seconds):
         ops = _decoded(chain, mem_limit, from_forwards(chain, _forwards(table, kernel)))
     if ops is None:
-        least = least_limit(chain, mem_limit, slots)
-        raise InfeasibleError(
-            f"needs about {format_bytes(least)} ({least} bytes) with policy pofo at {slots} slots; the limit is"
-            f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
-            least,
-        )
+        raise refusal("pofo", mem_limit, least_limit(chain, mem_limit, slots), slots)
     return Sequence(ops, meta={"source": f"pofo, {slots} slots", "predicted_time": seconds})
 
 

@@ -10,11 +10,12 @@ from ...errors import InfeasibleError
 STEPS = 10
 
 
-def refusal(policy: str, mem_limit: int, least: int) -> InfeasibleError:
-    """The error that names `least`, in bytes."""
+def refusal(policy: str, mem_limit: int, least: int, slots: int | None = None) -> InfeasibleError:
+    """The error that names `least`, in bytes. slots: of a program that knows it to within one of them."""
+    known, at = ("at least", "") if slots is None else ("about", f" at {slots} slots")
     return InfeasibleError(
-        f"needs at least {format_bytes(least)} ({least} bytes) with policy {policy}; the limit is {format_bytes(mem_limit)}"
-        f" ({mem_limit} bytes)",
+        f"needs {known} {format_bytes(least)} ({least} bytes) with policy {policy}{at}; the limit is"
+        f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
         least,
     )
 

@@ -25,13 +25,12 @@ import numpy as np
 
 from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, Sequence
-from ...core.sizes import format_bytes
-from ...errors import InfeasibleError, OptionError
 from .. import remat
 from ..arrays import arrays
 from ..kernels.remat import Kernel, Table
-from ..slots import Slots, discretize
+from ..slots import Slots, discretize, parse_slots
 from .choose import fastest, largest_size, too_few_slots
+from .refusal import refusal
 from .segments import sweep
 
 
@@ -79,16 +78,10 @@ def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
         InfeasibleError: if the recurrence finds nothing; its `min_mem_limit` is the smallest limit at which it would,
             to within one slot. OptionError: if `slots` are too few for any limit.
     """
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise OptionError(f"slots is {slots!r}; give a whole number of at least 1")
+    slots = parse_slots(slots, "slots")
     program = Program(chain, mem_limit, slots) if mem_limit > chain.input_bytes else None
     if program is None or not math.isfinite(program.cost):
-        least = _least_limit(chain, mem_limit, slots)
-        raise InfeasibleError(
-            f"needs about {format_bytes(least)} ({least} bytes) with policy rotor at {slots} slots; the limit is"
-            f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
-            least,
-        )
+        raise refusal("rotor", mem_limit, _least_limit(chain, mem_limit, slots), slots)
     return fastest(chain, mem_limit, "rotor", [(f"{slots} slots", program.operations())])
 
 

@@ -6,11 +6,10 @@ segment.
 
 - Liveness analysis is what the machine does by itself: ``B i`` drops ā_i and δ_i. Alone, it is keeping everything.
 - Unified tensor pool: ā of CONV layers may leave. Without the cache each one does: out behind the forwards up to the
-  next
-  checkpoint, back behind the backwards from one checkpoint to the one before. With the cache (algorithm 2) an operation
-  that does not fit evicts the least recently used ā of a CONV layer that is not its operand, so nothing moves where all
-  fits; what was evicted comes back when a checkpoint's backward is about to use it, one checkpoint ahead where there is
-  room.
+  next checkpoint, back behind the backwards from one checkpoint to the one before. With the cache (algorithm 2) an
+  operation that does not fit evicts the least recently used ā of a CONV layer that is not its operand, so nothing moves
+  where all fits; what was evicted comes back when a checkpoint's backward is about to use it, one checkpoint ahead
+  where there is room.
 - Cost-aware recomputation: layers between checkpoints are not kept. *Speed-centric*: a segment runs again once and is
   kept,
   O(N) forwards. *Memory-centric*: it runs again for each of its backwards and keeps one layer, n(n+1)/2 forwards for n.
@@ -21,12 +20,10 @@ segment.
 Where interpreted:
 
 - The unit is the stage. Checkpoints are `heavy.heavy_stages` unless given; all of them may move, since a chain does not
-  say
-  which is FC and those are small. The stages after the last checkpoint are kept: their backward follows at once (the
-  paper's table 1 does not count Softmax either).
+  say which is FC and those are small. The stages after the last checkpoint are kept: their backward follows at once
+  (the paper's table 1 does not count Softmax either).
 - The runtime is "dynamic": here the first technique that fits is used, in the paper's order: liveness, cache, cache
-  with
-  cost-aware recomputation, and with the memory-centric form of every segment. `techniques` fixes one.
+  with cost-aware recomputation, and with the memory-centric form of every segment. `techniques` fixes one.
 - A convolution's backward needs no output of its own in cuDNN; a stage's backward here holds ā_i, its output included.
   So B of a checkpoint after a speed-centric segment may hold more than the paper counts.
 - Execution order of fans and joins (algorithm 1), memory pool and workspaces are not a plan's business; see
@@ -56,11 +53,11 @@ from ...core.sequence import (
     prefetch,
     wait,
 )
-from ...core.simulator import Machine
+from ...core.simulator import Machine, simulate
 from ...errors import OptionError
 from ..arrays import arrays
-from ..fractional import peak_bytes
 from .heavy import check_stages, heavy_stages
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")
@@ -310,11 +307,6 @@ def _first(
 ) -> tuple[str, tuple[Op, ...]] | None:
     for name in TECHNIQUES[:4] if technique is None else (technique,):
         ops = operations(chain, limit, name, checkpoints)
-        if ops is not None and _fits(chain, ops, limit):
+        if ops is not None and simulate(chain, ops).peak_bytes <= limit:
             return name, ops
     return None
-
-
-def _fits(chain: Chain, ops: tuple[Op, ...], limit: int) -> bool:
-    machine = Machine(chain)
-    return all(machine.step(op).memory <= limit for op in ops)

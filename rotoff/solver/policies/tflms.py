@@ -18,8 +18,8 @@ from __future__ import annotations
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ...errors import OptionError
-from ..fractional import peak_bytes
 from .lowering import Schedule, lower, moving_needs
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ..arrays import arrays
-from ..fractional import peak_bytes
 from .lowering import Schedule, lower
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ...errors import OptionError
-from ..fractional import peak_bytes
 from .heavy import heavy_stages
 from .lowering import Schedule, lower
+from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
 
 SETS = ("all", "convolutions")
@@ -49,11 +49,8 @@ def vdnn_plus_plus(chain: Chain, mem_limit: int, what: str | None = None, synchr
         def fits(limit: int) -> bool:
             return _best(chain, limit, what, synchronous) is not None
 
-        raise refusal(
-            "vdnn++",
-            mem_limit,
-            limit_that_works(fits, mem_limit, 2 * peak_bytes(chain) + chain.output_bytes(len(chain)) + mem_limit),
-        )
+        most = 2 * peak_bytes(chain) + chain.output_bytes(len(chain)) + mem_limit
+        raise refusal("vdnn++", mem_limit, limit_that_works(fits, mem_limit, most))
     made, name = found
     return Sequence(made.ops, meta={"source": f"vdnn++, {name}" + (", synchronous" if synchronous else "")})
 

@@ -32,9 +32,15 @@ def pinned_memory(device: torch.device) -> Finding:
     room = available_bytes()
     nbytes = max(MIB, PINNED if room is None else min(PINNED, room // 4))
     figures = pinning(nbytes, device)
-    said = f"{format_bytes(nbytes)} pinned at {rate(nbytes / max(figures['pin'], 1e-9))}, in {figures['segments']} segments"
+    said = (
+        f"{format_bytes(nbytes)} pinned at {rate(nbytes / max(figures['pin'], 1e-9))}, in {figures['segments']}"
+        " segments"
+    )
     if figures["registered"] < figures["segments"]:
-        refused = "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a power of two"
+        refused = (
+            "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a"
+            " power of two"
+        )
         return Finding(ATTENTION, f"{said}; {refused}; plan with a host_limit of half of the host's memory", figures)
     return Finding(OK, said, figures)
 
@@ -62,16 +68,10 @@ def offload_file() -> Finding:
     finally:
         file.close()
     stat = os.statvfs(directory)
-    figures: dict[str, Any] = {
-        "nbytes": FILE,
-        "reserve": time.perf_counter() - start,
-        "file_system": filesystem_of(directory),
-        "free": stat.f_bavail * stat.f_frsize,
-    }
-    free = format_bytes(figures["free"])
-    return Finding(
-        OK, f"a file in {directory} ({figures['file_system'] or 'unknown'}, {free} free) stands for the host", figures
-    )
+    figures: dict[str, Any] = {"nbytes": FILE, "reserve": time.perf_counter() - start}
+    figures |= {"file_system": filesystem_of(directory), "free": stat.f_bavail * stat.f_frsize}
+    where = f"{directory} ({figures['file_system'] or 'unknown'}, {format_bytes(figures['free'])} free)"
+    return Finding(OK, f"a file in {where} stands for the host", figures)
 
 
 def bandwidth(device: torch.device) -> Finding:
@@ -82,9 +82,15 @@ def bandwidth(device: torch.device) -> Finding:
     }
     figures |= bandwidths(device, figures["nbytes"])
     out, back = figures["out"], figures["in"]
-    said = f"out {rate(out)}, in {rate(back)}; both at once {rate(figures['out_beside_in'])} and {rate(figures['in_beside_out'])}"
+    said = (
+        f"out {rate(out)}, in {rate(back)}; both at once {rate(figures['out_beside_in'])} and"
+        f" {rate(figures['in_beside_out'])}"
+    )
     if device.type == "cuda" and min(out, back) < SLOW:
-        cure = "see that the GPU sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else copies; plans recompute more"
+        cure = (
+            "see that the GPU sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else copies; plans"
+            " recompute more"
+        )
         return Finding(ATTENTION, f"{said}; this is slow for a GPU: {cure}", figures)
     return Finding(OK, said, figures)
 

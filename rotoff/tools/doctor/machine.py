@@ -24,16 +24,9 @@ LITTLE = 4 << 30  # bytes of the host: with less, a plan for a GPU has hardly an
 def versions(device: torch.device) -> Finding:
     """Of rotoff, torch, CUDA, driver, Python and system."""
     cuda = device.type == "cuda"
-    figures: dict[str, Any] = {
-        "rotoff": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "machine": platform.machine(),
-        "cores": cores(),
-        "load": os.getloadavg()[0],
-        "device": processor(),
-    }
+    figures: dict[str, Any] = {"rotoff": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    figures |= {"system": platform.platform(), "machine": platform.machine()}
+    figures |= {"cores": cores(), "load": os.getloadavg()[0], "device": processor()}
     said = f"rotoff {__version__}, torch {torch.__version__}, Python {figures['python']}, {figures['system']}"
     if cuda:
         properties = torch.cuda.get_device_properties(device)

@@ -35,6 +35,8 @@ def measured(small: SmallModel) -> Finding:
     seconds = time.perf_counter() - start
     least, most = planned.min_mem_limit(), planned.keep_all_memory
     host_bound = sum(planned.profile.host_bound)
+    chain = planned.chain
+    link = {"d2h": chain.d2h_bandwidth, "h2d": chain.h2d_bandwidth, "duplex": chain.duplex}
     figures = {
         "size": vars(small.size),
         "threads": torch.get_num_threads(),
@@ -43,20 +45,16 @@ def measured(small: SmallModel) -> Finding:
         "smallest_limit": least,
         "keep_all_bytes": most,
         "keep_all_time": planned.chain.compute_time,
-        "bandwidth": {
-            "d2h": planned.chain.d2h_bandwidth,
-            "h2d": planned.chain.h2d_bandwidth,
-            "duplex": planned.chain.duplex,
-        },
+        "bandwidth": link,
         "host_bound_stages": host_bound,
     }
-    said = f"{len(planned.chain)} stages measured in {seconds:.1f} s; a step takes {format_bytes(most)}, at the least {format_bytes(least)}"
+    said = (
+        f"{len(planned.chain)} stages measured in {seconds:.1f} s; a step takes {format_bytes(most)}, at the least"
+        f" {format_bytes(least)}"
+    )
     if host_bound:
-        return Finding(
-            ATTENTION,
-            f"{said}; {host_bound} stages wait for the host, so their times may be off: is the host busy?",
-            figures,
-        )
+        more = f"{host_bound} stages wait for the host, so their times may be off: is the host busy?"
+        return Finding(ATTENTION, f"{said}; {more}", figures)
     return Finding(OK, said, figures)
 
 
@@ -216,7 +214,10 @@ def overlap(small: SmallModel) -> Finding:
     predicted, found, best = hidden(recorded.predicted), statistics.median(shares[1:]), max(shares[1:])
     moved = trace.d2h_bytes + trace.h2d_bytes
     figures = {"limit": limit, "moved": moved, "predicted": predicted, "measured": found, "best": best}
-    said = f"{found:.0%} of the copies' time is hidden behind compute ({best:.0%} in the best of {PAIRS} steps), {predicted:.0%} predicted"
+    said = (
+        f"{found:.0%} of the copies' time is hidden behind compute ({best:.0%} in the best of {PAIRS} steps),"
+        f" {predicted:.0%} predicted"
+    )
     if best < predicted - LATE:
         cure = "other copies or a busy processor are in the way, or the link is slower than it was when it was measured"
         return Finding(ATTENTION, f"{said}; {cure}: run this again on a quiet machine", figures)

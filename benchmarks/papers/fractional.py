@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..core.chain import Chain
-from ..core.sizes import parse_bytes
-from .arrays import arrays
-from .bounds import infeasible, min_mem_limit
+from rotoff import Chain, min_mem_limit, parse_bytes
+from rotoff.solver.arrays import arrays
+from rotoff.solver.bounds import infeasible
+from rotoff.solver.policies.needs import needs, peak_bytes
 
 SLACK = 1e-9  # bytes, relative to the limit: what sums of real numbers may be off by
 
@@ -41,23 +41,6 @@ class Timeline:
     forward_starts: tuple[float, ...]
     backward_starts: tuple[float, ...]
     gap: float
-
-
-def needs(chain: Chain) -> tuple[list[int], list[int]]:
-    """m_F and m_B of section 3.2, in bytes: what F_1..F_L and B_1..B_L hold with nothing moved (entry 0 is 0)."""
-    c, L = arrays(chain), len(chain)
-    m_F, m_B, kept = [0] * (L + 1), [0] * (L + 1), int(c.out[0])
-    for i in range(1, L + 1):
-        kept += int(c.saved[i, 0])
-        m_F[i] = kept + int(c.f_transient[i, 0])
-        m_B[i] = kept + int(c.grad[i] + c.grad[i - 1] + c.b_transient[i, 0]) + (int(c.out[L]) if i < L else 0)
-    return m_F, m_B
-
-
-def peak_bytes(chain: Chain) -> int:
-    """M_peak of section 3.2: the bytes of keeping everything."""
-    m_F, m_B = needs(chain)
-    return max(*m_F, *m_B)
 
 
 def offload_bound(chain: Chain, mem_limit: int | str) -> float:

@@ -1,0 +1,91 @@
+"""What a planned step holds, in the terms of the user's limit: as the machine charges it, and as it is expected."""
+
+from __future__ import annotations
+
+from ..core.sequence import FORWARDS, Op, OpKind
+from ..profile.profile import Profile
+from ..runtime.execution_plan import ExecutionPlan
+from .sharing import shared_bytes
+
+
+def reported_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+    """The peak of `plan` that is held against a limit: the machine's, or that of the plain model where everything is
+    kept."""
+    return expected_bytes(profile, plan) if plan.keeps_all else simulated_bytes(profile, plan)
+
+
+def simulated_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+    """The machine's peak in the terms of the user's limit."""
+    levels = _told(profile, plan, [event.memory for event in plan.trace.events])
+    return max(*levels, profile.prefix_peak_bytes)
+
+
+def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
+    """What a step is expected to hold at most: the highest of `expected_levels`, or what comes before the chain."""
+    return max(*expected_levels(profile, plan), profile.prefix_peak_bytes)
+
+
+def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
+    """Of each operation, the most that a step is expected to hold while it runs: what the machine charges, in the terms
+    of the user's limit, less what is sure not to be there.
+
+    That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which
+    the loss has yet to make, and whatever several values share. Of the plain model, values that nobody saved once it
+    has let go of them; and what its own code holds longer than a stage is added.
+    """
+    L = len(profile.chain)
+    made, whole = False, set()
+    levels = []
+    carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
+    chosen = profile.keeping(plan.kept, plan.compact)
+    shared = shared_bytes(chosen.chain, carried, plan.sequence.ops)
+    for n, event in enumerate(plan.trace.events):
+        op, less = event.op, shared[n]
+        if op.kind is OpKind.B:
+            less += chosen.freed_before_backward[op.stage - 1] if op.stage in whole else 0
+        elif made and n < plan.forward_end:
+            less += profile.chain.grad_bytes(L)
+        if op.kind is OpKind.F_ALL:
+            whole.add(op.stage)
+        elif op.kind is OpKind.F_SEL:
+            whole.discard(op.stage)
+        if plan.keeps_all:
+            less += _passed(profile, op) + (_let_go(profile, op) if plan.lets_go else 0)
+            less += profile.outside_bytes[op.stage - 1] if profile.outside_bytes and op.kind in FORWARDS else 0
+        made = made or (op.kind in FORWARDS and op.stage == L)
+        levels.append(event.memory - less)
+    return _told(profile, plan, levels)
+
+
+def _passed(profile: Profile, op: Op) -> int:
+    """Bytes that the plain model has let go of when its ``F`` or ``B`` of a stage begins, or has once, and that are
+    still charged once more; less those that its ``F`` holds and that are not charged."""
+    i = op.stage
+    if op.kind is OpKind.B:
+        return sum(one.nbytes for one in profile.passing if one.first < i) + sum(profile.twice_bytes[: i - 1])
+    held = sum(one.nbytes for one in profile.lingering if one.first < i <= one.until)
+    return sum(one.nbytes for one in profile.passing if one.until < i) - held + sum(profile.twice_bytes)
+
+
+def _let_go(profile: Profile, op: Op) -> int:
+    """Bytes of what the model has returned that its caller has let go when a ``B`` begins, and that are charged."""
+    if op.kind is not OpKind.B:
+        return 0
+    gone = profile.freed_before_backward[op.stage - 1]  # of which the output of the stage may be a part
+    made = sum(one.nbytes for one in profile.returned if one.first == op.stage)
+    return sum(one.nbytes for one in profile.returned if one.first < op.stage) + max(0, made - gone)
+
+
+def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
+    """The machine's `levels` during the plan's events in the terms of the user's limit."""
+    constant = profile.unmanaged_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
+    constant += 0 if plan.keeps_all else profile.snapshot_bytes
+    beside, forms, again = profile.replay_extra(plan.replayed), dict[int, int](), []
+    for event in plan.trace.events:
+        redone = event.recompute
+        if event.op.kind in FORWARDS:
+            forms[event.op.stage] = event.op.form
+        elif event.op.kind is OpKind.B:
+            redone = forms[event.op.stage] > 0
+        again.append(beside[event.op.stage] if redone else 0)
+    return [level + more + constant for level, more in zip(levels, again, strict=True)]

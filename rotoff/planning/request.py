@@ -1,0 +1,105 @@
+"""What a plan is asked for, and the sequence that the solver or the cache has for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.chain import Chain
+from ..core.sequence import Sequence
+from ..core.simulator import simulate
+from ..errors import InvalidSequenceError, OptionError, SequenceFormatError
+from ..io.cache import Cache
+from ..io.progress import Bar
+from ..profile.profile import Profile
+from ..runtime.execution_plan import ExecutionPlan
+from ..solver import solve
+from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
+from ..solver.slots import parse_slots
+from ..solver.solve import check_alone, check_mode_options
+from ..version import __version__
+
+logger = logging.getLogger("rotoff")
+
+
+def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
+    """Raise OptionError where these are no options of a request."""
+    if mode not in ("joint", "remat", "offload"):
+        raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
+    parse_slots(mem_slots)
+    if policy is None:
+        check_mode_options(options)
+    else:
+        check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
+        check_policy(policy, options)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `compute_sequence` was asked for."""
+
+    mem_limit: int
+    mode: str
+    mem_slots: int
+    options: dict[str, Any]
+    policy: str | None = None  # a system of the papers, instead of the mode
+    plain: bool = True  # whether the plain model may run where everything fits
+    lets_go: bool = False  # whether the loop holds nothing of what the model returns but where its backward starts
+    here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
+    cache: Cache = field(default_factory=lambda: Cache(None))
+    planner: Callable[[Profile, Request], ExecutionPlan] | None = None  # where the limit is of all the device holds
+
+    def __str__(self) -> str:
+        return f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
+
+    @property
+    def replays(self) -> bool:
+        """Whether forwards may run more than once."""
+        return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
+
+    def solve(self, chain: Chain, limit: int) -> Sequence:
+        """The sequence asked for, within `limit` bytes in the machine's terms."""
+        key = self._key(chain, limit)
+        if key is not None and (known := _known_sequence(self.cache, key, chain, limit)) is not None:
+            return known
+        sequence = self._solve(chain, limit)
+        if key is not None:
+            self.cache.keep("plan", key, sequence.to_dict())
+        return sequence
+
+    def _key(self, chain: Chain, limit: int) -> dict[str, Any] | None:
+        """All that a sequence depends on; None where an option cannot be compared, such as a function."""
+
+        content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
+        asked = {"mode": self.mode, "slots": self.mem_slots, "policy": self.policy, "options": self.options}
+        key = {"chain": content, "rotoff": __version__, "limit": limit, **asked}
+        try:
+            json.dumps(key)
+        except TypeError:
+            return None
+        return key
+
+    def _solve(self, chain: Chain, limit: int) -> Sequence:
+        if self.policy is not None:
+            return solve(chain, limit, policy=self.policy, **self.options)
+        with Bar("planning") as bar:
+            options = {"progress": lambda done, _: bar(done), **self.options}
+            return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **options)
+
+
+def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:
+    """A sequence kept for `key`, if the machine accepts it."""
+    found = cache.find("plan", key)
+    if found is None:
+        return None
+    try:
+        sequence = Sequence.from_dict(found)
+        simulate(chain, sequence, limit)
+    except (SequenceFormatError, InvalidSequenceError) as error:
+        logger.warning("rotoff: a cached plan is ignored: %s", error)
+        return None
+    logger.info("rotoff: plan from the cache in %s", cache.directory)
+    return sequence

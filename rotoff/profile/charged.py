@@ -1,0 +1,74 @@
+"""The costs of a stage in its chain: what it takes by itself, and the gradients that it makes and is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from ..core.chain import Stage
+from .measured import Measured
+from .memory.gradients import Charge
+
+
+@dataclass(frozen=True)
+class ChargedStage:
+    """made: the gradients that the backward makes (δ_{i-1}). own: those that it is given (δ_i). copying: seconds that
+    it takes to copy those of `made` that are copies."""
+
+    measured: Measured
+    made: Charge
+    own: Charge
+    copying: float
+
+    @cached_property
+    def costs(self) -> Stage:
+        """As the chain has them."""
+        costs = self.measured.costs
+        stage: Stage = self._charged(costs, grad_bytes=self.own.nbytes)
+        return replace(stage, forms=tuple(self._charged(form) for form in costs.forms))
+
+    def _charged(self, one: Any, **more: int) -> Any:
+        """A stage or a form, with what its ``B`` holds and takes here."""
+        transient = self._while_copying(one.backward_transient_bytes) + self._beside - self.made.nbytes
+        time = one.backward_time + self.copying
+        return replace(one, backward_time=time, backward_transient_bytes=max(0, transient), **more)
+
+    @property
+    def freed_before_backward(self) -> int:
+        """Bytes by which ``B`` stays below what the machine charges for it."""
+        return max(0, self._machine_bytes - self._while_copying(self.measured.begun_bytes) - self._beside)
+
+    @property
+    def output_retention(self) -> int:
+        """Bytes that ``B`` needs more where nothing gives the outputs back."""
+        return max(0, self._while_copying(self.measured.output_retention) + self._beside - self._machine_bytes)
+
+    @property
+    def _machine_bytes(self) -> int:
+        assert self.costs.backward_transient_bytes is not None
+        return self.made.nbytes + self.costs.backward_transient_bytes
+
+    @property
+    def _beside(self) -> int:
+        """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous,
+        and sums."""
+        strange = self.measured.noncontiguous_grad_bytes if self.own.strange else 0
+        return self.own.shared + strange + self.measured.grad_accumulation_bytes
+
+    def _while_copying(self, peak: int) -> int:
+        """The peak of a backward, or its end, where what is copied and the copies are there."""
+        return max(peak, self.made.fresh_bytes + self.made.copied_bytes) if self.made.copied else peak
+
+
+def charged_stages(
+    measured: Sequence[Measured], charges: Sequence[Charge], copy_bandwidth: float = math.inf
+) -> list[ChargedStage]:
+    """The stages of a chain whose gradients keep `charges` alive. copy_bandwidth: of the device's own memory, B/s."""
+    return [
+        ChargedStage(one, made, own, made.copied_bytes / copy_bandwidth)
+        for one, (made, own) in zip(measured, pairwise(charges), strict=True)
+    ]

@@ -1,0 +1,88 @@
+"""What both searches share: the plans found so far, and a round of annealing from them in each thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+THREADS = 2
+
+
+class Pool:
+    """Plans found so far.
+
+    Args:
+        plans: where the search starts.
+        judge: the seconds of a plan, and its bytes over the limit.
+        weights: seconds that a byte over the limit costs, in each thread; the first counts for scores.
+    """
+
+    def __init__(
+        self, plans: Sequence[np.ndarray], judge: Callable[[np.ndarray], tuple[float, int]], weights: list[float]
+    ) -> None:
+        self.weights = weights
+        self.excess: list[int] = []  # bytes over the limit, of each plan
+        self._judge = judge
+        self._plans: list[np.ndarray] = []
+        self._scores: list[tuple[bool, float]] = []
+        self._stop = np.zeros(1, dtype=np.int8)
+        for plan in plans:
+            self.add(plan)
+
+    def add(self, plan: np.ndarray) -> None:
+        makespan, over = self._judge(plan)
+        self._plans.append(plan)
+        self.excess.append(over)
+        self._scores.append((bool(over), makespan + self.weights[0] * over))
+
+    @property
+    def best(self) -> tuple[bool, float]:
+        """Of the best plan, whether it is over the limit, and its seconds with what that costs."""
+        return min(self._scores)
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan does."""
+        return not all(self.excess)
+
+    @property
+    def winner(self) -> np.ndarray | None:
+        """The best plan; None if it does not fit."""
+        best = self.ranked()[0]
+        return None if self._scores[best][0] else self._plans[best]
+
+    def ranked(self) -> list[int]:
+        """The numbers of all plans, the best first."""
+        return sorted(range(len(self._scores)), key=lambda n: self._scores[n])
+
+    def annealed(
+        self,
+        threads: ThreadPoolExecutor,
+        kernels: Sequence[Callable[..., float]],
+        firsts: Sequence[int],
+        each: int,
+        turn: int,
+        heats: Sequence[float],
+        rules: np.ndarray,
+    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Change one of the plans `firsts` in each thread, `each` times, from a temperature of `heats` seconds down to
+        a hundredth. For each thread: the plan at its end, and the best one that fits, if any."""
+        jobs = []
+        for worker, (kernel, first, hot) in enumerate(zip(kernels, firsts, heats, strict=True)):
+            last, best = self._plans[first].copy(), self._plans[first].copy()
+            seed = 1 + turn * THREADS + worker
+            args = (last, each, seed, hot, hot / 100, rules, self.weights[worker], best, self._stop)
+            jobs.append((last, best, threads.submit(kernel, *args)))
+        for last, best, job in jobs:
+            yield last, best if math.isfinite(self._result(job)) else None
+
+    def _result(self, job: Future[float]) -> float:
+        """An interrupt ends the kernels, which hold no lock that Ctrl-C would have to wait for."""
+        try:
+            return job.result()
+        except BaseException:
+            self._stop[0] = 1
+            raise
