@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .tools.mode_comparison import PlannedMode as PlannedMode
     from .tools.mode_comparison import PlannedModes as PlannedModes
     from .tools.mode_comparison import plan as plan
+    from .tools.schedule import attach_schedule as attach_schedule
     from .tools.stage_report import stages as stages
     from .tools.whole_device import PlacedStep as PlacedStep
 
@@ -91,6 +92,7 @@ _WHERE = {
     "Trace": "core.simulator",
     "Value": "core.sequence",
     "attach": "tools.attach",
+    "attach_schedule": "tools.schedule",
     "cheapest": "tools.largest",
     "chrome_trace": "report.chrome_trace",
     "detach": "tools.attach",

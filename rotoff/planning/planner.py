@@ -30,6 +30,7 @@ from ..runtime.links.pinned import room_for_plan
 from ..runtime.overhead import Upkeep
 from ..solver import keep_all, solve
 from ..solver.bounds import largest_operation, least_time_of, min_mem_limit
+from ..solver.in_flight import least_in_flight, needed_bytes, resting_bytes, solve_in_flight
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
 from ..solver.search import parse_host_limit, parse_slots
 from ..solver.solve import check_alone, check_mode_options
@@ -70,30 +71,32 @@ class Request:
     plain: bool = True  # whether the plain model may run where everything fits
     lets_go: bool = False  # whether the loop holds nothing of what the model returns but where its backward starts
     here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
+    in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
     planner: Callable[[Profile, Request], ExecutionPlan] | None = (
         None  # where the limit is of all that the device holds
     )
 
     def __str__(self) -> str:
-        return f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
+        told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
+        return told if self.in_flight == 1 else f"{told}, with {self.in_flight} micro-batches in flight"
 
     @property
     def replays(self) -> bool:
         """Whether forwards may run more than once."""
         return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
 
-    def solve(self, chain: Chain, limit: int) -> Sequence:
-        """The sequence asked for, within `limit` bytes in the machine's terms."""
-        key = self._key(chain, limit)
+    def solve(self, chain: Chain, limit: int, beside: int = 0) -> Sequence:
+        """The sequence asked for, within `limit` bytes in the machine's terms. beside: as of `solve_in_flight`."""
+        key = self._key(chain, limit, beside)
         if key is not None and (known := _known_sequence(self.cache, key, chain, limit)) is not None:
             return known
-        sequence = self._solve(chain, limit)
+        sequence = self._solve(chain, limit, beside)
         if key is not None:
             self.cache.keep("plan", key, sequence.to_dict())
         return sequence
 
-    def _key(self, chain: Chain, limit: int) -> dict[str, Any] | None:
+    def _key(self, chain: Chain, limit: int, beside: int) -> dict[str, Any] | None:
         """All that a sequence depends on; None where an option cannot be compared, such as a function."""
 
         content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
@@ -104,6 +107,8 @@ class Request:
             "policy": self.policy,
             "options": self.options,
         }
+        if self.in_flight > 1:
+            asked |= {"in_flight": self.in_flight, "beside": beside}
         key = {"chain": content, "rotoff": __version__, **asked}
         try:
             json.dumps(key)
@@ -111,12 +116,15 @@ class Request:
             return None
         return key
 
-    def _solve(self, chain: Chain, limit: int) -> Sequence:
+    def _solve(self, chain: Chain, limit: int, beside: int) -> Sequence:
         if self.policy is not None:
             return solve(chain, limit, policy=self.policy, **self.options)
         with Bar("planning") as bar:
             options = {"progress": lambda done, _: bar(done), **self.options}
-            return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **options)
+            options |= {"mode": self.mode, "mem_slots": self.mem_slots}
+            if self.in_flight > 1:
+                return solve_in_flight(chain, limit, self.in_flight, beside, **options)
+            return solve(chain, limit, **options)
 
 
 def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:
@@ -127,6 +135,8 @@ def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int)
     try:
         sequence = Sequence.from_dict(found)
         simulate(chain, sequence, limit)
+        if needed_bytes(chain, sequence.ops, key.get("in_flight", 1), key.get("beside", 0)) > limit:
+            return None
     except (SequenceFormatError, InvalidSequenceError) as error:
         logger.warning("rotoff: a cached plan is ignored: %s", error)
         return None
@@ -156,18 +166,22 @@ class PlanVariant:
     @property
     def least(self) -> int:
         """The smallest limit that works, in the user's terms."""
-        return min_mem_limit(self.chain, self.request.mode) - self.more
+        return self.least_in(self.request.mode)
+
+    def least_in(self, mode: str) -> int:
+        """The same in `mode`."""
+        return least_in_flight(self.chain, mode, self.request.in_flight, -self.more) - self.more
 
     def solve(self, asked: int) -> Sequence:
         """A sequence within the user's limit `asked`."""
         if self.shifted:
-            found = self.request.solve(tails_in_backward(self.chain, self.tail_times), asked + self.more)
+            found = self.request.solve(tails_in_backward(self.chain, self.tail_times), asked + self.more, -self.more)
         else:
-            found = self.request.solve(self.chain, asked + self.more)
+            found = self.request.solve(self.chain, asked + self.more, -self.more)
             if self.request.policy is not None:
                 return found
             exchanged = replay_forms(found.ops, partial(self._expected, found))
-            if exchanged == found.ops:
+            if exchanged == found.ops or resting_bytes(self.chain, exchanged) > resting_bytes(self.chain, found.ops):
                 return found
             found = replace(found, ops=exchanged)
         trace = simulate(self.chain, found)
@@ -217,7 +231,14 @@ def make_plan(
     kept, compact = tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
     chosen = profile.keeping(kept, compact)
     plan = compile_sequence(
-        chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep
+        chosen.chain,
+        sequence,
+        sequence.mem_limit,
+        kept,
+        compact,
+        profile.tail_times,
+        chosen.upkeep,
+        request.in_flight,
     )
     plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)), lets_go=request.lets_go)
     _report(profile, request, plan, time.perf_counter() - began)
@@ -231,15 +252,16 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
         InfeasibleError: where nothing fits, in the terms of the user's limit.
     """
     asked = request.mem_limit
-    everything = plan_everything(profile, request.plain, request.lets_go)
+    everything = plan_everything(profile, request.plain, request.lets_go, request.in_flight)
     if request.policy is None and reported_bytes(profile, everything) <= asked:
         return _meant(everything.sequence, {KEPT: list(everything.kept), PLAIN: everything.keeps_all})
     ways = _ways(profile, request)
     try:
         if asked < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
-        found = _quickly(profile, request, ways, near, room) if near and request.policy is None else None
-        if found is None and not thorough:
+        quick = near and request.policy is None and request.in_flight == 1
+        found = _quickly(profile, request, ways, near, room) if quick else None
+        if found is None and not thorough and request.in_flight == 1:
             raise InfeasibleError("a short search found nothing", min(way.least for way in ways))
         return _best_within(room, profile, request, ways) if found is None else found
     except InfeasibleError as error:
@@ -332,12 +354,12 @@ def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
     return replace(sequence, meta={**sequence.meta, **{name: value for name, value in said.items() if value}})
 
 
-def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False) -> ExecutionPlan:
+def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False, in_flight: int = 1) -> ExecutionPlan:
     """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model
-    that runs. lets_go: as of `Request`."""
+    that runs. lets_go, in_flight: as of `Request`."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
     plans = [
-        compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()
+        compile_sequence(chain, keep_all(chain), kept=kept, in_flight=in_flight) for kept, chain in chains.items()
     ]  # which replay nothing
     return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain, lets_go=lets_go)
 
@@ -346,7 +368,9 @@ def least_limit(profile: Profile, request: Request) -> int:
     """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
     least = min(way.least for way in _ways(profile, request))
     if request.policy is None:
-        least = min(least, reported_bytes(profile, plan_everything(profile, request.plain, request.lets_go)))
+        least = min(
+            least, reported_bytes(profile, plan_everything(profile, request.plain, request.lets_go, request.in_flight))
+        )
     return max(least, profile.prefix_peak_bytes, 1)
 
 
@@ -357,12 +381,12 @@ def least_time(profile: Profile, request: Request) -> float:
         InfeasibleError: where nothing fits.
     """
     ways = _ways(profile, replace(request, mode="joint"))
-    limits: dict[Chain, int] = {}
+    limits: dict[Chain, int] = {}  # for one micro-batch, which has no more than that of several
     for way in ways:
         limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
-        everything = plan_everything(profile, request.plain, request.lets_go)
+        everything = plan_everything(profile, request.plain, request.lets_go, request.in_flight)
         if (
             reported_bytes(profile, everything) <= request.mem_limit
         ):  # the plain model, which takes less than a plan would
@@ -426,7 +450,7 @@ def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
             break  # nothing can be faster but by upkeep
         try:
             if asked + way.more <= 0:
-                raise InfeasibleError("", min_mem_limit(way.chain, way.request.mode))
+                raise InfeasibleError("", way.least + way.more)
             if best is not None and way.bound(asked) >= best[0]:
                 continue
             sequence = way.solve(asked)
@@ -464,7 +488,7 @@ def _best_within(room: int | None, profile: Profile, request: Request, ways: lis
     """
     found = first = _best(request.mem_limit, ways)
     limit = room
-    while room is not None and limit is not None and (needed := _slab_bytes(profile, found)) > room:
+    while room is not None and limit is not None and (needed := request.in_flight * _slab_bytes(profile, found)) > room:
         if found is not first:  # values lie beside each other with gaps
             limit = max(0, limit - (needed - room))
         try:
@@ -472,7 +496,8 @@ def _best_within(room: int | None, profile: Profile, request: Request, ways: lis
                 raise InfeasibleError("", 0)
             found = _best(request.mem_limit, [way.with_host_limit(limit) for way in ways])
         except InfeasibleError:
-            raise _no_room(profile, request, ways, _slab_bytes(profile, first), room) from None
+            needed = request.in_flight * _slab_bytes(profile, first)
+            raise _no_room(profile, request, ways, needed, room) from None
     return found
 
 
@@ -482,9 +507,14 @@ def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
 
 
 def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed: int, room: int) -> InfeasibleError:
-    without = [min_mem_limit(way.chain, "remat") - way.more for way in ways if way.request.mode != "offload"]
+    without = [way.least_in("remat") for way in ways if way.request.mode != "offload"]
     least = max(
-        min([reported_bytes(profile, plan_everything(profile, request.plain, request.lets_go)), *without]),
+        min(
+            [
+                reported_bytes(profile, plan_everything(profile, request.plain, request.lets_go, request.in_flight)),
+                *without,
+            ]
+        ),
         profile.prefix_peak_bytes,
     )
     return InfeasibleError(
@@ -587,10 +617,21 @@ def _let_go(profile: Profile, op: Op) -> int:
     return sum(one.nbytes for one in profile.returned if one.first < op.stage) + max(0, made - gone)
 
 
-def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
-    """The machine's `levels` during the plan's events in the terms of the user's limit."""
+def resting_memory(profile: Profile, plan: ExecutionPlan) -> int:
+    """Bytes that a step holds between forward and backward, in the terms of the user's limit; of a plan for several in
+    flight."""
+    return plan.resting_bytes + _constant(profile, plan)
+
+
+def _constant(profile: Profile, plan: ExecutionPlan) -> int:
+    """What is added to the machine's bytes in each step."""
     constant = profile.unmanaged_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
-    constant += 0 if plan.keeps_all else profile.snapshot_bytes
+    return constant + (0 if plan.keeps_all else profile.snapshot_bytes)
+
+
+def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
+    """The machine's `levels` during the plan's events in the terms of the user's limit, with what rests meanwhile."""
+    constant = _constant(profile, plan) + (plan.in_flight - 1) * resting_memory(profile, plan)
     beside, forms, again = profile.replay_extra(plan.replayed), dict[int, int](), []
     for event in plan.trace.events:
         redone = event.recompute

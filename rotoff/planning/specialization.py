@@ -258,7 +258,8 @@ class Specializations:
         near = measured.near(wanted)
         if near is None:
             return None
-        kept = reported_bytes(near.profile, plan_everything(near.profile, self.request.plain))
+        everything = plan_everything(near.profile, self.request.plain, in_flight=self.request.in_flight)
+        kept = reported_bytes(near.profile, everything)
         if len(measured) == 1 and near.loose >= LOOSE and kept > self.request.mem_limit:
             return None  # two that were measured tell much more than one
         course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
@@ -572,7 +573,7 @@ class Specializations:
             self.request = replace(self.request, lets_go=self.lets_go)
         if course.plan is None or course.plan.lets_go == self.lets_go or self.request.policy is not None:
             return
-        everything = plan_everything(course.profile, self.request.plain, self.lets_go)
+        everything = plan_everything(course.profile, self.request.plain, self.lets_go, self.request.in_flight)
         if (reported_bytes(course.profile, everything) <= self.request.mem_limit) != course.plan.keeps_all:
             if not self.lets_go:
                 logger.warning(
