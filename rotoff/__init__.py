@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from .tools.mode_comparison import PlannedMode as PlannedMode
     from .tools.mode_comparison import PlannedModes as PlannedModes
     from .tools.mode_comparison import plan as plan
+    from .tools.pipeline_plan import PlannedPipeline as PlannedPipeline
+    from .tools.pipeline_plan import PlannedRank as PlannedRank
     from .tools.schedule import attach_schedule as attach_schedule
     from .tools.stage_report import stages as stages
     from .tools.whole_device import PlacedStep as PlacedStep
@@ -81,6 +83,8 @@ _WHERE = {
     "ParameterGroup": "core.parameters",
     "PlannedMode": "tools.mode_comparison",
     "PlannedModes": "tools.mode_comparison",
+    "PlannedPipeline": "tools.pipeline_plan",
+    "PlannedRank": "tools.pipeline_plan",
     "PlacedStep": "tools.whole_device",
     "RotoffConfig": "tools.config",
     "RotoffError": "errors",

@@ -443,6 +443,11 @@ class Checkpointable(RotorNames, ModuleProxy):
         return None if request is None or request.mem_limit >= NO_LIMIT else request.mem_limit
 
     @property
+    def in_flight(self) -> int:
+        """How many micro-batches share the limit."""
+        return 1 if self._courses.request is None else self._courses.request.in_flight
+
+    @property
     def mem_slots(self) -> int | None:
         """The requested slots, or None."""
         return None if self._courses.request is None else self._courses.request.mem_slots

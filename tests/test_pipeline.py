@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import rotoff
 from rotoff.core.pipeline import StagePlan, Task, most_in_flight, orders, simulate_pipeline, stage_plan
 from rotoff.solver.in_flight import least_in_flight, needed_bytes, resting_bytes, solve_in_flight, turn
+from rotoff.solver.pipeline import Pipeline, cut, plan_pipeline
 
 TESTS = Path(__file__).parent
 
@@ -93,7 +95,7 @@ def test_micro_batches_in_flight_fit_together(mode: str) -> None:
     """What the plans hold, by a machine that runs them one after another, is within the limit; below the smallest
     limit nothing is found, and all of the bytes cost no time."""
     rng = random.Random(mode)
-    for n in range(12):
+    for n in range(6):
         chain, k, beside = drawn(rng, n % 2 == 1), rng.randint(2, 5), rng.randint(0, 3)
         least = least_in_flight(chain, mode, k, beside)
         everything = needed_bytes(chain, rotoff.keep_all(chain).ops, k, beside)
@@ -119,13 +121,52 @@ def test_resting_bytes_are_traded_for_room() -> None:
     cost = rotoff.Stage("s", 1.0, 2.0, 1, 100, 1, 0, 0, 50)
     chain = rotoff.Chain((cost,) * 12, 60.0, 60.0)
     full = needed_bytes(chain, rotoff.keep_all(chain).ops, 8)
-    for share in (0.3, 0.2):
-        found = solve_in_flight(chain, int(share * full), 8).meta["makespan"]
-        alone = rotoff.solve(chain, int(share * full) // 8).meta["makespan"]
-        assert found < alone
+    limit = full // 5
+    found, alone = solve_in_flight(chain, limit, 8, refine=0.2), rotoff.solve(chain, limit // 8)
+    assert found.meta["makespan"] < alone.meta["makespan"]
+    assert found.meta["resting_bytes"] < limit // 8 < found.meta["peak_bytes"]
+
+
+def transformer(blocks: int = 10) -> rotoff.Chain:
+    block = rotoff.Stage("block", 1.0, 2.0, 4, 68, None, 8, None, 16, (rotoff.Form(40, 2.2, 8, 16),))
+    ends = rotoff.Stage("embed", 0.1, 0.1, 4, 4), rotoff.Stage("head", 0.5, 1.0, 1, 30, 1, 0, 0, 30)
+    return rotoff.Chain((ends[0], *[block] * blocks, ends[1]), 30.0, 30.0)
+
+
+@pytest.mark.parametrize(("stages", "blocks"), [(1, 3), (2, 10), (4, 10), (12, 10)])
+def test_a_cut_is_the_best_of_all(stages: int, blocks: int) -> None:
+    chain = transformer(blocks)
+    pieces = cut(chain, stages)
+    assert [stage for piece in pieces for stage in piece.stages] == list(chain.stages)
+    times = [stage.forward_time + stage.backward_time for stage in chain.stages]
+    every = combinations(range(1, len(times)), stages - 1)
+    slowest = min(max(sum(times[a:b]) for a, b in pairwise((0, *ends, len(times)))) for ends in every)
+    assert max(piece.compute_time for piece in pieces) == pytest.approx(slowest)
+    for before, after in pairwise(pieces):
+        assert after.input_bytes == before.output_bytes(len(before))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2)])
+def test_no_rule_of_thumb_is_faster_and_every_rank_keeps_its_limit(schedule: str, chunks: int) -> None:
+    pipeline = Pipeline(cut(transformer(8), 4 * chunks), orders(schedule, 4, 8, chunks), ranks_per_link=2, beside=3)
+    everything = pipeline.keep_everything()
+    most = max(rank.peak_bytes for rank in everything.ranks)
+    fitted = 0
+    for share in (0.8, 0.5):
+        limits = [int(share * most) + 5 * rank for rank in range(4)]  # none like another
+        found = plan_pipeline(pipeline, limits, refine=0.02)
+        assert found.trace.makespan <= min(seconds for _, seconds in found.rules)
+        assert all(rank.peak_bytes <= limit for rank, limit in zip(found.trace.ranks, limits, strict=True))
+        assert found.trace.makespan >= everything.makespan * (1 - 1e-9)
+        fitted += sum(seconds < float("inf") for _, seconds in found.rules)
+    assert fitted >= 4  # the rules did compete
+    with pytest.raises(rotoff.InfeasibleError, match="rank 0"):
+        plan_pipeline(pipeline, [pipeline.least(0) - 1] * 4, refine=False)
 
 
 torch = pytest.importorskip("torch")
+from rotoff.solver import anneal  # noqa: E402
+
 needs_processes = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
@@ -138,6 +179,31 @@ def torchrun(processes: int, script: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.05)
+    with torch.device("meta"):
+        sizes = [256, 1024] * 4
+        layers = [(torch.nn.Linear(a, b), torch.nn.GELU()) for a, b in pairwise(sizes)]
+        model = torch.nn.Sequential(*[one for layer in layers for one in layer])
+        batch = torch.zeros(4096, 256)
+    plain = rotoff.plan(model, batch, device="A100", pipeline=2, microbatches=8, mem_limit="1 GiB")
+    limit = int(0.6 * plain.rows[0].keep_all_bytes)
+    found = rotoff.plan(model, batch, device="A100", pipeline=2, microbatches=8, mem_limit=limit)
+    assert [row.in_flight for row in found] == [2, 1]
+    assert all(row.min_mem_limit <= row.peak_bytes <= limit for row in found)
+    assert found.keep_all_time == plain.step_time <= found.step_time
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert sum(row.resident_bytes for row in found) == 4 * parameters  # with gradients and Adam's states
+    assert [limit for limit, _ in found.table] == sorted((limit for limit, _ in found.table), reverse=True)
+    assert "1F1B, 8 micro-batches on 2 x A100" in str(found)
+    with pytest.raises(rotoff.OptionError, match="does not divide a batch of 4096"):
+        rotoff.plan(model, batch, pipeline=2, microbatches=7)
+    with pytest.raises(rotoff.OptionError, match="schedule is 'ZBV'; it is one of GPipe, 1F1B, Interleaved1F1B"):
+        rotoff.plan(model, batch, pipeline=2, microbatches=8, schedule="ZBV")
+    with pytest.raises(rotoff.InfeasibleError, match="rank 0 of the pipeline needs at least"):
+        rotoff.plan(model, batch, device="A100", pipeline=2, microbatches=8, mem_limit=found.rows[0].min_mem_limit // 2)
 
 
 LINE = re.compile(r"(\w+) (\w+) (\d): equal=(\w+) (\d+) of (\d+) \((\d+)\), (\d+) in flight")
@@ -174,3 +240,13 @@ def test_schedules_that_split_the_backward_are_refused() -> None:
         assert len(found) == 2
         assert all(line.endswith("ScheduleInterleaved1F1B and ScheduleLoopedBFS") for line in found)
     assert sum(line.startswith("bare: ExecutionError") for line in said) == 2, said
+
+
+@needs_processes
+@pytest.mark.slow
+def test_the_example_trains() -> None:
+    small = ["--width", "32", "--rows", "64", "--steps", "3"]
+    said = torchrun(2, "../../examples/pipeline.py", *small).splitlines()
+    assert [line[:6] for line in said if line.startswith("rank")] == ["rank 0", "rank 1"]
+    losses = [float(text) for text in said[-1].split()[1:]]
+    assert losses == sorted(losses, reverse=True)

@@ -63,7 +63,7 @@ def orders(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> tu
     if kind == "1f1b" and micro_batches < ranks:
         raise OptionError(f"microbatches is {micro_batches}; 1F1B needs at least one for each of {ranks} ranks")
     rounds = max(1, micro_batches // ranks)
-    if micro_batches % rounds:
+    if kind != "1f1b" and micro_batches % rounds:
         raise OptionError(f"microbatches is {micro_batches}; with {ranks} ranks give a multiple of {rounds}")
     return tuple(_one_f_one_b(kind, rank, ranks, micro_batches, chunks) for rank in range(ranks))
 

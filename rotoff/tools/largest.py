@@ -145,6 +145,7 @@ def largest(
             mem_slots=mem_slots,
             **kwargs,
         )
+    assert planned is None or isinstance(planned, PlannedModes)  # of one device
     why, proven = tried[refused] if refused is not None else ("", True)
     return Largest(size, refused, proven, why, planned, {n: not said for n, (said, _) in sorted(tried.items())})
 
@@ -179,6 +180,7 @@ def cheapest(
         except LimitError as error:
             reasons.append(str(error))
             continue
+        assert isinstance(found, PlannedModes)  # of one device
         time, row = found["joint"].step_time, found["joint"]
         least.append(row.min_mem_limit)
         if not found.fits or time is None:

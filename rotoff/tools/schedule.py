@@ -145,6 +145,7 @@ class _Sharing:
             held += 0 if task.backward else rest[task.stage]
             if task.backward:
                 chain = profiles[task.stage].chain
-                onward = chain.output_bytes(len(chain)) if task.stage != self._last else 0
+                kept = self._one_at_once or task.stage != self._last  # in a variable, or as sent
+                onward = chain.output_bytes(len(chain)) if kept else 0
                 sent = chain.input_grad_bytes + onward + (0 if self._one_at_once else sent)
         return most
