@@ -214,7 +214,7 @@ LINE = re.compile(r"(\w+) (\w+) (\d): equal=(\w+) (\d+) of (\d+) \((\d+)\), (\d+
     ("processes", "case", "in_flight"),
     [
         (2, "gpipe", [8, 8]),
-        (2, "1f1b", [2, 1]),
+        pytest.param(2, "1f1b", [2, 1], marks=pytest.mark.slow),
         (2, "interleaved", [5, 3]),
         pytest.param(2, "told", [5, 3], marks=pytest.mark.slow),
         (4, "1f1b", [4, 3, 2, 1]),
@@ -232,14 +232,19 @@ def test_unequal_ranks_keep_their_limits_and_the_gradients(processes: int, case:
 
 
 @needs_processes
-def test_schedules_that_split_the_backward_are_refused() -> None:
-    """In a sentence that names those which work; and so is one that a bare `Checkpointable` meets."""
+def test_what_does_not_work_is_refused() -> None:
+    """Schedules that split the backward, in a sentence that names those which do not, also where a bare
+    `Checkpointable` meets one; tensor parallel modules."""
     said = torchrun(2, "pipeline_steps.py", "zero").splitlines()
     for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         found = [line for line in said if line.startswith(f"OptionError: {name} splits the backward (")]
         assert len(found) == 2
         assert all(line.endswith("ScheduleInterleaved1F1B and ScheduleLoopedBFS") for line in found)
     assert sum(line.startswith("bare: ExecutionError") for line in said) == 2, said
+    sentence = (
+        "tensor parallel: the parameter '0.weight' is a DTensor of tensor parallelism, which rotoff cannot measure"
+    )
+    assert sum(line.startswith(sentence) for line in said) == 2, said
 
 
 @needs_processes

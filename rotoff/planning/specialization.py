@@ -27,7 +27,7 @@ from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.outside import without_checkpoints
 from ..capture.recording import same_calls
-from ..capture.sharding import gathers
+from ..capture.sharding import gathers, refuse_tensor_parallel
 from ..capture.tape import Tape
 from ..capture.undo import undone
 from ..capture.unrepeatable import compiled
@@ -306,7 +306,8 @@ class Specializations:
         lender: Lender | None,
         taped: TapedForward | None,
     ) -> tuple[strategy.Captured, Profile]:
-        device = self.device or device_of(self._model, value)
+        device, root = self.device or device_of(self._model, value), self._root()
+        refuse_tensor_parallel(self._model if root is None else root, self._model)
 
         def bandwidth(nbytes: int, step_bytes: int) -> tuple[float, float, bool]:
             return self._links.bandwidth(device, nbytes, step_bytes)
@@ -320,7 +321,6 @@ class Specializations:
             tape = None if like is None else like.captured.tape
             captured = self._captured(value, device, known, tape, taped)
             captured = captured.starting(read_backward_from(self._options.backward_from))
-            root = self._root()
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same
             chosen = self._links.staging_bytes, self._options.forms, self._options.conv_algorithms

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from allocated import peak_bytes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -22,6 +23,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import rotoff
 from rotoff.solver import anneal
@@ -117,6 +120,12 @@ def refused() -> None:
         print("bare: nothing", flush=True)
     except rotoff.ExecutionError as error:
         print(f"bare: ExecutionError: {error}", flush=True)
+    cut = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    parallelize_module(cut, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Replicate())})
+    try:
+        rotoff.Checkpointable(cut).measure(torch.zeros(ROWS, WIDTH))
+    except rotoff.MeasureError as error:
+        print(f"tensor parallel: {error}", flush=True)
 
 
 def main() -> None:
