@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from .tools.mode_comparison import PlannedMode as PlannedMode
     from .tools.mode_comparison import PlannedModes as PlannedModes
     from .tools.mode_comparison import plan as plan
+    from .tools.pipeline_plan import PlannedPipeline as PlannedPipeline
+    from .tools.pipeline_plan import PlannedRank as PlannedRank
+    from .tools.schedule import attach_schedule as attach_schedule
     from .tools.stage_report import stages as stages
     from .tools.whole_device import PlacedStep as PlacedStep
 
@@ -82,6 +85,8 @@ _WHERE = {
         "tools.estimate": "estimate",
         "tools.largest": "Largest cheapest largest",
         "tools.mode_comparison": "PlannedMode PlannedModes plan",
+        "tools.pipeline_plan": "PlannedPipeline PlannedRank",
+        "tools.schedule": "attach_schedule",
         "tools.stage_report": "stages",
         "tools.whole_device": "PlacedStep",
     }.items()

@@ -33,17 +33,11 @@ from .errors import LimitError, MeasureError, OptionError
 from .io.cache import Cache
 from .module_proxy import ModuleProxy
 from .planning.distributed import agree_on_limit, agree_on_sample
+from .planning.memory_account import expected_bytes, expected_levels, reported_bytes
 from .planning.options import Options, read_device
 from .planning.placed import PlacedPlanner
-from .planning.planner import (
-    Request,
-    check_options,
-    expected_bytes,
-    expected_levels,
-    least_limit,
-    plan_everything,
-    reported_bytes,
-)
+from .planning.planner import least_limit, plan_everything
+from .planning.request import Request, check_options
 from .planning.specialization import PlannedSize, Specialization, Specializations, device_of
 from .profile.measure import Progress
 from .profile.profile import Profile
@@ -61,6 +55,7 @@ from .runtime.placed.lending import all_on, settle_buffers
 from .runtime.placed.placement import Placement
 from .runtime.step_times import Recording
 from .solver.bounds import check_mode
+from .solver.in_flight import parse_in_flight
 from .tensors.storage import block_bytes
 
 logger = logging.getLogger("rotoff")
@@ -117,7 +112,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     _own = frozenset(
         {"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording", "_placement"}
-        | {"_said_no_limit", "_shown"}
+        | {"_said_no_limit", "_shown", "_in_flight", "_said_in_flight"}
     )
 
     def __init__(
@@ -165,6 +160,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._said_no_limit = False
         self._shown: tuple[ExecutionPlan, Sequence] | None = None
         self._placement: Placement | None = None
+        self._in_flight: weakref.WeakSet[Step] = weakref.WeakSet()
+        self._said_in_flight = 0
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,7 +170,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         state = {
             k: v
             for k, v in vars(self).items()
-            if k not in ("_cache", "_links", "_courses", "_recording", "_placement", "_shown")
+            if k not in ("_cache", "_links", "_courses", "_recording", "_placement", "_shown", "_in_flight")
         }
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
@@ -229,6 +226,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         *,
         device_limit: int | str | None = None,
         optimizer: Optimizer | Several[Optimizer] | None = None,
+        in_flight: int = 1,
         **options: Any,
     ) -> Checkpointable:
         """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
@@ -250,6 +248,9 @@ class Checkpointable(RotorNames, ModuleProxy):
             optimizer: beside `device_limit`, what updates the parameters, or a list of those. With the option
                 ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
                 whole; ``"after"``, the default: in ``optimizer.step()``.
+            in_flight: how many forwards run before the backward of the first, as in a pipeline or with
+                ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together. `rotoff.attach_schedule`
+                finds it for a pipeline.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
@@ -262,6 +263,9 @@ class Checkpointable(RotorNames, ModuleProxy):
                 f"mem_limit is {mem_limit!r} and device_limit is {device_limit!r}; give one of them: mem_limit for what a"
                 " step allocates, device_limit for all that the device holds"
             )
+        parse_in_flight(in_flight)
+        if in_flight > 1 and (device_limit is not None or policy is not None):
+            raise OptionError(f"in_flight is {in_flight}; it goes with a mem_limit and a mode")
         if device_limit is not None:
             if up_to is not None:
                 raise OptionError("up_to goes with a mem_limit; with a device_limit each input size is measured")
@@ -285,6 +289,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             plain=not self._check,
             lets_go=self._courses.lets_go,
             here=True,
+            in_flight=in_flight,
             cache=self._cache,
         )
         if up_to is not None:
@@ -361,7 +366,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             placement, self._placement = self._placement, None
             placement.close()
 
-    def min_mem_limit(self, mode: str = "joint") -> int:
+    def min_mem_limit(self, mode: str = "joint", in_flight: int = 1) -> int:
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
 
         Call it before you choose a limit, or to see whether the model fits a device at all; it plans nothing. It is for
@@ -371,13 +376,14 @@ class Checkpointable(RotorNames, ModuleProxy):
         that needs no room there.
 
         Args:
-            mode: "joint", "remat" (recompute only) or "offload" (move only).
+            mode: "joint", "remat" (recompute only) or "offload" (move only). in_flight: as for `compute_sequence`.
 
         Raises:
             OptionError: for an unknown mode. MeasureError: if nothing has been measured.
         """
         check_mode(mode)
-        request = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, lets_go=self._courses.lets_go)
+        many = parse_in_flight(in_flight)
+        request = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, lets_go=self._courses.lets_go, in_flight=many)
         return least_limit(self.profile, request)
 
     # -- what is planned
@@ -431,6 +437,11 @@ class Checkpointable(RotorNames, ModuleProxy):
         return None if request is None or request.mem_limit >= NO_LIMIT else request.mem_limit
 
     @property
+    def in_flight(self) -> int:
+        """How many micro-batches share the limit."""
+        return 1 if self._courses.request is None else self._courses.request.in_flight
+
+    @property
     def mem_slots(self) -> int | None:
         """The requested slots, or None."""
         return None if self._courses.request is None else self._courses.request.mem_slots
@@ -462,9 +473,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         return expected_bytes(self.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:
-        """Bytes that the planned step keeps on the host at most."""
+        """Bytes that the planned steps in flight keep on the host at most."""
         placed = self._plan.placed
-        return self._plan.host_bytes + (0 if placed is None else placed.host_bytes)
+        return self._plan.in_flight * self._plan.host_bytes + (0 if placed is None else placed.host_bytes)
 
     @property
     def keep_all_memory(self) -> int:
@@ -476,8 +487,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         request = self._courses.request
         if request is not None and isinstance(request.planner, PlacedPlanner):
             return request.planner.keep_all_bytes(self.profile)
-        lets_go = self._courses.lets_go
-        return reported_bytes(self.profile, plan_everything(self.profile, plain=not self._check, lets_go=lets_go))
+        lets_go, many = self._courses.lets_go, 1 if request is None else request.in_flight
+        return reported_bytes(self.profile, plan_everything(self.profile, not self._check, lets_go, many))
 
     def plans(self) -> list[PlannedSize]:
         """What is planned so far: one row for each kind and size of input that a training step had.
@@ -509,6 +520,20 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         streamed = None if self._placement is None else self._placement.streamed()
         return nullcontext() if streamed is None else streamed
+
+    def _say_in_flight(self, step: Step) -> None:
+        """In the log, once: that more steps are in flight than the plan counts on."""
+        self._in_flight.add(step)
+        many, request = sum(not one.closed for one in self._in_flight), self._courses.request
+        if request is not None and max(request.in_flight, self._said_in_flight) < many and request.planner is None:
+            self._said_in_flight = many
+            logger.warning(
+                "rotoff: %d forwards have run before the backward of the first, and the limit counts on %d; give"
+                " compute_sequence(limit, in_flight=%d), or rotoff.attach_schedule a pipeline's schedule",
+                many,
+                request.in_flight,
+                many,
+            )
 
     def _say_no_limit(self) -> None:
         if not self._said_no_limit:
@@ -561,7 +586,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 plan.sequence,
                 block_bytes(device),
                 course.profile.kept_bytes(plan.kept),
-                expected_levels(course.profile, plan) if seen else (),
+                expected_levels(course.profile, replace(plan, in_flight=1)) if seen else (),
                 self._courses.request.mem_limit,
             )
         times = None if recording is None else recording.begin(plan.trace, device, link)
@@ -569,6 +594,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         step = Step(plan, profile.stages, profile.behaviours, device, link, done, checker, times, placement)
         if placement is not None:
             placement.takes(step)
+        self._say_in_flight(step)
         result = step.follow(course.expected, given, own)
         self._courses.followed(course, step)
         return course.captured.started(result)

@@ -16,8 +16,9 @@ from test_min_mem_limit import made
 import rotoff
 from rotoff.core.chain import Stage
 from rotoff.planning.memory_account import reported_bytes
-from rotoff.planning.planner import Request, least_limit, make_plan, plan_everything
+from rotoff.planning.planner import least_limit, make_plan, plan_everything
 from rotoff.planning.reduction import RULES, Told, check_rules, common_profile, own
+from rotoff.planning.request import Request
 from rotoff.profile.memory.eager_memory import FreedEarly, HeldLate
 from rotoff.profile.profile import Compact, Profile
 from rotoff.runtime.overhead import UpkeepTimes

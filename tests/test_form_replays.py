@@ -11,7 +11,8 @@ from models import fresh, plain, same, train
 import rotoff
 from rotoff.core.sequence import Op, OpKind, parse
 from rotoff.planning.memory_account import simulated_bytes
-from rotoff.planning.planner import Request, least_limit, make_plan, plan_everything
+from rotoff.planning.planner import least_limit, make_plan, plan_everything
+from rotoff.planning.request import Request
 from rotoff.profile.profile import Profile
 from rotoff.runtime.early_stop import expected_trace
 from rotoff.runtime.form_replays import replay_forms

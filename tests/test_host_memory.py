@@ -17,7 +17,8 @@ from torch import nn
 
 import rotoff
 from rotoff.planning import planner as planning
-from rotoff.planning.planner import Request, make_plan
+from rotoff.planning.planner import make_plan
+from rotoff.planning.request import Request
 from rotoff.profile.estimate.devices import register_device
 from rotoff.profile.profile import Profile
 from rotoff.runtime.links import pinned as host_memory

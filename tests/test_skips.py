@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 import rotoff
 from rotoff.core.chain import Chain, Form, Stage
-from rotoff.planning.planner import Request, least_limit
+from rotoff.planning.planner import least_limit
+from rotoff.planning.request import Request
 from rotoff.profile.memory.skips import Skip, StorageAliasing, behave_in_place, choices, find_skips, keep_in_place
 from rotoff.runtime.execution_plan import compile_sequence, expected_step
 from rotoff.tensors.stage import Behaviour, SavedKind

@@ -13,7 +13,8 @@ from test_runtime import with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.planning.planner import Request, make_plan
+from rotoff.planning.planner import make_plan
+from rotoff.planning.request import Request
 from rotoff.profile.between_sizes import Share, between
 from rotoff.profile.estimate.devices import Device
 from rotoff.profile.estimate.estimate import estimate_profile

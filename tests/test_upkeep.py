@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.planning.planner import Request, make_plan
+from rotoff.planning.planner import make_plan
+from rotoff.planning.request import Request
 from rotoff.profile.profile import Profile
 from rotoff.profile.timing import stage_timing
 from rotoff.profile.timing.convergence import Repeats

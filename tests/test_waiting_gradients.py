@@ -10,7 +10,8 @@ from allocated import peak_bytes
 from torch import nn
 
 import rotoff
-from rotoff.planning.planner import Request, least_limit
+from rotoff.planning.planner import least_limit
+from rotoff.planning.request import Request
 from rotoff.profile.memory.gradients import Charge, GradientPlace, charge
 
 

@@ -76,10 +76,21 @@ def _let_go(profile: Profile, op: Op) -> int:
     return sum(one.nbytes for one in profile.returned if one.first < op.stage) + max(0, made - gone)
 
 
-def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
-    """The machine's `levels` during the plan's events in the terms of the user's limit."""
+def resting_memory(profile: Profile, plan: ExecutionPlan) -> int:
+    """Bytes that a step holds between forward and backward, in the terms of the user's limit; of a plan for several in
+    flight."""
+    return plan.resting_bytes + _constant(profile, plan)
+
+
+def _constant(profile: Profile, plan: ExecutionPlan) -> int:
+    """What is added to the machine's bytes in each step."""
     constant = profile.unmanaged_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
-    constant += 0 if plan.keeps_all else profile.snapshot_bytes
+    return constant + (0 if plan.keeps_all else profile.snapshot_bytes)
+
+
+def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
+    """The machine's `levels` during the plan's events in the terms of the user's limit, with what rests meanwhile."""
+    constant = _constant(profile, plan) + (plan.in_flight - 1) * resting_memory(profile, plan)
     beside, forms, again = profile.replay_extra(plan.replayed), dict[int, int](), []
     for event in plan.trace.events:
         redone = event.recompute

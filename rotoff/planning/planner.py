@@ -28,12 +28,11 @@ from ..runtime.links.pinned import room_for_plan
 from ..runtime.overhead import Upkeep
 from ..solver import keep_all
 from ..solver.bounds import largest_operation, least_time_of, min_mem_limit
+from ..solver.in_flight import least_in_flight, resting_bytes
 from ..solver.search import parse_host_limit
 from .distributed import agree_on_limit, agree_on_sequence
 from .memory_account import expected_bytes, reported_bytes, simulated_bytes
-from .memory_account import expected_levels as expected_levels
 from .request import Request
-from .request import check_options as check_options
 
 logger = logging.getLogger("rotoff")
 GOOD = 1.005  # times the seconds of compute: a plan of other sizes that is taken as it is
@@ -66,21 +65,30 @@ class PlanVariant:
     @property
     def least(self) -> int:
         """The smallest limit that works, in the user's terms."""
-        return min_mem_limit(self.chain, self.request.mode) - self.more
+        return self.least_in(self.request.mode)
+
+    def least_in(self, mode: str) -> int:
+        """The same in `mode`."""
+        return least_in_flight(self.chain, mode, self.request.in_flight, -self.more) - self.more
 
     def solve(self, asked: int) -> Sequence:
         """A sequence within the user's limit `asked`."""
         if self.shifted:
-            found = self.request.solve(tails_in_backward(self.chain, self.tail_times), asked + self.more)
+            found = self.request.solve(tails_in_backward(self.chain, self.tail_times), asked + self.more, -self.more)
         else:
-            found = self.request.solve(self.chain, asked + self.more)
+            found = self.request.solve(self.chain, asked + self.more, -self.more)
             if self.request.policy is not None:
                 return found
             exchanged = replay_forms(found.ops, partial(self._expected, found))
-            if exchanged == found.ops:
+            if exchanged == found.ops or self._rests_more(exchanged, found.ops):
                 return found
             found = replace(found, ops=exchanged)
         return replace(found, meta={**found.meta, **figures(simulate(self.chain, found))})
+
+    def _rests_more(self, ops: tuple[Op, ...], than: tuple[Op, ...]) -> bool:
+        """Whether several in flight would take more bytes by `ops`."""
+        both = [resting_bytes(self.chain, one) for one in (ops, than)] if self.request.in_flight > 1 else [0, 0]
+        return both[0] > both[1]
 
     def with_host_limit(self, nbytes: int) -> PlanVariant:
         """The same where no more than `nbytes`, nor than the user asked for, wait on the host."""
@@ -125,7 +133,14 @@ def make_plan(
     kept, compact = _choice(sequence)
     chosen = profile.keeping(kept, compact)
     plan = compile_sequence(
-        chosen.chain, sequence, sequence.mem_limit, kept, compact, profile.tail_times, chosen.upkeep
+        chosen.chain,
+        sequence,
+        sequence.mem_limit,
+        kept,
+        compact,
+        profile.tail_times,
+        chosen.upkeep,
+        request.in_flight,
     )
     plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)), lets_go=request.lets_go)
     _report(profile, request, plan, time.perf_counter() - began)
@@ -145,8 +160,9 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
     try:
         if request.mem_limit < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
-        found = _quickly(profile, request, ways, near, room) if near and request.policy is None else None
-        if found is None and not thorough:
+        quick = near and request.policy is None and request.in_flight == 1
+        found = _quickly(profile, request, ways, near, room) if quick else None
+        if found is None and not thorough and request.in_flight == 1:
             raise InfeasibleError("a short search found nothing", min(way.least for way in ways))
         return _best_within(room, profile, request, ways) if found is None else found
     except InfeasibleError as error:
@@ -236,17 +252,18 @@ def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
     return replace(sequence, meta={**sequence.meta, **{name: value for name, value in said.items() if value}})
 
 
-def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False) -> ExecutionPlan:
+def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False, in_flight: int = 1) -> ExecutionPlan:
     """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model
-    that runs. lets_go: as of `Request`."""
+    that runs. lets_go, in_flight: as of `Request`."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
-    # which replay nothing
-    plans = [compile_sequence(chain, keep_all(chain), kept=kept) for kept, chain in chains.items()]
+    plans = [  # which replay nothing
+        compile_sequence(chain, keep_all(chain), kept=kept, in_flight=in_flight) for kept, chain in chains.items()
+    ]
     return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain, lets_go=lets_go)
 
 
 def _everything(profile: Profile, request: Request) -> ExecutionPlan:
-    return plan_everything(profile, request.plain, request.lets_go)
+    return plan_everything(profile, request.plain, request.lets_go, request.in_flight)
 
 
 def least_limit(profile: Profile, request: Request) -> int:
@@ -264,7 +281,7 @@ def least_time(profile: Profile, request: Request) -> float:
         InfeasibleError: where nothing fits.
     """
     ways = _ways(profile, replace(request, mode="joint"))
-    limits: dict[Chain, int] = {}
+    limits: dict[Chain, int] = {}  # for one micro-batch, which has no more than that of several
     for way in ways:
         limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
@@ -327,7 +344,7 @@ def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
             break  # nothing can be faster but by upkeep
         try:
             if asked + way.more <= 0:
-                raise InfeasibleError("", min_mem_limit(way.chain, way.request.mode))
+                raise InfeasibleError("", way.least + way.more)
             if best is not None and way.bound(asked) >= best[0]:
                 continue
             sequence = way.solve(asked)
@@ -365,7 +382,7 @@ def _best_within(room: int | None, profile: Profile, request: Request, ways: lis
     """
     found = first = _best(request.mem_limit, ways)
     limit = room
-    while room is not None and limit is not None and (needed := _slab_bytes(profile, found)) > room:
+    while room is not None and limit is not None and (needed := request.in_flight * _slab_bytes(profile, found)) > room:
         if found is not first:  # values lie beside each other with gaps
             limit = max(0, limit - (needed - room))
         try:
@@ -373,7 +390,8 @@ def _best_within(room: int | None, profile: Profile, request: Request, ways: lis
                 raise InfeasibleError("", 0)
             found = _best(request.mem_limit, [way.with_host_limit(limit) for way in ways])
         except InfeasibleError:
-            raise _no_room(profile, request, ways, _slab_bytes(profile, first), room) from None
+            needed = request.in_flight * _slab_bytes(profile, first)
+            raise _no_room(profile, request, ways, needed, room) from None
     return found
 
 
@@ -382,7 +400,7 @@ def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
 
 
 def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed: int, room: int) -> InfeasibleError:
-    without = [min_mem_limit(way.chain, "remat") - way.more for way in ways if way.request.mode != "offload"]
+    without = [way.least_in("remat") for way in ways if way.request.mode != "offload"]
     least = min([reported_bytes(profile, _everything(profile, request)), *without])
     least = max(least, profile.prefix_peak_bytes)
     return InfeasibleError(

@@ -17,6 +17,7 @@ from ..io.progress import Bar
 from ..profile.profile import Profile
 from ..runtime.execution_plan import ExecutionPlan
 from ..solver import solve
+from ..solver.in_flight import needed_bytes, solve_in_flight
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
 from ..solver.slots import parse_slots
 from ..solver.solve import check_alone, check_mode_options
@@ -49,32 +50,36 @@ class Request:
     plain: bool = True  # whether the plain model may run where everything fits
     lets_go: bool = False  # whether the loop holds nothing of what the model returns but where its backward starts
     here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
+    in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
     planner: Callable[[Profile, Request], ExecutionPlan] | None = None  # where the limit is of all the device holds
 
     def __str__(self) -> str:
-        return f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
+        told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
+        return told if self.in_flight == 1 else f"{told}, with {self.in_flight} micro-batches in flight"
 
     @property
     def replays(self) -> bool:
         """Whether forwards may run more than once."""
         return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
 
-    def solve(self, chain: Chain, limit: int) -> Sequence:
-        """The sequence asked for, within `limit` bytes in the machine's terms."""
-        key = self._key(chain, limit)
+    def solve(self, chain: Chain, limit: int, beside: int = 0) -> Sequence:
+        """The sequence asked for, within `limit` bytes in the machine's terms. beside: as of `solve_in_flight`."""
+        key = self._key(chain, limit, beside)
         if key is not None and (known := _known_sequence(self.cache, key, chain, limit)) is not None:
             return known
-        sequence = self._solve(chain, limit)
+        sequence = self._solve(chain, limit, beside)
         if key is not None:
             self.cache.keep("plan", key, sequence.to_dict())
         return sequence
 
-    def _key(self, chain: Chain, limit: int) -> dict[str, Any] | None:
+    def _key(self, chain: Chain, limit: int, beside: int) -> dict[str, Any] | None:
         """All that a sequence depends on; None where an option cannot be compared, such as a function."""
 
         content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
         asked = {"mode": self.mode, "slots": self.mem_slots, "policy": self.policy, "options": self.options}
+        if self.in_flight > 1:
+            asked |= {"in_flight": self.in_flight, "beside": beside}
         key = {"chain": content, "rotoff": __version__, "limit": limit, **asked}
         try:
             json.dumps(key)
@@ -82,12 +87,15 @@ class Request:
             return None
         return key
 
-    def _solve(self, chain: Chain, limit: int) -> Sequence:
+    def _solve(self, chain: Chain, limit: int, beside: int) -> Sequence:
         if self.policy is not None:
             return solve(chain, limit, policy=self.policy, **self.options)
         with Bar("planning") as bar:
             options = {"progress": lambda done, _: bar(done), **self.options}
-            return solve(chain, limit, mode=self.mode, mem_slots=self.mem_slots, **options)
+            options |= {"mode": self.mode, "mem_slots": self.mem_slots}
+            if self.in_flight > 1:
+                return solve_in_flight(chain, limit, self.in_flight, beside, **options)
+            return solve(chain, limit, **options)
 
 
 def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:
@@ -98,6 +106,8 @@ def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int)
     try:
         sequence = Sequence.from_dict(found)
         simulate(chain, sequence, limit)
+        if needed_bytes(chain, sequence.ops, key.get("in_flight", 1), key.get("beside", 0)) > limit:
+            return None
     except (SequenceFormatError, InvalidSequenceError) as error:
         logger.warning("rotoff: a cached plan is ignored: %s", error)
         return None

@@ -27,7 +27,7 @@ from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.outside import without_checkpoints
 from ..capture.recording import same_calls
-from ..capture.sharding import gathers
+from ..capture.sharding import gathers, refuse_tensor_parallel
 from ..capture.tape import Tape
 from ..capture.undo import undone
 from ..capture.unrepeatable import compiled
@@ -52,8 +52,10 @@ from ..runtime.taped_forward import TapedForward, UntapedError
 from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
+from .memory_account import expected_bytes, reported_bytes
 from .options import Options
-from .planner import Request, expected_bytes, least_limit, make_plan, plan_everything, reported_bytes
+from .planner import least_limit, make_plan, plan_everything
+from .request import Request
 from .sizes import MeasuredSizes, Sizes, covers, halves, rounded, split, volume
 
 logger = logging.getLogger("rotoff")
@@ -257,7 +259,8 @@ class Specializations:
         near = measured.near(wanted)
         if near is None:
             return None
-        kept = reported_bytes(near.profile, plan_everything(near.profile, self.request.plain))
+        everything = plan_everything(near.profile, self.request.plain, in_flight=self.request.in_flight)
+        kept = reported_bytes(near.profile, everything)
         if len(measured) == 1 and near.loose >= LOOSE and kept > self.request.mem_limit:
             return None  # two that were measured tell much more than one
         course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
@@ -304,7 +307,8 @@ class Specializations:
         lender: Lender | None,
         taped: TapedForward | None,
     ) -> tuple[strategy.Captured, Profile]:
-        device = self.device or device_of(self._model, value)
+        device, root = self.device or device_of(self._model, value), self._root()
+        refuse_tensor_parallel(self._model if root is None else root, self._model)
 
         def bandwidth(nbytes: int, step_bytes: int) -> tuple[float, float, bool]:
             return self._links.bandwidth(device, nbytes, step_bytes)
@@ -318,7 +322,6 @@ class Specializations:
             tape = None if like is None else like.captured.tape
             captured = self._captured(value, device, known, tape, taped)
             captured = captured.starting(read_backward_from(self._options.backward_from))
-            root = self._root()
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same
             chosen = self._links.staging_bytes, self._options.forms, self._options.conv_algorithms
@@ -566,7 +569,7 @@ class Specializations:
             self.request = replace(self.request, lets_go=self.lets_go)
         if course.plan is None or course.plan.lets_go == self.lets_go or self.request.policy is not None:
             return
-        everything = plan_everything(course.profile, self.request.plain, self.lets_go)
+        everything = plan_everything(course.profile, self.request.plain, self.lets_go, self.request.in_flight)
         if (reported_bytes(course.profile, everything) <= self.request.mem_limit) != course.plan.keeps_all:
             if not self.lets_go:
                 logger.warning(

@@ -9,6 +9,7 @@ from functools import cached_property
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value
 from ..core.simulator import Trace
+from ..solver.in_flight import resting_bytes, turn
 from .early_stop import closing_replays, expected_trace
 from .overhead import Upkeep
 from .placed.placement import PlacedPlan
@@ -31,7 +32,8 @@ class ExecutionPlan:
     ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes:
     size of the slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain
     model that runs. lets_go: its caller holds nothing of what it returns but where the backward starts. kept: numbers of the profile's skip connections that stay in place; the sequence is one of the
-    chain without their bytes. compact: whether gradients that wait are copied. chain, placed: where it places
+    chain without their bytes. compact: whether gradients that wait are copied. in_flight: micro-batches that share
+    the limit. resting_bytes: of each between its forward and its backward, as the machine charges them. chain, placed: where it places
     parameters, the chain with those and what it says of them.
     """
 
@@ -46,6 +48,8 @@ class ExecutionPlan:
     lets_go: bool = False
     kept: tuple[int, ...] = ()
     compact: bool = False
+    in_flight: int = 1
+    resting_bytes: int = 0
     chain: Chain | None = None
     placed: PlacedPlan | None = None
 
@@ -67,11 +71,13 @@ def compile_sequence(
     compact: bool = False,
     tail_times: tuple[float, ...] = (),
     upkeep: Upkeep | None = None,
+    in_flight: int = 1,
 ) -> ExecutionPlan:
     """Check `sequence` on the machine and lay out its host memory.
 
     kept: the skips that `chain` leaves out. compact: whether it is the one whose gradients are copied where they wait.
     tail_times: what closing replays spare, of each stage. upkeep: what the runtime takes.
+    in_flight: micro-batches of which each runs it; nothing is then brought back before the backward.
 
     Raises:
         InvalidSequenceError: where the machine refuses it.
@@ -86,7 +92,7 @@ def compile_sequence(
     host = _host_ranges(chain, sequence)
     return ExecutionPlan(
         sequence=sequence,
-        forward_end=_forward_end(sequence, len(chain)),
+        forward_end=turn(sequence.ops, len(chain)) if in_flight > 1 else _forward_end(sequence, len(chain)),
         replayed=replayed,
         closing=closing_replays(sequence, len(chain)),
         host=host,
@@ -94,6 +100,8 @@ def compile_sequence(
         trace=trace,
         kept=kept,
         compact=compact,
+        in_flight=in_flight,
+        resting_bytes=resting_bytes(chain, sequence.ops) if in_flight > 1 else 0,
     )
 
 

@@ -418,6 +418,11 @@ class Step:
         self._held.consumed(i)
         self._runs.pop(i).end()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the backward has run, or the step was given up."""
+        return self._closed
+
     def abandon(self) -> None:
         """Another step begins, or an update, which needs the parameters where this one has them."""
         if not self._closed:

@@ -10,7 +10,8 @@ from torch import nn
 
 from ..core.sizes import format_bytes, parse_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
-from ..planning.planner import Request, least_limit, least_time, make_plan
+from ..planning.planner import least_limit, least_time, make_plan
+from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
 from .estimate import estimated
 from .mode_comparison import PlannedModes, plan, resident_bytes, usable_bytes
@@ -121,6 +122,7 @@ def largest(
         model, args, kwargs = read_built(build(size), size)
         named: dict[str, Any] = {"mem_limit": asked, "device": device, "optimizer": optimizer, "mem_slots": mem_slots}
         planned = plan(model, *args, **named, modes="joint", **kwargs)
+    assert planned is None or isinstance(planned, PlannedModes)  # of one device
     why, proven = tried[high] if high is not None else ("", True)
     return Largest(size, refused, proven, why, planned, {n * step: not said for n, (said, _) in sorted(tried.items())})
 
@@ -175,6 +177,7 @@ def cheapest(
         except LimitError as error:
             reasons.append(str(error))
             continue
+        assert isinstance(found, PlannedModes)  # of one device
         time, row = found["joint"].step_time, found["joint"]
         least.append(row.min_mem_limit)
         if not found.fits or time is None:

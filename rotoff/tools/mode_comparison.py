@@ -17,12 +17,14 @@ from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..io.json_file import save_json
 from ..planning.memory_account import reported_bytes
-from ..planning.planner import Request, least_limit, least_time, make_plan, plan_everything
+from ..planning.planner import least_limit, least_time, make_plan, plan_everything
+from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
 from ..tensors.tree import flatten
 from .estimate import estimated
+from .pipeline_plan import Asked, PlannedPipeline, planned_pipeline
 from .whole_device import HEAD, PlacedStep, placed_step, with_parameters
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
@@ -198,8 +200,13 @@ def plan(
     optimizer: str = "adam",
     mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
+    pipeline: int | None = None,
+    microbatches: int = 1,
+    schedule: str = "1F1B",
+    chunks: int = 1,
+    ranks_per_link: int = 1,
     **kwargs: Any,
-) -> PlannedModes:
+) -> PlannedModes | PlannedPipeline:
     """Estimate the cost of a training step within `mem_limit` on `device`, without the device and without memory.
 
     Without a `mem_limit` it also plans the whole training within the device's memory, where parameters, gradients and
@@ -214,6 +221,11 @@ def plan(
         mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
+        pipeline: the ranks of a pipeline, each with such a device. The result then has a row for each rank, and the
+            step time of all of them, bubbles included. The sample is the whole batch, of which each tensor is split
+            into `microbatches` along its first dimension; `mem_limit` is that of each rank.
+        schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: neighbours that
+            share a link to the host.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the sentence names the known ones.
@@ -224,12 +236,29 @@ def plan(
     _check_optimizer(optimizer, host_bandwidth)
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
+    usable = usable_bytes(target.memory_bytes)
+    if pipeline is not None:
+        ranks = Asked(pipeline, microbatches, schedule, chunks, ranks_per_link)
+        return planned_pipeline(model, sample, kwargs, target, ranks, asked, usable, optimizer, host_bandwidth)
     profile = estimated(model, sample, kwargs, target)
-    resident = resident_bytes(profile, optimizer)
     placed: tuple[PlacedStep, ...] = ()
     if asked is None and profile.chain.meta["parameter_bytes"]:
         chain, constant = with_parameters(profile, target, optimizer, host_bandwidth)
-        placed = _placed_steps(chain, constant, usable_bytes(target.memory_bytes), _batch(sample, kwargs))
+        placed = _placed_steps(chain, constant, usable, _batch(sample, kwargs))
+    resident = resident_bytes(profile, optimizer)
+    return _planned(profile, target, asked, resident, placed, wanted, mem_slots)
+
+
+def _planned(
+    profile: Profile,
+    target: Device,
+    asked: int | None,
+    resident: dict[str, int],
+    placed: tuple[PlacedStep, ...],
+    modes: Iterable[str],
+    mem_slots: int,
+) -> PlannedModes:
+    """One row for each of `modes`, within `asked` bytes or what the device has beyond what is `resident`."""
     limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
     if limit <= 0 and all(row.step_time is None for row in placed):
         raise _too_small(target, resident, placed)
@@ -244,7 +273,7 @@ def plan(
         keep_all_time=base,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
-        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), base) for mode in wanted),
+        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), base) for mode in modes),
         placed=placed,
     )
 

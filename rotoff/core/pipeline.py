@@ -1,0 +1,303 @@
+"""A pipeline of ranks: the order of each schedule, and a simulator of the plans that its stages run.
+
+A pipeline cuts a model into stages, and a batch into micro-batches. Each rank runs the forwards and backwards of its
+stages in the order of a schedule, and waits for what the neighbours hand it. The simulator runs every operation of
+every micro-batch on the lanes of the machine (`core.simulator`): one compute lane for each rank, and two lanes to the
+host, which some ranks may share. So the copies of one micro-batch go on under the work of the next. Stages, ranks and
+micro-batches count from 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import OptionError
+from .chain import Chain
+from .sequence import COMPUTES, Op, OpKind, Value, a, abar
+from .simulator import Machine
+from .trace import Trace
+
+SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1B"}
+
+
+class Task(NamedTuple):
+    """The forward, or the backward, of one micro-batch in one stage; as text ``2F0`` or ``2B0``."""
+
+    stage: int
+    backward: bool
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{'B' if self.backward else 'F'}{self.micro_batch}"
+
+
+Order = tuple[Task, ...]
+
+
+def orders(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> tuple[Order, ...]:
+    """What each rank runs, in order, as ``torch.distributed.pipelining`` does.
+
+    Args:
+        schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank; stage s is on rank s mod `ranks`.
+
+    Raises:
+        OptionError: for another schedule, or numbers that it does not take.
+    """
+    kind = schedule.lower().removeprefix("schedule") if isinstance(schedule, str) else ""
+    if kind not in SCHEDULES:
+        raise OptionError(f"schedule is {schedule!r}; it is one of {', '.join(SCHEDULES.values())}")
+    for name, number in (("pipeline", ranks), ("microbatches", micro_batches), ("chunks", chunks)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise OptionError(f"{name} is {number!r}; give a whole number of at least 1")
+    if chunks > 1 and kind != "interleaved1f1b":
+        raise OptionError(f"chunks is {chunks}; {SCHEDULES[kind]} has one stage on each rank")
+    if kind == "gpipe":
+        return tuple(
+            tuple(Task(rank, backward, n) for backward in (False, True) for n in range(micro_batches))
+            for rank in range(ranks)
+        )
+    if kind == "1f1b" and micro_batches < ranks:
+        raise OptionError(f"microbatches is {micro_batches}; 1F1B needs at least one for each of {ranks} ranks")
+    rounds = max(1, micro_batches // ranks)
+    if kind != "1f1b" and micro_batches % rounds:
+        raise OptionError(f"microbatches is {micro_batches}; with {ranks} ranks give a multiple of {rounds}")
+    return tuple(_one_f_one_b(kind, rank, ranks, micro_batches, chunks) for rank in range(ranks))
+
+
+def _one_f_one_b(kind: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
+    of_a_round = micro_batches // max(1, micro_batches // ranks)
+    hops, every = ranks - 1 - rank, micro_batches * chunks
+    warm = hops if kind == "1f1b" else (chunks - 1) * of_a_round + 2 * hops
+    done: dict[tuple[int, bool], int] = {}
+
+    def task(step: int, backward: bool) -> Task:
+        local = step // of_a_round % chunks if kind != "1f1b" else 0
+        stage = (chunks - 1 - local if backward else local) * ranks + rank
+        done[stage, backward] = n = done.get((stage, backward), -1) + 1
+        return Task(stage, backward, n)
+
+    found: list[Task] = []
+    for step in range(every + min(warm, every)):
+        if step < every:
+            found.append(task(step, False))
+        if step >= min(warm, every):
+            found.append(task(step - min(warm, every), True))
+    return tuple(found)
+
+
+def most_in_flight(order: Sequence[Task]) -> int:
+    """The most micro-batches of a rank whose forward has run and whose backward has not; those of all its stages."""
+    now = most = 0
+    for task in order:
+        now += -1 if task.backward else 1
+        most = max(most, now)
+    return most
+
+
+class _Work(NamedTuple):
+    """One operation: seconds of compute, whose copies it waits for, and the copy that it starts."""
+
+    seconds: float
+    waits: tuple[Value, ...]
+    lane: str
+    value: Value
+    copy_time: float
+    memory: int
+    host: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage does for each micro-batch; `stage_plan` makes one.
+
+    forward, backward: operations. resting_bytes, resting_host_bytes: held between the two, on device and host.
+    duplex: of the link. output_bytes, input_grad_bytes: what the neighbours are handed.
+    """
+
+    forward: tuple[_Work, ...]
+    backward: tuple[_Work, ...]
+    resting_bytes: int
+    resting_host_bytes: int
+    duplex: bool
+    output_bytes: int
+    input_grad_bytes: int
+
+
+def stage_plan(chain: Chain, trace: Trace, turn: int, beside: int = 0) -> StagePlan:
+    """A stage that runs a plan.
+
+    Args:
+        chain: the stage's costs. trace: of the plan. turn: how many of its operations the forward runs. beside: bytes
+            that each micro-batch holds and the chain does not know of.
+    """
+    machine, work, resting, host = Machine(chain), [], 0, 0
+    for n, event in enumerate(trace.events):
+        op = event.op
+        seconds = event.end - event.start if op.kind in COMPUTES else 0.0
+        lane = event.lane if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) else ""
+        value = Value(op.saved, op.stage)
+        bandwidth = chain.d2h_bandwidth if lane == "d2h" else chain.h2d_bandwidth
+        machine.step(op)
+        copied = machine.device.get(value, 0) / bandwidth if lane else 0.0
+        memory = event.memory + beside
+        work.append(_Work(seconds, _waited(op), lane, value, copied, memory, event.host_memory))
+        if n + 1 == turn:
+            resting, host = machine.held_bytes - chain.grad_bytes(len(chain)) + beside, machine.host_bytes
+    ends = chain.output_bytes(len(chain)), chain.input_grad_bytes
+    return StagePlan(tuple(work[:turn]), tuple(work[turn:]), resting, host, chain.duplex, *ends)
+
+
+def _waited(op: Op) -> tuple[Value, ...]:
+    """The values whose copies end before the compute lane goes on after `op`."""
+    if op.kind is OpKind.B:
+        return abar(op.stage), a(op.stage), a(op.stage - 1)
+    if op.kind is OpKind.F_NONE:
+        return (a(op.stage - 1),)
+    return (op.value,) if op.kind in (OpKind.FREE, OpKind.WAIT, OpKind.DROP) else ()
+
+
+class RankTrace(NamedTuple):
+    """compute_time, copy_time: seconds in which the rank computes, and waits for copies. idle_time: in which it has
+    nothing to do, the bubble. peak_bytes, host_peak_bytes: the most held."""
+
+    compute_time: float
+    copy_time: float
+    idle_time: float
+    peak_bytes: int
+    host_peak_bytes: int
+
+
+class PipelineTrace(NamedTuple):
+    """makespan: seconds of one step of the pipeline. ranks: one row for each."""
+
+    makespan: float
+    ranks: tuple[RankTrace, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they have nothing to do."""
+        idle = math.fsum(rank.idle_time for rank in self.ranks)
+        return idle / (self.makespan * len(self.ranks)) if self.makespan else 0.0
+
+
+def simulate_pipeline(
+    stages: Sequence[StagePlan],
+    order: Sequence[Sequence[Task]],
+    ranks_per_link: int = 1,
+    send_bandwidth: float = math.inf,
+) -> PipelineTrace:
+    """Run one step of a pipeline.
+
+    Args:
+        stages: of the whole pipeline. order: what each rank runs, such as `orders` returns.
+        ranks_per_link: neighbours whose copies to the host share one link, each copy at the link's full rate.
+        send_bandwidth: B/s between ranks; what is handed over arrives after that time, and holds nobody.
+
+    Raises:
+        OptionError: for an order in which ranks wait for each other forever.
+    """
+    return _Run(stages, order, ranks_per_link, send_bandwidth).finish()
+
+
+class _Run:
+    """One step: the rank that is first in time runs its next operation, until all have run."""
+
+    def __init__(
+        self, stages: Sequence[StagePlan], order: Sequence[Sequence[Task]], ranks_per_link: int, bandwidth: float
+    ) -> None:
+        self._stages, self._order, self._bandwidth = stages, order, bandwidth
+        self._per_link = ranks_per_link
+        many = range(len(order))
+        self._rank_of = {task.stage: rank for rank in many for task in order[rank]}
+        self._clock, self._busy, self._copying = ([0.0] * len(order) for _ in range(3))
+        self._at = [(0, 0)] * len(order)  # the task, and the operation in it
+        self._lanes: dict[tuple[str, int], float] = {}
+        self._copy_end: dict[tuple[int, int, Value], float] = {}
+        self._out_end: dict[tuple[int, int, Value], float] = {}
+        self._arrival: dict[Task, float] = {}
+        self._parked: dict[Task, int] = {}
+        self._held, self._host, self._peak, self._host_peak = ([0] * len(order) for _ in range(4))
+        self._heap = [(0.0, rank) for rank in many if order[rank]]
+
+    def finish(self) -> PipelineTrace:
+        while self._heap:
+            _, rank = heapq.heappop(self._heap)
+            self._advance(rank)
+        if self._parked:
+            raise OptionError(f"the order of the pipeline cannot run: {next(iter(self._parked))} waits forever")
+        end = max(self._clock, default=0.0)
+        rows = zip(self._busy, self._copying, self._peak, self._host_peak, strict=True)
+        return PipelineTrace(end, tuple(RankTrace(b, c, end - b - c, peak, host) for b, c, peak, host in rows))
+
+    def _advance(self, rank: int) -> None:
+        """Run the rank's next operation, or let it wait for what it is handed."""
+        at, n = self._at[rank]
+        task = self._order[rank][at]
+        if n == 0 and not self._ready(task, rank):
+            return
+        stage = self._stages[task.stage]
+        work = stage.backward if task.backward else stage.forward
+        if n == 0 and task.backward:
+            self._held[rank] -= stage.resting_bytes
+            self._host[rank] -= stage.resting_host_bytes
+        if work:
+            self._operate(rank, task, work[n])
+        if n + 1 < len(work):
+            self._at[rank] = at, n + 1
+        else:
+            self._at[rank] = at + 1, 0
+            self._ended(task, rank)
+        if self._at[rank][0] < len(self._order[rank]):
+            heapq.heappush(self._heap, (self._clock[rank], rank))
+
+    def _ready(self, task: Task, rank: int) -> bool:
+        """Whether the rank may begin `task` now; where not, it comes back in time."""
+        if task.stage == (len(self._stages) - 1 if task.backward else 0):
+            return True
+        arrived = self._arrival.get(task)
+        if arrived is None:
+            self._parked[task] = rank
+            return False
+        if arrived > self._clock[rank]:
+            self._clock[rank] = arrived
+            heapq.heappush(self._heap, (arrived, rank))
+            return False
+        return True
+
+    def _operate(self, rank: int, task: Task, work: _Work) -> None:
+        end = self._clock[rank] + work.seconds
+        keys = [(task.stage, task.micro_batch, v) for v in work.waits]
+        free = max([end, *(self._copy_end.get(key, 0.0) for key in keys)])
+        self._busy[rank] += work.seconds
+        self._copying[rank] += free - end
+        self._clock[rank] = free
+        if work.lane:
+            key = task.stage, task.micro_batch, work.value
+            link = rank // self._per_link
+            lanes = [work.lane] if self._stages[task.stage].duplex else ["d2h", "h2d"]
+            after = self._out_end.get(key, 0.0) if work.lane == "h2d" else 0.0
+            done = max(free, after, *(self._lanes.get((lane, link), 0.0) for lane in lanes)) + work.copy_time
+            self._lanes.update({(lane, link): done for lane in lanes})
+            self._copy_end[key] = done
+            if work.lane == "d2h":
+                self._out_end[key] = done
+        self._peak[rank] = max(self._peak[rank], self._held[rank] + work.memory)
+        self._host_peak[rank] = max(self._host_peak[rank], self._host[rank] + work.host)
+
+    def _ended(self, task: Task, rank: int) -> None:
+        stage = self._stages[task.stage]
+        if not task.backward:
+            self._held[rank] += stage.resting_bytes
+            self._host[rank] += stage.resting_host_bytes
+        following = Task(task.stage + (-1 if task.backward else 1), task.backward, task.micro_batch)
+        if following.stage in self._rank_of:
+            there = self._rank_of[following.stage]
+            nbytes = stage.input_grad_bytes if task.backward else stage.output_bytes
+            self._arrival[following] = self._clock[rank] + (0.0 if there == rank else nbytes / self._bandwidth)
+            if (waiting := self._parked.pop(following, None)) is not None:
+                self._clock[waiting] = max(self._clock[waiting], self._arrival[following])
+                heapq.heappush(self._heap, (self._clock[waiting], waiting))

@@ -1,0 +1,274 @@
+"""Plans for all ranks of a pipeline, judged by `core.pipeline.simulate_pipeline`.
+
+The chain of a whole model is cut into stages of nearly equal time. Each is planned for the micro-batches that the
+schedule has in flight there. The rules that people tune by hand compete, and the fastest pipeline in the simulator
+wins, so none of them is faster at equal memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..core.chain import Chain
+from ..core.pipeline import Order, PipelineTrace, StagePlan, most_in_flight, simulate_pipeline, stage_plan
+from ..core.sequence import B as backward
+from ..core.sequence import F_all as forward
+from ..core.sequence import F_ck, F_sel, Op, abar, free, offload, prefetch, wait
+from ..core.simulator import simulate
+from ..errors import InfeasibleError, InvalidSequenceError, OptionError
+from .in_flight import least_in_flight, needed_bytes, solve_in_flight, turn
+from .plan_codes import keep_all
+
+REFINE = 0.2  # effort of each stage's search
+_TRIES = 6
+
+
+class Rule(NamedTuple):
+    """A plan by hand: the operations for the first n stages of a chain treated its way, and the rest kept."""
+
+    name: str
+    ops: Callable[[Chain, int], tuple[Op, ...]]
+    every: bool  # whether each rank must treat as many as the one that needs most
+
+
+def cut(chain: Chain, stages: int) -> tuple[Chain, ...]:
+    """`chain` in so many pieces; the slowest of them is as fast as can be.
+
+    Raises:
+        OptionError: where the chain has fewer stages.
+    """
+    L = len(chain)
+    if stages > L:
+        raise OptionError(f"the model has {L} stages, and the pipeline {stages}; cut the model finer, by stages=")
+    times = [stage.forward_time + stage.backward_time for stage in chain.stages]
+    before = [math.fsum(times[:n]) for n in range(L + 1)]
+    best = [(before[n], 0) if n else (math.inf, 0) for n in range(L + 1)]  # slowest piece of the first n, last cut
+    cuts = [best]
+    for piece in range(2, stages + 1):
+        best = [
+            min(((max(cuts[-1][m][0], before[n] - before[m]), m) for m in range(piece - 1, n)), default=(math.inf, 0))
+            for n in range(L + 1)
+        ]
+        cuts.append(best)
+    ends = [L]
+    for row in reversed(cuts[1:]):
+        ends.append(row[ends[-1]][1])
+    starts = [*reversed(ends), 0] if len(ends) > stages else [0, *reversed(ends)]
+    return tuple(
+        replace(
+            chain,
+            stages=chain.stages[a:b],
+            input_bytes=chain.output_bytes(a),
+            input_grad_bytes=chain.grad_bytes(a),
+            parameters=(),
+        )
+        for a, b in zip(starts, starts[1:], strict=False)
+    )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What is planned: the pieces of all stages, what each rank runs, and who shares a link to the host.
+
+    beside: bytes that each micro-batch holds in a stage and its chain does not know of.
+    """
+
+    pieces: tuple[Chain, ...]
+    order: tuple[Order, ...]
+    ranks_per_link: int = 1
+    send_bandwidth: float = math.inf
+    beside: int = 0
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The stages on a rank."""
+        return sorted({task.stage for task in self.order[rank]})
+
+    def least(self, rank: int, mode: str = "joint") -> int:
+        """The smallest limit of a rank at which each of its stages has a plan by itself."""
+        many = most_in_flight(self.order[rank])
+        return max(least_in_flight(self.pieces[s], mode, many, self.beside) + self.beside for s in self.of_rank(rank))
+
+    def run(self, plans: Sequence[tuple[Op, ...]]) -> PipelineTrace:
+        """The step in which each stage runs its plan."""
+        rows = zip(self.pieces, plans, strict=True)
+        return simulate_pipeline([self._stage(*row) for row in rows], self.order, *self._links)
+
+    def keep_everything(self) -> PipelineTrace:
+        """The step without any limit, which no other is faster than."""
+        return self.run([keep_all(piece).ops for piece in self.pieces])
+
+    @property
+    def _links(self) -> tuple[int, float]:
+        return self.ranks_per_link, self.send_bandwidth
+
+    def _stage(self, piece: Chain, ops: tuple[Op, ...]) -> StagePlan:
+        return stage_plan(piece, simulate(piece, ops), turn(ops, len(piece)), self.beside)
+
+    def shared(self, piece: Chain) -> Chain:
+        """A piece as its plan sees it: with the rank's part of the link, and without names."""
+        slower = {name: getattr(piece, name) / self.ranks_per_link for name in ("d2h_bandwidth", "h2d_bandwidth")}
+        return replace(piece, **slower, stages=tuple(replace(stage, name="") for stage in piece.stages))
+
+
+class PlannedRanks(NamedTuple):
+    """name: "rotoff", or the rule that was the fastest. plans: the operations of each stage. trace: the simulated
+    step. rules: (name, seconds of the step) of every rule; infinity where it does not fit."""
+
+    name: str
+    plans: tuple[tuple[Op, ...], ...]
+    trace: PipelineTrace
+    rules: tuple[tuple[str, float], ...]
+
+
+def plan_pipeline(
+    pipeline: Pipeline, limits: Sequence[int], mode: str = "joint", refine: bool | float = REFINE
+) -> PlannedRanks:
+    """The fastest pipeline found in which each rank holds at most its limit, in bytes.
+
+    Raises:
+        InfeasibleError: where a rank has no plan; names the rank.
+    """
+    known: dict[tuple[Chain, int, int], tuple[Op, ...]] = {}
+    plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)
+    for rank, limit in enumerate(limits):
+        plans = _planned_rank(pipeline, plans, rank, limit, mode, refine, known)
+    found = [("rotoff", tuple(plans), pipeline.run(plans))]
+    for rule in RULES:
+        by_hand = _by_rule(pipeline, rule, limits)
+        found += [(rule.name, by_hand, pipeline.run(by_hand))] if by_hand else []
+    rules = {rule.name: math.inf for rule in RULES} | {name: trace.makespan for name, _, trace in found[1:]}
+    return PlannedRanks(*min(found, key=lambda one: one[2].makespan), tuple(rules.items()))
+
+
+def _planned_rank(
+    pipeline: Pipeline,
+    plans: list[tuple[Op, ...]],
+    rank: int,
+    limit: int,
+    mode: str,
+    refine: bool | float,
+    known: dict[tuple[Chain, int, int], tuple[Op, ...]],
+) -> list[tuple[Op, ...]]:
+    """`plans` with those of a rank; its stages share the limit."""
+    many, beside, less = most_in_flight(pipeline.order[rank]), pipeline.beside, 0
+    for _ in range(_TRIES):
+        made = list(plans)
+        for stage in pipeline.of_rank(rank):
+            piece, left = pipeline.shared(pipeline.pieces[stage]), limit - beside - less
+            if (key := (piece, many, left)) not in known:
+                try:
+                    known[key] = solve_in_flight(piece, max(1, left), many, beside, mode, refine=refine).ops
+                except InfeasibleError as error:
+                    least = error.min_mem_limit + beside + less
+                    told = (
+                        f"rank {rank} of the pipeline needs at least {least} bytes with {many} micro-batches in flight"
+                    )
+                    raise InfeasibleError(f"{told}; the limit is {limit}", least) from None
+            made[stage] = known[key]
+        over = _held(pipeline, made, rank) - limit
+        if over <= 0:
+            return made
+        less = max(less + over, 2 * less)
+    raise InfeasibleError(f"no plans were found for the stages of rank {rank} within {limit} bytes", limit + over)
+
+
+def _held(pipeline: Pipeline, plans: Sequence[tuple[Op, ...]], rank: int) -> int:
+    """The most bytes that a rank holds; program order alone decides."""
+    stages = {s: pipeline._stage(pipeline.pieces[s], plans[s]) for s in pipeline.of_rank(rank)}
+    held = most = 0
+    for task in pipeline.order[rank]:
+        stage = stages[task.stage]
+        held -= stage.resting_bytes if task.backward else 0
+        most = max(most, held + max(work.memory for work in (stage.backward if task.backward else stage.forward)))
+        held += 0 if task.backward else stage.resting_bytes
+    return most
+
+
+def _by_rule(pipeline: Pipeline, rule: Rule, limits: Sequence[int]) -> tuple[tuple[Op, ...], ...]:
+    """The plans of all stages with as few treated as fit; none where too few do."""
+    treated = [0] * len(pipeline.pieces)
+    for rank, limit in enumerate(limits):
+        stages = pipeline.of_rank(rank)
+        many = most_in_flight(pipeline.order[rank])
+        for n in range(1 + max(len(pipeline.pieces[s]) for s in stages)):
+            plans = {s: rule.ops(pipeline.pieces[s], min(n, len(pipeline.pieces[s]))) for s in stages}
+            if _fits(pipeline, plans, many, rank, limit):
+                break
+        else:
+            return ()
+        for s in stages:
+            treated[s] = min(n, len(pipeline.pieces[s]))
+    if rule.every:
+        treated = [min(max(treated), len(piece)) for piece in pipeline.pieces]
+        plans = {s: rule.ops(piece, treated[s]) for s, piece in enumerate(pipeline.pieces)}
+        if not all(_fits(pipeline, plans, 1, rank, limit) for rank, limit in enumerate(limits)):
+            return ()
+    return tuple(rule.ops(piece, n) for piece, n in zip(pipeline.pieces, treated, strict=True))
+
+
+def _fits(pipeline: Pipeline, plans: dict[int, tuple[Op, ...]], many: int, rank: int, limit: int) -> bool:
+    try:
+        if any(needed_bytes(pipeline.pieces[s], plans[s], 1, 0) > limit for s in pipeline.of_rank(rank)):
+            return False
+        return _held(pipeline, [plans.get(s, ()) for s in range(len(pipeline.pieces))], rank) <= limit
+    except InvalidSequenceError:
+        return False
+
+
+def _recomputed(chain: Chain, n: int) -> tuple[Op, ...]:
+    """Of the first n stages only the outputs are kept."""
+    L = len(chain)
+    ops = [F_ck(i) if i <= n else forward(i) for i in range(1, L + 1)]
+    for i in range(L, 0, -1):
+        ops += [forward(i), backward(i)] if i <= n else [backward(i)]
+    return tuple(ops)
+
+
+def _selective(chain: Chain, n: int) -> tuple[Op, ...]:
+    """The first n stages keep the form of which the backward takes least longer."""
+
+    def kept(i: int) -> Op:
+        forms = chain.stage(i).forms
+        if i > n or not forms:
+            return forward(i)
+        return F_sel(i, 1 + min(range(len(forms)), key=lambda k: forms[k].backward_time))
+
+    return (*map(kept, range(1, len(chain) + 1)), *map(backward, range(len(chain), 0, -1)))
+
+
+def _offloaded(chain: Chain, n: int) -> tuple[Op, ...]:
+    """The first n stages go to the host, each freed two stages later, and come back two stages ahead."""
+    L, n = len(chain), min(n, len(chain) - 1)
+    ops: list[Op] = []
+    for i in range(1, L + 1):
+        ops += [forward(i), *([offload(abar(i))] if i <= n else [])]
+        ops += [free(abar(i - 2))] if 1 <= i - 2 <= n else []
+    ops += [free(abar(i)) for i in (L - 1,) if 1 <= i <= n]
+    waiting = [i for i in range(L, 0, -1) if i <= n]
+    arrived: set[int] = set()
+    for i in range(L, 0, -1):
+        coming = [j for j in waiting if j >= i - 2]
+        ops += [prefetch(abar(j)) for j in coming]
+        waiting = [j for j in waiting if j not in coming]
+        here = [j for j in (i, i - 1) if 1 <= j <= n and j not in arrived]
+        ops += [wait(abar(j)) for j in here]
+        arrived.update(here)
+        ops.append(backward(i))
+    return tuple(ops)
+
+
+def _all(rule: Callable[[Chain, int], tuple[Op, ...]]) -> Callable[[Chain, int], tuple[Op, ...]]:
+    return lambda chain, _: rule(chain, len(chain))
+
+
+# Megatron's "less on later ranks" is the first one: as few stages recomputed on each rank as fit.
+RULES = (
+    Rule("less recompute on later ranks", _recomputed, False),
+    Rule("full recompute", _all(_recomputed), True),
+    Rule("selective saving", _all(_selective), True),
+    Rule("uniform offload", _offloaded, True),
+    Rule("less offload on later ranks", _offloaded, False),
+)

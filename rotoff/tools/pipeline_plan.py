@@ -1,0 +1,202 @@
+"""The pipeline half of `rotoff.plan`: what each rank of a pipeline needs and how long a step takes, with no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ..core.chain import Chain
+from ..core.pipeline import most_in_flight, orders
+from ..core.sizes import format_bytes
+from ..errors import InfeasibleError, LimitError, OptionError
+from ..profile.estimate.devices import Device
+from ..solver.pipeline import Pipeline, cut, plan_pipeline
+from .estimate import estimated
+from .whole_device import with_parameters
+
+SHARES = (0.75, 0.5, 0.35, 0.25)  # of the most that keeping everything takes on a rank, for the table
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """One rank. stages: names of its first and last stage. in_flight: micro-batches. resident_bytes: parameters,
+    gradients and optimizer states. mem_limit: for all that its micro-batches allocate; min_mem_limit: the smallest that
+    works; keep_all_bytes: what keeping everything takes. peak_bytes, host_bytes: the most held. idle_time: seconds in
+    which it has nothing to do."""
+
+    stages: tuple[str, str]
+    in_flight: int
+    resident_bytes: int
+    mem_limit: int
+    min_mem_limit: int
+    keep_all_bytes: int
+    peak_bytes: int
+    host_bytes: int
+    idle_time: float
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """A row for each rank; prints as a table.
+
+    step_time: estimated seconds of one step of all micro-batches. keep_all_time: of one without limits. bubble: the
+    share of the ranks' time in which they have nothing to do. table: (limit of each rank in bytes, seconds
+    of a step; None where a rank has no plan).
+    """
+
+    schedule: str
+    micro_batches: int
+    device: str
+    step_time: float
+    keep_all_time: float
+    bubble: float
+    rows: tuple[PlannedRank, ...]
+    table: tuple[tuple[int, float | None], ...]
+
+    def __iter__(self) -> Iterator[PlannedRank]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def works(self) -> bool:
+        """Whether every rank has a plan; where not, there is no such row."""
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": "rotoff.planned_pipeline", "version": 1, **asdict(self)}
+
+    def __str__(self) -> str:
+        over = 100 * (self.step_time / self.keep_all_time - 1) if self.keep_all_time else 0.0
+        lines = [
+            f"{self.schedule}, {self.micro_batches} micro-batches on {len(self)} x {self.device} (times are estimates):"
+            f" {self.step_time:.4g} s a step, {over:+.1f} % over keeping everything, {self.bubble:.1%} bubbles",
+            f"{'rank':>4} {'in flight':>9} {'resident':>11} {'limit':>11} {'peak':>11} {'keep all':>11}"
+            f" {'smallest':>11} {'host':>11}",
+        ]
+        for n, row in enumerate(self.rows):
+            sizes = (row.resident_bytes, row.mem_limit, row.peak_bytes, row.keep_all_bytes, row.min_mem_limit)
+            told = " ".join(f"{format_bytes(size):>11}" for size in (*sizes, row.host_bytes))
+            lines.append(f"{n:>4} {row.in_flight:>9} {told}")
+        lines.append("limit of each rank: seconds a step")
+        lines += [
+            f"{format_bytes(limit):>11} {'does not fit' if seconds is None else f'{seconds:.4g}'}"
+            for limit, seconds in self.table
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `rotoff.plan` for a pipeline, which says what they mean."""
+
+    ranks: int
+    micro_batches: int
+    schedule: str
+    chunks: int
+    ranks_per_link: int
+
+
+def planned_pipeline(
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: Device,
+    asked: Asked,
+    mem_limit: int | None,
+    usable: int,
+    optimizer: str,
+    host_bandwidth: float,
+) -> PlannedPipeline:
+    """`rotoff.plan` for a pipeline. usable: bytes of the device for training.
+
+    Raises:
+        OptionError: for a schedule or numbers that do not go together. LimitError, InfeasibleError: where a rank has no
+            room for its step; names the rank.
+    """
+    order = orders(asked.schedule, asked.ranks, asked.micro_batches, asked.chunks)
+    args, named = tree_map(lambda leaf: _first(leaf, asked.micro_batches), (sample, kwargs))
+    profile = estimated(model, args, named, device)
+    chain = profile.chain
+    whole, _ = with_parameters(profile, device, optimizer, host_bandwidth)
+    beside = profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
+    pieces = cut(chain, asked.ranks * asked.chunks)
+    pipeline = Pipeline(pieces, order, asked.ranks_per_link, beside=beside)
+    resident = _resident(whole, pipeline)
+    limits = [usable - nbytes if mem_limit is None else mem_limit for nbytes in resident]
+    _refuse_full(resident, limits, device, usable)
+    found = plan_pipeline(pipeline, limits)
+    everything = pipeline.keep_everything()
+    peaks = [rank.peak_bytes for rank in everything.ranks]
+    names = [[pieces[s].stages for s in pipeline.of_rank(rank)] for rank in range(asked.ranks)]
+    rows = tuple(
+        PlannedRank(
+            (names[rank][0][0].name, names[rank][-1][-1].name),
+            most_in_flight(order[rank]),
+            resident[rank],
+            limits[rank],
+            pipeline.least(rank),
+            peaks[rank],
+            trace.peak_bytes,
+            trace.host_peak_bytes,
+            trace.idle_time,
+        )
+        for rank, trace in enumerate(found.trace.ranks)
+    )
+    tried = [max(1, int(share * max(peaks))) for share in SHARES]
+    return PlannedPipeline(
+        asked.schedule,
+        asked.micro_batches,
+        device.name,
+        found.trace.makespan,
+        everything.makespan,
+        found.trace.bubble,
+        rows,
+        tuple((limit, _step_time(pipeline, limit)) for limit in tried),
+    )
+
+
+def _refuse_full(resident: Sequence[int], limits: Sequence[int], device: Device, usable: int) -> None:
+    for rank, limit in enumerate(limits):
+        if limit <= 0:
+            raise LimitError(
+                f"rank {rank} has {format_bytes(resident[rank])} of parameters, gradients and optimizer states, and"
+                f" {device.name} has {format_bytes(usable)} for training; take more ranks"
+            )
+
+
+def _first(leaf: Any, micro_batches: int) -> Any:
+    """The first micro-batch of a tensor."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+        return leaf
+    if leaf.shape[0] % micro_batches:
+        raise OptionError(f"microbatches is {micro_batches}; it does not divide a batch of {leaf.shape[0]}")
+    return leaf[: leaf.shape[0] // micro_batches]
+
+
+def _resident(chain: Chain, pipeline: Pipeline) -> list[int]:
+    """Bytes of parameters, gradients and states on each rank; those that stages of several ranks read are on all."""
+    ends, last = [], 0
+    for piece in pipeline.pieces:
+        last += len(piece)
+        ends.append(last)
+    found = []
+    for rank in range(len(pipeline.order)):
+        own = {i for s in pipeline.of_rank(rank) for i in range(ends[s] - len(pipeline.pieces[s]) + 1, ends[s] + 1)}
+        groups = [group for group in chain.parameters if own.intersection(group.stages)]
+        found.append(sum(group.bytes + group.grad_bytes + group.state_bytes for group in groups))
+    return found
+
+
+def _step_time(pipeline: Pipeline, limit: int) -> float | None:
+    try:
+        return plan_pipeline(pipeline, [limit] * len(pipeline.order), refine=0.05).trace.makespan
+    except InfeasibleError:
+        return None

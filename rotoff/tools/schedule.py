@@ -1,0 +1,155 @@
+"""`attach_schedule` plans what a process runs of a pipeline of ``torch.distributed.pipelining``.
+
+How many micro-batches are in flight follows from the schedule's own order. Stages of one process share its limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+
+from ..checkpointable import Checkpointable
+from ..core.pipeline import SCHEDULES, Order, Task, most_in_flight, orders
+from ..core.sizes import format_bytes
+from ..errors import InfeasibleError, OptionError
+from ..planning.memory_account import resting_memory, simulated_bytes
+from ..planning.planner import make_plan
+from ..planning.request import Request
+from ..runtime.execution_plan import ExecutionPlan
+from .attach import attach
+
+WHOLE = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleLoopedBFS"
+_TRIES = 8  # until stages that share a limit fit it together; each takes what was too much off the limit of all
+_KINDS = {"FORWARD": False, "FULL_BACKWARD": True}
+
+
+def attach_schedule(
+    schedule: Any, mem_limit: int | str = "auto", mode: str = "joint", **options: Any
+) -> list[Checkpointable]:
+    """Run the stages that this process has of a pipeline inside `mem_limit`; returns what plans each.
+
+    Call it in every process, once the schedule is made and before its first ``step``. Every process has a plan of its
+    own, so limits may differ. The limit covers all micro-batches in flight, and all stages of the process::
+
+        stage = PipelineStage(module, rank, ranks, device)
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+        rotoff.attach_schedule(schedule, "6 GiB")
+
+    Stages are measured and planned in the first step. The loss is not counted, unless the last stage computes it; nor
+    are outputs that ``step`` collects on the last rank, which ``return_outputs=False`` spares, nor the buffers in which
+    neighbours' tensors arrive.
+
+    Args:
+        schedule: of ``torch.distributed.pipelining``: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or
+            ScheduleLoopedBFS.
+        mem_limit, mode, options: as for `rotoff.attach`.
+
+    Raises:
+        OptionError: for a schedule that splits the backward (zero bubble), or none at all.
+    """
+    stages, order = _read(schedule)
+    if "in_flight" in options:
+        raise OptionError(f"in_flight is {options['in_flight']!r}; the schedule says it, so leave it out")
+    many = most_in_flight(order)
+    planned = [attach(_module(stage), mem_limit, mode, in_flight=many, **options) for stage in stages]
+    numbered = {stage.stage_index: one for stage, one in zip(stages, planned, strict=True)}
+    _Sharing(numbered, order, stages[0].num_stages - 1, isinstance(schedule, Schedule1F1B))
+    return planned
+
+
+def _read(schedule: Any) -> tuple[list[Any], Order]:
+    """The stages of this process, and what it runs."""
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    if stages[0] is None:
+        raise OptionError(f"the schedule is {schedule!r}; give one of torch.distributed.pipelining, such as {WHOLE}")
+    many, name = schedule._n_microbatches, type(schedule).__name__
+    if len(stages) == 1 and (kind := name.removeprefix("Schedule").lower()) in SCHEDULES:
+        return stages, orders(kind, stages[0].num_stages, many)[stages[0].stage_index]
+    found = []
+    for action in (getattr(schedule, "pipeline_order", None) or {}).get(stages[0].group_rank, ()):
+        if action is None or action.computation_type.name == "REDUCE_GRAD":
+            continue
+        if action.computation_type.name not in _KINDS:
+            raise OptionError(
+                f"{name} splits the backward ({action}), and rotoff keeps nothing for a second pass over one;"
+                f" take {WHOLE}"
+            )
+        found.append(Task(action.stage_index, _KINDS[action.computation_type.name], action.microbatch_index))
+    if not any(task.backward for task in found):
+        raise OptionError(f"{name} runs no backward, so there is nothing to plan; take {WHOLE}")
+    return stages, tuple(found)
+
+
+def _module(stage: Any) -> nn.Module:
+    """The model within what data parallelism puts around it."""
+    module: nn.Module = stage.submod
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+
+class _Sharing:
+    """The stages of one process, by number: planned together as soon as each has been measured.
+
+    Outputs and gradients that PyTorch's schedules have sent count, too: they keep all of them to the end of a step, and
+    Schedule1F1B one of each.
+    """
+
+    def __init__(self, planned: dict[int, Checkpointable], order: Order, last: int, one_at_once: bool) -> None:
+        self._planned, self._order, self._last, self._one_at_once = planned, order, last, one_at_once
+        self._hooks = [
+            one._model.register_forward_pre_hook(self._plan_together, with_kwargs=True) for one in planned.values()
+        ]
+
+    def _plan_together(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """Before a forward: plan all of them if that is possible now."""
+        if not torch.is_grad_enabled() or any(one._courses.latest is None for one in self._planned.values()):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        requests: dict[int, Request] = {}
+        for number, one in self._planned.items():
+            assert one._courses.request is not None
+            requests[number] = one._courses.request
+        asked, less = min(request.mem_limit for request in requests.values()), 0
+        plans = {number: one._plan for number, one in self._planned.items()}
+        for _ in range(_TRIES):
+            over = self._needed(plans) - asked
+            if over <= 0:
+                break
+            less = max(less + over, 2 * less)
+            plans = {
+                number: make_plan(one.profile, replace(requests[number], mem_limit=asked - less))
+                for number, one in self._planned.items()
+            }
+        else:
+            raise InfeasibleError(
+                f"no plans were found by which the stages {', '.join(map(str, plans))} of this process share"
+                f" {format_bytes(asked)} ({asked} bytes); give about {format_bytes(asked + over)}"
+                f" ({asked + over} bytes)",
+                asked + over,
+            )
+        for number, one in self._planned.items():
+            one._courses.request = replace(requests[number], mem_limit=asked - less)
+            for course in one._courses:
+                course.plan = None
+            one._latest.plan = plans[number]
+
+    def _needed(self, plans: dict[int, ExecutionPlan]) -> int:
+        """The most bytes that these plans hold together at any time of the schedule."""
+        profiles = {number: one.profile for number, one in self._planned.items()}
+        rest = {s: resting_memory(profiles[s], plan) for s, plan in plans.items()}
+        active = {s: simulated_bytes(profiles[s], replace(plan, in_flight=1)) for s, plan in plans.items()}
+        held = sent = most = 0
+        for task in self._order:
+            held -= rest[task.stage] if task.backward else 0
+            most = max(most, held + sent + active[task.stage])
+            held += 0 if task.backward else rest[task.stage]
+            if task.backward:
+                chain = profiles[task.stage].chain
+                kept = self._one_at_once or task.stage != self._last  # in a variable, or as sent
+                onward = chain.output_bytes(len(chain)) if kept else 0
+                sent = chain.input_grad_bytes + onward + (0 if self._one_at_once else sent)
+        return most

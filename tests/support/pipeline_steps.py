@@ -1,0 +1,155 @@
+"""Run by torchrun: steps of a pipeline of which every rank is unequal, with and without rotoff; prints a line for each
+rank and case that `test_pipeline` reads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from allocated import peak_bytes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import rotoff
+from rotoff.solver import anneal
+
+anneal.DEFAULT_SECONDS = 0.05  # to fit is enough
+ROWS, WIDTH, MANY = 48, 32, 8
+
+
+class Block(nn.Module):
+    """Random, with buffers that each forward changes, and as wide as it is told."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1)
+
+
+def module(number: int) -> nn.Module:
+    """Stage `number` of the pipeline: no two have as many blocks, or as wide ones."""
+    torch.manual_seed(number)
+    return nn.Sequential(*[Block(WIDTH * (1 + number + n % 2)) for n in range(4 + number % 3)])
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of which autograd saves nothing that is not there."""
+    return torch.dot(output.flatten(), target.flatten())
+
+
+def pipeline(kind: Callable[..., Any], chunks: int, known: bool) -> tuple[Any, list[nn.Module]]:
+    """A schedule and the modules of this rank. known: whether the stages are told what they are given."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    numbers = range(rank, ranks * chunks, ranks)
+    modules = [module(number) for number in numbers]
+    told = {"input_args": torch.zeros(ROWS, WIDTH), "output_args": torch.zeros(ROWS, WIDTH)} if known else {}
+    told = {name: tensor.requires_grad_() for name, tensor in told.items()}
+    device = torch.device("cpu")
+    stages = [
+        PipelineStage(one, number, ranks * chunks, device, **told) for one, number in zip(modules, numbers, strict=True)
+    ]
+    return kind(stages if chunks > 1 else stages[0], n_microbatches=MANY, loss_fn=loss), modules
+
+
+def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(100 * n + dist.get_rank())
+    return torch.randn(MANY * ROWS, WIDTH), torch.randn(MANY * ROWS, WIDTH)
+
+
+def step(schedule: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+    schedule.step(*([x] if first else []), **({"target": y} if last else {}), return_outputs=False)
+
+
+def train(schedule: Any, modules: list[nn.Module], buffers: bool) -> tuple[list[torch.Tensor], int]:
+    """(gradients, buffers and the generator's state after three steps; the most allocated in the third). buffers: not
+    where the schedule itself has run the modules on uninitialised memory, to see what they return."""
+    seen: list[torch.Tensor] = []
+    peak = 0
+    for n in range(3):
+        x, y = batch(n)
+        if n < 2:
+            step(schedule, x, y)
+        else:
+            peak = peak_bytes(partial(step, schedule, x, y))
+        for one in modules:
+            seen += [p.grad.clone() for p in one.parameters() if p.grad is not None]
+            seen += [b.clone() for b in one.buffers() if buffers]
+    return [*seen, torch.get_rng_state()], peak
+
+
+CASES = {
+    "gpipe": (ScheduleGPipe, 1, False),
+    "1f1b": (Schedule1F1B, 1, True),
+    "interleaved": (ScheduleInterleaved1F1B, 2, False),
+    "told": (ScheduleInterleaved1F1B, 2, True),
+}
+
+
+def refused() -> None:
+    """What schedules that split the backward meet, planned as such and with a wrapped module."""
+    for kind in (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble):
+        try:
+            rotoff.attach_schedule(pipeline(kind, 2, True)[0], "1 GiB")
+        except rotoff.OptionError as error:
+            print(f"OptionError: {error}", flush=True)
+    wrapped = rotoff.Checkpointable(module(1), check=True).compute_sequence("1 GiB")
+    x = torch.zeros(ROWS, WIDTH, requires_grad=True)
+    output = wrapped(x)
+    try:
+        _, groups = stage_backward_input((output,), [torch.ones_like(output)], [x], wrapped.parameters())
+        stage_backward_weight(wrapped.parameters(), groups)
+        print("bare: nothing", flush=True)
+    except rotoff.ExecutionError as error:
+        print(f"bare: ExecutionError: {error}", flush=True)
+    cut = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    parallelize_module(cut, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Replicate())})
+    try:
+        rotoff.Checkpointable(cut).measure(torch.zeros(ROWS, WIDTH))
+    except rotoff.MeasureError as error:
+        print(f"tensor parallel: {error}", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if "zero" in sys.argv:
+        refused()
+    for name in (case for case in sys.argv[1:] if case in CASES):
+        expected, plain = train(*pipeline(*CASES[name]), CASES[name][2])
+        for share, mode in ((0.5, "joint"), (0.5, "remat"), (0.7, "offload"))[: 3 if name == "gpipe" else 2]:
+            share += 0.05 * rank  # every rank has a limit of its own, so some keep everything and others do not
+            schedule, modules = pipeline(*CASES[name])
+            limit = int(share * plain)
+            planned = rotoff.attach_schedule(schedule, limit, mode=mode)
+            got, peak = train(schedule, modules, CASES[name][2])
+            equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
+            many = max(one._plan.in_flight for one in planned)
+            print(f"{name} {mode} {rank}: equal={equal} {peak} of {limit} ({plain}), {many} in flight", flush=True)
+            for one in planned:
+                one.close()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+main()
