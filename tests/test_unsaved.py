@@ -7,13 +7,13 @@ from test_runtime import smallest
 from torch import nn
 
 import rotoff
-from rotoff.capture import sequential
 from rotoff.capture.unsaved import Group, merge_groups, merge_unsaved
 from rotoff.tensors.stage import StageModule
 
 
 def names(*modules: nn.Module, x: torch.Tensor) -> list[str]:
-    return [stage.name for stage in merge_unsaved(sequential.stages(nn.Sequential(*modules)), x, torch.device("cpu"))]
+    stages = [StageModule(str(n), (module,)) for n, module in enumerate(modules)]
+    return [stage.name for stage in merge_unsaved(stages, x, torch.device("cpu"))]
 
 
 def test_what_is_saved_on_either_side_stays_between() -> None:

@@ -37,6 +37,7 @@ class RotoffConfig:
     device_limit: int | str | None = None
     mode: str = "joint"
     mem_slots: int = 50
+    in_flight: int = 1
     policy: str | None = None
     host_limit: int | str | None = None
     device: str | None = None
