@@ -56,12 +56,19 @@ def cell(model: str, ranks: int, many: int, schedule: str, link: str, shared: in
     for share in SHARES:
         found = plan_pipeline(pipeline, [int(share * most)] * ranks, refine=refine)
         over = {
-            name: seconds / everything.makespan if math.isfinite(seconds) else None for name, seconds in found.rules
+            name: round(seconds / everything.makespan, 5) if math.isfinite(seconds) else None
+            for name, seconds in found.rules
         }
         rows.append(
             {"model": model, "ranks": ranks, "micro_batches": many, "schedule": schedule, "link": link}
-            | {"ranks_per_link": shared, "share": share, "limit": int(share * most), "bubble": everything.bubble}
-            | {"keep_all_seconds": everything.makespan, "over_bound": found.trace.makespan / everything.makespan}
+            | {
+                "ranks_per_link": shared,
+                "share": share,
+                "limit": int(share * most),
+                "bubble": round(everything.bubble, 5),
+            }
+            | {"keep_all_seconds": everything.makespan}
+            | {"over_bound": round(found.trace.makespan / everything.makespan, 5)}
             | {"fastest": found.name, "rules": over, "peaks": [rank.peak_bytes for rank in found.trace.ranks]}
         )
         hand = min((value for value in over.values() if value is not None), default=math.inf)

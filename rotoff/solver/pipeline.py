@@ -19,7 +19,7 @@ from ..core.sequence import F_all as forward
 from ..core.sequence import F_ck, F_sel, Op, abar, free, offload, prefetch, wait
 from ..core.simulator import simulate
 from ..errors import InfeasibleError, InvalidSequenceError, OptionError
-from .in_flight import least_in_flight, needed_bytes, solve_in_flight, turn
+from .in_flight import least_in_flight, solve_in_flight, turn
 from .plan_codes import keep_all
 
 REFINE = 0.2  # effort of each stage's search
@@ -192,10 +192,9 @@ def _by_rule(pipeline: Pipeline, rule: Rule, limits: Sequence[int]) -> tuple[tup
     treated = [0] * len(pipeline.pieces)
     for rank, limit in enumerate(limits):
         stages = pipeline.of_rank(rank)
-        many = most_in_flight(pipeline.order[rank])
         for n in range(1 + max(len(pipeline.pieces[s]) for s in stages)):
             plans = {s: rule.ops(pipeline.pieces[s], min(n, len(pipeline.pieces[s]))) for s in stages}
-            if _fits(pipeline, plans, many, rank, limit):
+            if _fits(pipeline, plans, rank, limit):
                 break
         else:
             return ()
@@ -204,15 +203,13 @@ def _by_rule(pipeline: Pipeline, rule: Rule, limits: Sequence[int]) -> tuple[tup
     if rule.every:
         treated = [min(max(treated), len(piece)) for piece in pipeline.pieces]
         plans = {s: rule.ops(piece, treated[s]) for s, piece in enumerate(pipeline.pieces)}
-        if not all(_fits(pipeline, plans, 1, rank, limit) for rank, limit in enumerate(limits)):
+        if not all(_fits(pipeline, plans, rank, limit) for rank, limit in enumerate(limits)):
             return ()
     return tuple(rule.ops(piece, n) for piece, n in zip(pipeline.pieces, treated, strict=True))
 
 
-def _fits(pipeline: Pipeline, plans: dict[int, tuple[Op, ...]], many: int, rank: int, limit: int) -> bool:
+def _fits(pipeline: Pipeline, plans: dict[int, tuple[Op, ...]], rank: int, limit: int) -> bool:
     try:
-        if any(needed_bytes(pipeline.pieces[s], plans[s], 1, 0) > limit for s in pipeline.of_rank(rank)):
-            return False
         return _held(pipeline, [plans.get(s, ()) for s in range(len(pipeline.pieces))], rank) <= limit
     except InvalidSequenceError:
         return False

@@ -44,6 +44,12 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1)
 
 
+def say(text: str) -> None:
+    """Print a line by one write, which the lines of other processes cannot come into."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def module(number: int) -> nn.Module:
     """Stage `number` of the pipeline: no two have as many blocks, or as wide ones."""
     torch.manual_seed(number)
@@ -110,22 +116,22 @@ def refused() -> None:
         try:
             rotoff.attach_schedule(pipeline(kind, 2, True)[0], "1 GiB")
         except rotoff.OptionError as error:
-            print(f"OptionError: {error}", flush=True)
+            say(f"OptionError: {error}")
     wrapped = rotoff.Checkpointable(module(1), check=True).compute_sequence("1 GiB")
     x = torch.zeros(ROWS, WIDTH, requires_grad=True)
     output = wrapped(x)
     try:
         _, groups = stage_backward_input((output,), [torch.ones_like(output)], [x], wrapped.parameters())
         stage_backward_weight(wrapped.parameters(), groups)
-        print("bare: nothing", flush=True)
+        say("bare: nothing")
     except rotoff.ExecutionError as error:
-        print(f"bare: ExecutionError: {error}", flush=True)
+        say(f"bare: ExecutionError: {error}")
     cut = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     parallelize_module(cut, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Replicate())})
     try:
         rotoff.Checkpointable(cut).measure(torch.zeros(ROWS, WIDTH))
     except rotoff.MeasureError as error:
-        print(f"tensor parallel: {error}", flush=True)
+        say(f"tensor parallel: {error}")
 
 
 def main() -> None:
@@ -144,7 +150,7 @@ def main() -> None:
             got, peak = train(schedule, modules, CASES[name][2])
             equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
             many = max(one._plan.in_flight for one in planned)
-            print(f"{name} {mode} {rank}: equal={equal} {peak} of {limit} ({plain}), {many} in flight", flush=True)
+            say(f"{name} {mode} {rank}: equal={equal} {peak} of {limit} ({plain}), {many} in flight")
             for one in planned:
                 one.close()
     dist.destroy_process_group()
