@@ -41,7 +41,7 @@ def said(what: str, act: object) -> None:
     dist.all_gather_object(everyone, found)
     if dist.get_rank() == 0:
         for rank, text in enumerate(everyone):
-            print(f"{what} {rank}: {text}", flush=True)
+            print(f"{what} {rank}: {text}\n", end="", flush=True)  # one write
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def run(name: str, few: int) -> None:
     alone.close()
     both.close()
     if rank == 0:
-        print(f"{name} {few}: {counts}; {said or 'alike'}", flush=True)
+        print(f"{name} {few}: {counts}; {said or 'alike'}\n", end="", flush=True)  # one write
 
 
 def main() -> None:
