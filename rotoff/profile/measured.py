@@ -79,12 +79,14 @@ class Measured:
             mine or given is not None
             for mine, (_, given, _) in zip(behaviour.own_outputs, self.lies.outputs, strict=True)
         )
-        changes = behaviour.changed_buffers or behaviour.changed_attributes
-        return fresh and not (behaviour.varying or changes or self.casts or self.holds_others)
+        return fresh and not (behaviour.varying or behaviour.changed_attributes or self.casts or self.holds_others)
 
-    def of(self, stage: StageModule) -> Measured:
-        """The same for a `stage` of its kind."""
-        behaviour = replace(self.behaviour, modes=stage.modes())
+    def of(self, stage: StageModule, like: StageModule) -> Measured:
+        """The same for a `stage` of the kind of the one that was measured, `like`."""
+        pairs = zip(like.buffers(), stage.buffers(), strict=True)
+        own = {(module, name): (other, its) for (module, name, _), (other, its, _) in pairs}
+        changed = tuple(own[buffer] for buffer in self.behaviour.changed_buffers)
+        behaviour = replace(self.behaviour, modes=stage.modes(), changed_buffers=changed)
         return replace(self, costs=replace(self.costs, name=stage.name), behaviour=behaviour)
 
     def timed(self) -> Measured:

@@ -67,7 +67,7 @@ class Meter:
         self._lasting: set[int] = set()  # storages that are there throughout the step
         self._counted: set[int] = set()  # storages of the input that stay whatever is dropped, and are counted
         self._timings: dict[Any, Timings] = {}  # by what stages of one kind have in common
-        self._measured: dict[Any, Measured] = {}  # likewise
+        self._measured: dict[Any, tuple[Measured, StageModule]] = {}  # likewise, and the stage that was
         self._upkeep = UpkeepMeter()
         self.samples_upkeep = True
         self.warm = False  # whether the stages have run in this process, and need no workspaces of a new size
@@ -116,7 +116,8 @@ class Meter:
         if not any(need and id(t) not in given for t, need in zip(outputs, needs, strict=True)):
             measured = None
         elif kind in self._measured and (known is None or known is not self.checked):
-            measured = self._measured[kind].of(stage)
+            known_kind, like = self._measured[kind]
+            measured = known_kind.of(stage, like)
         else:
             if not self.warm:
                 backward(get_edges(outputs), ones(outputs), run.targets(leaves))
@@ -125,7 +126,7 @@ class Meter:
                 self._replay(run)
             measured, outputs = self._costs(run, changes, known)
             if measured.holds_for_its_kind:
-                self._measured[kind] = measured
+                self._measured[kind] = measured, stage
         detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
         return measured, rebuild_output(detached)
 

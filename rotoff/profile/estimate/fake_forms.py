@@ -32,16 +32,15 @@ class FakeFormMeter(FormMeter):
         super().__init__(bench, policy)
         self._seconds = seconds
 
-    def _proven(self, stage: WholeStage, recipe: Recipe) -> bool:
-        try:
-            self._backward_seconds(VariantRun(stage, recipe, self.bench))
-        except Exception:  # what fake tensors cannot do, a stage without forms does not need
-            return False
-        return True
-
-    def _redo_seconds(self, run: Run, trials: Sequence[VariantRun]) -> list[float]:
-        whole = self._backward_seconds(run)
-        return [max(0.0, self._backward_seconds(trial) - whole) for trial in trials]
+    def _redo_seconds(self, stage: WholeStage, recipes: Sequence[Recipe]) -> list[float | None]:
+        whole = self._backward_seconds(stage.run)
+        found: list[float | None] = []
+        for recipe in recipes:
+            try:
+                found.append(max(0.0, self._backward_seconds(VariantRun(stage, recipe, self.bench)) - whole))
+            except Exception:  # what fake tensors cannot do, a stage without forms does not need
+                found.append(None)
+        return found
 
     def _backward_seconds(self, one: Run | VariantRun) -> float:
         """Of the whole stage, or of one of its forms with the redo."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,11 +25,10 @@ from ...tensors.recipe import Recipe
 from ...tensors.saved_tensors import watch_saved
 from ...tensors.stage import SavedKind
 from ...tensors.storage import bytes_of
-from ...tensors.tree import flatten
 from ..memory.allocator import UNSPLIT
 from ..timing.context import MeasurementContext
-from ..timing.convergence import Series, more_than_first
-from ..timing.harness import Run, backward, get_edges, ones
+from ..timing.convergence import Series
+from ..timing.harness import Run
 from ..timing.stage_timing import clock
 from ..timing.timing_cache import KnownForms
 from .conv_forms import beaten_by, convolves, find_conv_forms
@@ -132,78 +133,75 @@ class FormMeter:
         self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
     ) -> tuple[list[tuple[Form, Recipe]], str]:
         """The forms that `choices` make, measured, and why some of them are none."""
-        reason = "" if choices else "nothing that could be redone takes enough bytes"
-        trials: list[VariantRun] = []
-        for choice in choices:
-            if choice.recipe.identity in times or self._proven(stage, choice.recipe):  # known ones have been proven
-                trials.append(VariantRun(stage, choice.recipe, self.bench))
-            else:
-                reason = "a redo does not give what the first run gave"
-        known = [times.get(trial.recipe.identity) for trial in trials]
-        redos = iter(
-            self._redo_seconds(stage.run, [trial for trial, at in zip(trials, known, strict=True) if at is None])
-        )
+        if not choices:
+            return [], "nothing that could be redone takes enough bytes"
+        known = [times.get(choice.recipe.identity) for choice in choices]
+        unknown = [choice.recipe for choice, seconds in zip(choices, known, strict=True) if seconds is None]
+        redos = iter(self._redo_seconds(stage, unknown) if unknown else ())
         pairs: list[tuple[Form, Recipe]] = []
-        for trial, seconds in zip(trials, known, strict=True):
-            seconds = stage.costs.backward_time + next(redos) if seconds is None else seconds
-            pairs.append((trial.costs(seconds), trial.recipe))
-        return pairs, reason
+        for choice, seconds in zip(choices, known, strict=True):
+            if seconds is None:
+                redo_seconds = next(redos)
+                if redo_seconds is None:
+                    continue
+                seconds = stage.costs.backward_time + redo_seconds
+            pairs.append((VariantRun(stage, choice.recipe, self.bench).costs(seconds), choice.recipe))
+        return pairs, "" if len(pairs) == len(choices) else "a redo does not give what the first run gave"
 
-    # -- what an estimate has another way for
-
-    def _proven(self, stage: WholeStage, recipe: Recipe) -> bool:
-        """Whether a redo makes, bit for bit, what autograd saved in the first run."""
-        return _faithful(stage, recipe, self.bench.device)
-
-    def _redo_seconds(self, run: Run, trials: Sequence[VariantRun]) -> list[float]:
-        """Of each trial, the median seconds that its ``B`` takes more than the one of everything kept.
-
-        The two run in turn, and it is the differences that count: with times from different moments of a busy machine a
-        redo might seem to take less than nothing.
-        """
-        if not trials:
-            return []
+    def _redo_seconds(self, stage: WholeStage, recipes: Sequence[Recipe]) -> list[float | None]:
+        """Of each recipe the median seconds of its redo; None where that does not make what the first run made. An
+        estimate has another way."""
+        run, repeats = stage.run, self.bench.repeats.of_form
+        behaviour = stage.behaviour
+        state = ReplayState(
+            Surroundings(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes
+        )  # as it is before the run that is compared with
+        saved = _saved(run)
+        proven = [_faithful(stage, recipe, saved, state) for recipe in recipes]
+        if not any(proven):
+            return [None] * len(recipes)
         ticks = clock(self.bench.device)
 
-        def redos() -> list[Series]:
-            return more_than_first(ticks.spans()[0::2], 1 + len(trials))
+        def series() -> list[Series]:
+            spans = ticks.spans()[0::2]
+            return [Series(spans[n :: sum(proven)], stage.costs.backward_time) for n in range(sum(proven))]
 
-        for trial in trials:  # what libraries set up for autograd's thread is no part of a redo
-            outputs, _ = trial.forward()
-            backward(get_edges(outputs), ones(outputs), trial.targets())
-        for _ in self.bench.repeats.of_difference.rounds(redos):
-            leaves = run.leaves()
-            outputs = flatten(run.forward(leaves))[0]
-            self._timed_backward(ticks, outputs, run.targets(leaves))
-            for trial in trials:
-                outputs, _ = trial.forward()
-                self._timed_backward(ticks, outputs, trial.targets())
-        return [max(0.0, statistics.median(series.seconds)) for series in redos()]
-
-    @staticmethod
-    def _timed_backward(ticks: Any, outputs: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-        edges, gradients = get_edges(outputs), ones(outputs)
-        outputs.clear()  # as the interpreter does when B begins
-        ticks.tick()
-        backward(edges, gradients, targets)
-        ticks.tick()
+        for _ in repeats.rounds(series):
+            for recipe in compress(recipes, proven):
+                forward = partial(run.forward, run.leaves())
+                stored = {n: saved[n] for n in recipe.kept}
+                redone: list[torch.Tensor] = []
+                keep = partial(_keep, redone)  # as long as in a step
+                ticks.tick()
+                redo(recipe, forward, stored, keep, state)
+                ticks.tick()
+        medians = (statistics.median(one.seconds) for one in series())
+        return [next(medians) if one else None for one in proven]
 
 
-def _faithful(stage: WholeStage, recipe: Recipe, device: torch.device) -> bool:
-    """Whether a redo makes, bit for bit, what autograd saved in the first run.
+def _keep(tensors: list[torch.Tensor], tensor: torch.Tensor) -> None:
+    tensors.append(tensor.detach())
+
+
+def _saved(run: Run) -> list[torch.Tensor]:
+    """What autograd saves in a run of the stage."""
+    saved: list[torch.Tensor] = []
+    with watch_saved(partial(_keep, saved)):
+        run.forward(run.leaves())
+    return saved
+
+
+def _faithful(stage: WholeStage, recipe: Recipe, saved: Sequence[torch.Tensor], state: ReplayState) -> bool:
+    """Whether a redo makes, bit for bit, what autograd `saved` in the first run, and before it all was as of `state`.
 
     Where a second plain run does not make the same bits either, there are none to compare with: fused attention saves
     memory that nobody has written (its random state, without dropout), and some kernels add up in any order.
     """
-    run, behaviour = stage.run, stage.behaviour
-    state = ReplayState(Surroundings(device), behaviour.changed_buffers, behaviour.changed_attributes)
-    saved: list[torch.Tensor] = []
-    with watch_saved(lambda t: saved.append(t.detach())):
-        run.forward(run.leaves())
-    if len(saved) != len(behaviour.saved):
+    run, kinds = stage.run, stage.behaviour.saved
+    if len(saved) != len(kinds):
         return False
     stored = {n: saved[n] for n in recipe.kept}
-    compared = _Compared(saved, behaviour.saved)
+    compared = _Compared(saved, kinds)
     leaves = run.leaves()
     try:
         redo(recipe, lambda: run.forward(leaves), stored, compared.look, state, poison=True)
@@ -216,7 +214,7 @@ def _faithful(stage: WholeStage, recipe: Recipe, device: torch.device) -> bool:
     if not all(_akin(saved[n], other) for n, other in compared.others.items()):
         return False
     _dirty([saved[n] for n in compared.others])
-    again = _Compared(saved, behaviour.saved)
+    again = _Compared(saved, kinds)
     with state, uncached_autocast(), watch_saved(again.look):
         run.forward(run.leaves())
     return compared.others.keys() <= again.others.keys()

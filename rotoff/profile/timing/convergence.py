@@ -67,7 +67,7 @@ class Repeats:
 
     least: int = 3
     most: int = 15
-    seconds: float = 0.3
+    seconds: float = 0.05
     width: float = 0.02
 
     @staticmethod
@@ -91,9 +91,9 @@ class Repeats:
         return self if self.least == self.most else replace(self, least=1)
 
     @property
-    def of_difference(self) -> Repeats:
-        """For what is timed in turn with what it is compared with, so that a busy moment changes both."""
-        return self if self.least == self.most else replace(self, least=2, seconds=self.seconds / 4)
+    def of_form(self) -> Repeats:
+        """For the redo of a form, one of several of a stage."""
+        return self if self.least == self.most else replace(self, least=2)
 
     def rounds(self, look: Callable[[], Sequence[Series]]) -> Iterator[int]:
         """Numbers of the rounds to be run, as long as more are needed; `look` gives what those before took."""
