@@ -4,6 +4,7 @@ charged."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,11 +18,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
+from rotoff.capture.operations import record_operations
 from rotoff.core.sequence import Op, OpKind
 from rotoff.profile.profile import Profile
 from rotoff.profile.selective.variant_meter import FormMeter
 from rotoff.profile.selective.variant_run import WholeStage
 from rotoff.profile.timing.timing_cache import KnownForm
+from rotoff.runtime.selective import redo
+from rotoff.tensors.recipe import Recipe
 from rotoff.tensors.stage import SavedKind
 
 WITH_FORMS = [
@@ -175,6 +179,26 @@ def test_an_error_anywhere_in_a_step_with_forms_leaves_nothing() -> None:
     wrapped.load_state_dict(again.state_dict())
     wrapped.zero_grad()
     assert same(train(wrapped, batch), plain("residual"))
+
+
+def test_a_redo_leaves_aside_what_was_for_nothing_when_it_was_measured() -> None:
+    """Calls whose result nobody was expected to need run again where somebody does: what autograd saves there is none
+    of what the form knows by number."""
+    x, beside, seen = torch.rand(8, requires_grad=True), [False], list[torch.Tensor]()
+
+    def forward() -> torch.Tensor:
+        beside[0] = True
+        (x.exp() * 2).square()
+        beside[0] = False
+        return x.sin()
+
+    log = record_operations(lambda: [x.sin()], torch.device("cpu"))
+    for whole in (True, False):
+        recipe = Recipe(frozenset(), {}, 1, tuple(op.func for op in log.operations), {}, whole=whole)
+        seen.clear()
+        redo(recipe, forward, {}, seen.append, nullcontext(), beside=lambda: beside[0])
+        assert len(seen) == 1
+        assert torch.equal(seen[0], x)  # of which the backward of a sine makes the cosine
 
 
 # -- finding

@@ -44,19 +44,23 @@ class OtherOperations(Exception):
 class _Redo(EagerMode):
     """Runs the operations of one redo.
 
-    stored: the tensors in the kept slots. poison: fill what nobody reads, to find out whether that is true.
+    stored: the tensors in the kept slots. poison: fill what nobody reads, to find out whether that is true. beside: as
+    of `redo`.
     """
 
-    def __init__(self, recipe: Recipe, stored: Mapping[int, torch.Tensor], poison: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, stored: Mapping[int, torch.Tensor], poison: bool, beside: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self._recipe = recipe
         self._stored = stored
         self._poison = poison
+        self._beside = beside
         self._next = 0
         self.paused = False  # what a hook does to the tensor that it is handed is none of the forward's operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.paused or func.is_view or func in QUERIES:
+        if self.paused or func.is_view or func in QUERIES or self._beside():
             return func(*args, **(kwargs or {}))
         n, recipe = self._next, self._recipe
         self._next = n + 1
@@ -121,21 +125,25 @@ def redo(
     pack: Callable[[torch.Tensor], None],
     state: AbstractContextManager[None],
     poison: bool = False,
+    beside: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run a stage's forward again up to the last tensor that form `recipe` did not store.
 
     Args:
         run: the forward, on detached inputs. stored: the tensor of each kept slot. pack: called with each tensor that
             autograd saves, in the order of the first run. state: within which everything is as before the first run.
+        beside: tells whether the forward is in a call that was not measured, since its result was for nothing then.
 
     Raises:
         OtherOperations: where the forward does other operations than when it was measured, or saves fewer tensors.
     """
     count = 0
-    mode = _Redo(recipe, stored, poison)
+    mode = _Redo(recipe, stored, poison, beside)
 
     def counted(tensor: torch.Tensor) -> None:
         nonlocal count
+        if beside():
+            return
         mode.paused = True
         pack(tensor)
         mode.paused = False

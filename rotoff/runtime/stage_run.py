@@ -318,8 +318,6 @@ class StageRun:
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal count
-            if self.tape.running_dead:
-                return
             n, count = count, count + 1
             if (ref := self._slots[n]) is None:
                 return
@@ -329,7 +327,14 @@ class StageRun:
                 slot.put(tensor.detach() if tensor.requires_grad else tensor)
 
         try:
-            redo(self.recipe, lambda: self.tape.run(inputs), stored, pack, self._replay)
+            redo(
+                self.recipe,
+                lambda: self.tape.run(inputs),
+                stored,
+                pack,
+                self._replay,
+                beside=lambda: self.tape.running_dead,
+            )
         except OtherOperations:
             self._make_all(given)
         self.stored.clear()
