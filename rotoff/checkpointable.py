@@ -89,7 +89,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         offload_dtype: ``torch.float16`` or ``torch.bfloat16``: offloaded float32 values cross the link and stay on the
             host in that type. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
             65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
-        cache_directory: where plans and measured times are kept for the next process. True: the environment variable
+        cache_directory: where plans and profiles are kept for the next process. True: the environment variable
             ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
             nowhere.
         forms: whether plans may keep a part of what a stage saves and recompute the rest. Names of operations, such as

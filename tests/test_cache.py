@@ -1,7 +1,8 @@
-"""What is kept on disk: plans and times, for the next process."""
+"""What is kept on disk: plans and profiles, for the next process."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -10,21 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from models import residual, same, train
+from models import ALL, fresh, residual, same, train
 from torch import nn
 
 import rotoff
 from rotoff.io.cache import KEPT, Cache, default_directory
 from rotoff.profile.timing import timing_cache as known_times
 from rotoff.profile.timing.timing_cache import (
-    KnownForm,
     KnownTimes,
     StageTimes,
     TimesChanged,
     check_times,
-    find_times,
 )
-from rotoff.runtime.overhead import UpkeepTimes
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
@@ -102,16 +100,16 @@ def test_a_second_model_of_the_same_kind_is_planned_from_the_cache(
 ) -> None:
     first = planned(tmp_path)
     kinds = [path.name.split("-")[0] for path in tmp_path.iterdir()]
-    assert sorted(kinds) == ["plan", "times"]
+    assert sorted(kinds) == ["plan", "profile"]
     with caplog.at_level(logging.INFO, "rotoff"), monkeypatch.context() as patch:
-        # nothing is timed and nothing is solved
-        patch.setattr("rotoff.profile.stage_meter.Meter._times", None)
+        # nothing is measured and nothing is solved
+        patch.setattr("rotoff.profile.stage_meter.Meter.stage", None)
         patch.setattr("rotoff.planning.request.solve", None)
         second = planned(tmp_path)
     assert second.chain == first.chain
     assert second.profile.tail_times == first.profile.tail_times
     assert second.sequence == first.sequence
-    assert "times of 6 stages from the cache" in caplog.text
+    assert "profile of 6 stages from the cache" in caplog.text
     assert "plan from the cache" in caplog.text
     _, batch = residual()
     plain = residual()[0]
@@ -121,28 +119,86 @@ def test_a_second_model_of_the_same_kind_is_planned_from_the_cache(
     first.close()
 
 
-def test_times_kept_in_an_older_form_are_not_misread(tmp_path: Path) -> None:
-    cache, key = Cache(tmp_path), {"stages": ["a"]}
-    more: dict[str, Any] = {"link": [1.0, 2.0, True], "copy_bandwidth": None}
-    cache.keep("times", key, {"stages": [["a", 3.0, 4.0, [[[0], 5.0]]]], **more})  # as they once were
-    assert find_times(cache, key) is None
-    cache.keep("times", key, {"stages": [["a", 3.0, 4.0, 0.5, [[[0], 5.0]]]], **more})  # nor without algorithms
-    assert find_times(cache, key) is None
-    stages = [["a", 3.0, 4.0, 0.5, [[[[0], "native"], 5.0]]]]
-    cache.keep("times", key, {"stages": stages, **more})  # nor without what the runtime takes
-    assert find_times(cache, key) is None
-    more["upkeep"] = UpkeepTimes(1.0, 2.0)._asdict()
-    cache.keep("times", key, {"stages": stages, **more})  # nor without whether the device waits for the host
-    assert find_times(cache, key) is None
-    cache.keep("times", key, {"stages": [[*stages[0], True]], **more})
-    found = find_times(cache, key)
-    assert found is not None
-    assert found.stages == (StageTimes("a", 3.0, 4.0, 0.5, (KnownForm(((0,), "native"), 5.0),), host_bound=True),)
-    assert found.upkeep == UpkeepTimes(1.0, 2.0)
+@pytest.mark.parametrize("name", [name for name in ALL if name != "stateful"])  # which has a function of its own
+def test_a_profile_from_the_cache_is_the_measured_one(name: str, tmp_path: Path) -> None:
+    """In all of its fields, of another instance of the model, and as good to train by."""
+    model, batch = fresh(name)
+    x, plain = batch(), copy.deepcopy(model)
+    first = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=tmp_path).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotoff.profile.stage_meter.Meter.stage", None)
+        wrapped.measure(x, repeats=1)
+    ours, theirs = (vars(one.profile) for one in (wrapped, first))
+    for field in ours.keys() - {"prefix", "stages", "behaviours"}:
+        assert ours[field] == theirs[field]
+    for one, other in zip(ours["behaviours"], theirs["behaviours"], strict=True):
+        for field in vars(one).keys() - {"modes", "changed_buffers", "changed_attributes"}:
+            assert getattr(one, field) == getattr(other, field)
+        for a, b in zip(one.forms, other.forms, strict=True):
+            assert (a.views, a.results) == (b.views, b.results)
+    wrapped.compute_sequence(wrapped.min_mem_limit() + 4096)
+    assert same(train(wrapped, batch), train(plain, batch))
+    wrapped.close()
+    first.close()
 
 
-def test_times_that_hold_no_longer_are_measured_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As where something else ran while they were measured: here they are made ten times as long in the file."""
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class WithFunction(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x)
+
+
+def test_bytes_of_code_that_is_not_pytorchs_are_measured_in_each_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), WithFunction(), nn.Linear(8, 2)), torch.randn(4, 8)
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "rotoff"):
+            rotoff.Checkpointable(model, cache_directory=tmp_path).measure(x)
+    assert "profile of" not in caplog.text
+    assert "times of" in caplog.text
+
+
+def test_a_profile_that_was_kept_otherwise_is_not_misread(tmp_path: Path) -> None:
+    chain = planned(tmp_path).chain
+    (path,) = tmp_path.glob("profile-*")
+    whole = path.read_text()
+    for there, instead in [
+        ('"stages": ["', '"stages": ["x'),
+        ('"prefix": 0', '"prefix": 1'),
+        ('{"SavedKind": "own"}', '{"SavedKind": "mine"}'),
+        ('{"dtype": "float32"}', '{"dtype": "nn"}'),
+        ('{"operation": "aten.', '{"operation": "none.'),
+        ('{"Recipe": [', '{"Recipe": [0, '),
+        ('{"Compact": ', '{"Other": '),
+        ('"profile": {"Profile": [', '"profile": {"list": ['),
+    ]:
+        if there not in whole:
+            assert there.startswith('{"Compact"')
+            continue
+        path.write_text(whole.replace(there, instead))
+        assert [one.saved_bytes for one in planned(tmp_path).chain.stages] == [one.saved_bytes for one in chain.stages]
+        assert instead not in path.read_text()  # measured, and kept again
+
+
+def test_times_that_hold_no_longer_are_measured_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where something else ran while they were measured: here they are made ten times as long in the file. Where
+    stages run all the same, one of them is looked at."""
+    monkeypatch.setattr("rotoff.planning.specialization.KNOWN_WHOLE", frozenset())
     torch.manual_seed(0)
     model, x = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)]), torch.randn(4096, 256)
 
@@ -150,17 +206,21 @@ def test_times_that_hold_no_longer_are_measured_anew(tmp_path: Path, caplog: pyt
         return rotoff.Checkpointable(model, cache_directory=tmp_path).measure(x).chain
 
     first = measured()
-    (path,) = tmp_path.glob("times-*")
+    (path,) = tmp_path.glob("profile-*")
+
+    def rows(entry: Any) -> Any:
+        """Of each stage its name, the seconds of its forward and its backward, and more."""
+        return [one["Stage"] for one in entry["value"]["profile"]["Profile"][1]["Chain"][0]]
+
     entry = json.loads(path.read_text())
-    for row in entry["value"]["stages"]:
+    for row in rows(entry):
         row[1], row[2] = 10 * row[1], 10 * row[2]
     path.write_text(json.dumps(entry))
     with caplog.at_level(logging.INFO, "rotoff"):
         again = measured()
     assert "times from the cache are not used" in caplog.text
     assert again.compute_time < 5 * first.compute_time
-    kept = json.loads(path.read_text())["value"]["stages"]
-    assert [row[1] for row in kept] == [stage.forward_time for stage in again.stages]
+    assert [row[1] for row in rows(json.loads(path.read_text()))] == [stage.forward_time for stage in again.stages]
 
 
 def test_known_times_are_judged_by_more_than_one_slow_run() -> None:
@@ -196,6 +256,6 @@ def test_another_model_or_no_directory_finds_nothing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batch = residual()
     model[1].dropout.p = 0.5
-    before = len(list(tmp_path.glob("times-*")))
+    before = len(list(tmp_path.glob("profile-*")))
     rotoff.Checkpointable(model, cache_directory=tmp_path).measure(batch())
-    assert len(list(tmp_path.glob("times-*"))) == before + 1
+    assert len(list(tmp_path.glob("profile-*"))) == before + 1

@@ -10,7 +10,7 @@ from torch import nn
 
 from rotoff.capture import strategy
 from rotoff.profile.selective.graph import structure
-from rotoff.profile.timing.timing_cache import times_key
+from rotoff.profile.timing.timing_cache import profile_key
 
 
 def helper(x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_times_of_a_recorded_model_that_pools_are_known_again() -> None:
     def key(size: int) -> object:
         x = torch.zeros(1, 3, 8, 8)
         found = strategy.capture(Pooled(size), ((x,), {}), torch.device("cpu"))
-        return times_key(found.stages, ((x,), {}), torch.device("cpu"))
+        return profile_key(found.stages, ((x,), {}), torch.device("cpu"))
 
     assert key(2) is not None
     assert key(2) == key(2)

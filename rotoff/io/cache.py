@@ -1,4 +1,4 @@
-"""A cache on disk for the next process: solved sequences, and measured times of stages.
+"""A cache on disk for the next process: solved sequences, and measured models.
 
 Each entry is a JSON file. Its name is the hash of everything that the entry depends on, which is also inside and
 compared. Files are written atomically; one that cannot be read is ignored with a line in the log. Nothing is ever

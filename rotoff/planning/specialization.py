@@ -37,13 +37,14 @@ from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache
 from ..io.progress import Bar
+from ..profile.kept_profile import find_profile, keep_profile, tells_bytes
 from ..profile.measure import Progress, measure
 from ..profile.profile import Profile
 from ..profile.provenance import provenance
 from ..profile.selective.variants import read_forms
 from ..profile.stage_meter import Meter
 from ..profile.timing.context import MeasurementContext
-from ..profile.timing.timing_cache import KnownTimes, TimesChanged, find_times, keep_times, known_times, times_key
+from ..profile.timing.timing_cache import KnownTimes, TimesChanged, known_times, profile_key
 from ..runtime.execution_plan import ExecutionPlan
 from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
@@ -65,6 +66,9 @@ _OF_ONE_SIGNATURE = 8  # courses that are kept
 _FAMILIES = 8  # kinds of input, and states of the model, of which sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
 _SEVERAL = 2  # sizes measured before a word is said of it, and forms that no plan uses are left out
+# Devices of which a whole profile is taken from the cache. Others' libraries must run before the first planned step, to
+# have their workspaces, so that stages are run all the same.
+KNOWN_WHOLE = frozenset({"cpu"})
 LOOSE = 1.2  # times its own bytes: what a size is charged with before it counts as too much
 _STAGES = 20_000  # of all courses that are kept, a few kilobytes each
 
@@ -325,10 +329,14 @@ class Specializations:
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same
             chosen = self._links.staging_bytes, self._options.forms, self._options.conv_algorithms
-            key = times_key(captured.stages, value, device, repeats, *chosen) if self._group is None else None
-            kept = find_times(self._cache, key)
+            key = profile_key(captured.stages, value, device, repeats, *chosen) if self._group is None else None
+            kept = find_profile(self._cache, key, captured.stages)
+            known_whole = kept is not None and device.type in KNOWN_WHOLE and tells_bytes(captured.stages)
             if kept is not None:
-                logger.info("rotoff: times of %d stages from the cache in %s", len(kept.stages), self._cache.directory)
+                what = "profile" if known_whole else "times"
+                logger.info(
+                    "rotoff: %s of %d stages from the cache in %s", what, len(kept.chain), self._cache.directory
+                )
             if like is not None and not same_calls(like.captured.tape, captured.tape):
                 like = times = None
             between = times if kept is None else None
@@ -341,15 +349,19 @@ class Specializations:
                 return measure(captured.stages, value, meter, bandwidth, progress, times, named, merged)
 
             try:
-                with _unchanged(self._model, captured):
-                    profile = measured(between or kept)
+                if kept is not None and known_whole:
+                    profile = kept
+                else:
+                    times = between or (None if kept is None else known_times(kept, checked=True))
+                    with _unchanged(self._model, captured):
+                        profile = measured(times)
             except TimesChanged as changed:
                 logger.info("rotoff: times from the cache are not used, since %s", changed)
                 kept = None
                 with _unchanged(self._model, captured):
                     profile = measured(None)
             if kept is None and between is None:
-                keep_times(self._cache, key, profile)
+                keep_profile(self._cache, key, captured.stages, profile)
             meta = provenance(self._model, value, device)
             if between is not None:
                 meta["times"] = "interpolated between those measured at other sizes"

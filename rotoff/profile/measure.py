@@ -75,7 +75,7 @@ def measure(
         TimesChanged: where `known` are no longer the times of these stages.
     """
     _refuse_unfit(value, meter)
-    groups = _merged_as(stages, merged) or _merged(stages, value, meter.bench.device, named)
+    groups = merged_as(stages, merged) or _merged(stages, value, meter.bench.device, named)
     walk = _walked(groups, value, meter, known, progress)
     return _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
 
@@ -214,7 +214,7 @@ def _others(last: StageModule) -> tuple[int, ...]:
     return module.others if isinstance(module, BackwardStarts) else ()
 
 
-def _merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[StageModule]:
+def merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[StageModule]:
     """`stages` merged so that they have these names; none where they do not come to that."""
     groups: list[StageModule] = []
     rest = iter(stages)

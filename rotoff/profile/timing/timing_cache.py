@@ -1,9 +1,5 @@
-"""Times of a model's stages and of its link, kept on disk: what is slow to measure, and the same again in another
-process.
-
-Bytes are measured anew in every process, since the promise on the peak rests on them and one run shows them. Times only
-steer the plan; they are known again by all that they depend on: the stages' structure and code, the shapes, autocast,
-the device, versions and the number of threads.
+"""Times that need not be measured, since another size or another process has shown them; and what a profile is known
+again by: the stages' structure and code, the shapes, autocast, the device, versions and the number of threads.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...io.cache import Cache
 from ...runtime.overhead import UpkeepTimes
 from ...tensors.convolutions import flags
 from ...tensors.stage import StageModule
@@ -23,7 +18,6 @@ from ..profile import Profile
 from ..provenance import device_name
 from ..selective.graph import describe, structure
 
-KIND = "times"
 WORTH_CHECKING = 1e-3  # seconds of a stage: shorter ones take another time in each process
 FAR = 1.15  # from each other: times of which one was taken while something else ran
 
@@ -98,8 +92,9 @@ def times_of(profile: Profile) -> tuple[StageTimes, ...]:
     return tuple(rows)
 
 
-def known_times(profile: Profile, longer: float = 1.0) -> KnownTimes:
-    """The times of a measured model, its link and the runtime. longer: how many times what it took a step takes now."""
+def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) -> KnownTimes:
+    """The times of a measured model, its link and the runtime. longer: how many times what it took a step takes now.
+    checked: as of `KnownTimes`."""
     chain = profile.chain
     link = chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex
 
@@ -109,11 +104,11 @@ def known_times(profile: Profile, longer: float = 1.0) -> KnownTimes:
         return row._replace(**times, forms=forms)
 
     stages = tuple(map(scaled, times_of(profile)))
-    return KnownTimes(stages, link, profile.copy_bandwidth, profile.upkeep_times, checked=False)
+    return KnownTimes(stages, link, profile.copy_bandwidth, profile.upkeep_times, checked)
 
 
-def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
-    """What the times of `stages` depend on; None where something among it cannot be known again in another process."""
+def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
+    """What bytes and times of `stages` depend on; None where some of it cannot be known again in another process."""
 
     told = structure([m for stage in stages for m in stage.modules])
     if "@" in told:
@@ -128,34 +123,15 @@ def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *
         "versions": [__version__, torch.__version__],
         "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
         "precision": torch.get_float32_matmul_precision(),
+        "lives": [repr((stage.storages, stage.lives)) for stage in stages],
+        "kernels": [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.mkldnn.enabled,
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.is_autocast_cache_enabled(),
+        ],
         "cudnn": list(flags()) if device.type == "cuda" else [],
         "more": [str(one) for one in more],
     }
-
-
-def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
-    """What `keep_times` kept for `key`, or None."""
-    found = None if key is None else cache.find(KIND, key)
-    if not isinstance(found, dict):
-        return None
-    try:
-        stages = []
-        for name, forward, backward, tail, forms, host in found["stages"]:
-            known = tuple(KnownForm((tuple(map(int, kept)), str(by)), float(t)) for (kept, by), t in forms)
-            stages.append(StageTimes(str(name), float(forward), float(backward), float(tail), known, bool(host)))
-        d2h, h2d, duplex = found["link"]
-        copy = found["copy_bandwidth"]
-        upkeep = UpkeepTimes(**{name: float(seconds) for name, seconds in found["upkeep"].items()})
-        link = float(d2h), float(h2d), bool(duplex)
-        return KnownTimes(tuple(stages), link, None if copy is None else float(copy), upkeep)
-    except (TypeError, KeyError, ValueError, AttributeError):  # not what was kept
-        return None
-
-
-def keep_times(cache: Cache, key: dict[str, Any] | None, profile: Profile) -> None:
-    """Keep the times of a measured model, and which forms its stages have."""
-    if key is not None:
-        chain = profile.chain
-        link = [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]
-        more = {"copy_bandwidth": profile.copy_bandwidth, "upkeep": profile.upkeep_times._asdict()}
-        cache.keep(KIND, key, {"stages": times_of(profile), "link": link, **more})

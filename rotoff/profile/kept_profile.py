@@ -1,0 +1,159 @@
+"""A measured model kept on disk, for the next process: each value of a `Profile` as JSON, under its type's name.
+
+What cannot be written (an operation outside of PyTorch's tables, a value of an unknown type) keeps the whole profile
+out of the cache. Modules are told by their position among those of the recorded stages.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.partition.segment import Segment
+from ..core.chain import Chain, Form, Stage
+from ..io.cache import Cache
+from ..runtime.overhead import UpkeepTimes
+from ..tensors.convolutions import Algorithms
+from ..tensors.recipe import Argument, Constant, Recipe, Stored, Unread
+from ..tensors.stage import Behaviour, SavedKind, StageModule
+from ..tensors.storage import View
+from .measure import merged_as
+from .memory.eager_memory import FreedEarly, HeldLate
+from .memory.skips import Skip
+from .profile import Compact, Profile
+
+KIND = "profile"
+_RECORDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Argument, Behaviour, Chain, Compact, Constant, Form, FreedEarly, HeldLate, Profile, Recipe, Skip, Stage,
+        Stored, Unread, UpkeepTimes, View,
+    )
+}  # fmt: skip
+_OTHERS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dtype": (torch.dtype, lambda v: str(v).removeprefix("torch."), lambda v: getattr(torch, v)),
+    "device": (torch.device, str, torch.device),
+    "operation": (torch._ops.OpOverload, str, lambda v: reduce(getattr, v.split("."), torch.ops)),
+    "SavedKind": (SavedKind, operator.attrgetter("value"), SavedKind),
+    "Algorithms": (Algorithms, operator.attrgetter("value"), Algorithms),
+}
+
+
+def find_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[StageModule]) -> Profile | None:
+    """What `keep_profile` kept for `key`, of a model recorded as these `stages`; None where there is nothing."""
+    found = None if key is None else cache.find(KIND, key)
+    if not isinstance(found, dict):
+        return None
+    try:
+        profile = _read(found["profile"], _modules(stages))
+        every = merged_as(stages, found["stages"])
+        groups, prefix = every[found["prefix"] :], every[: found["prefix"]]
+        pairs = zip(profile.behaviours, groups, strict=True)
+        behaviours = tuple(replace(behaviour, modes=stage.modes()) for behaviour, stage in pairs)
+        return replace(profile, prefix=tuple(prefix), stages=tuple(groups), behaviours=behaviours)
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError):  # not what was kept
+        return None
+
+
+def keep_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[StageModule], profile: Profile) -> None:
+    """Keep a measured model that was recorded as `stages`, if it can be written."""
+    if key is None or cache.directory is None:
+        return
+    told = replace(
+        profile,
+        prefix=(),
+        stages=(),
+        behaviours=tuple(replace(behaviour, modes=()) for behaviour in profile.behaviours),
+    )
+    numbers = {id(module): n for n, module in enumerate(_modules(stages))}
+    try:
+        written = _written(told, numbers)
+    except (TypeError, KeyError):
+        return
+    names = [stage.name for stage in (*profile.prefix, *profile.stages)]
+    cache.keep(KIND, key, {"profile": written, "stages": names, "prefix": len(profile.prefix)})
+
+
+def tells_bytes(stages: Sequence[StageModule]) -> bool:
+    """Whether a kept profile of these stages holds in full: all that they call is PyTorch's own. What other code takes
+    may be another number of bytes once that was edited."""
+    for module in (module for stage in stages for module in stage.modules):
+        if isinstance(module, Segment):
+            met = [value for name, value in module.written()[1].items() if re.fullmatch(r"c\d+", name)]
+            if not all(_of_torch(value) for value in met if callable(value)):
+                return False
+        elif not type(module).__module__.startswith("rotoff."):
+            return False
+    return True
+
+
+def _of_torch(function: Any) -> bool:
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(function).startswith(("aten.", "prims.", "prim."))
+    of = getattr(function, "__self__", None)
+    owner = of if isinstance(of, type) else function  # a custom function's class
+    return (getattr(owner, "__module__", None) or "torch").partition(".")[0] in (
+        "torch",
+        "builtins",
+        "_operator",
+        "math",
+    )
+
+
+def _modules(stages: Sequence[StageModule]) -> list[nn.Module]:
+    return list(dict.fromkeys(module for stage in stages for module in stage.every_module()))
+
+
+def _written(value: Any, modules: dict[int, int]) -> Any:
+    """`value` of JSON values: tuples as lists, all else that JSON has not as an object of one entry."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is tuple:
+        return [_written(one, modules) for one in value]
+    name = type(value).__name__
+    if type(value) in (list, frozenset, torch.Size):
+        return {name: [_written(one, modules) for one in value]}
+    if type(value) is dict:
+        return {name: [[_written(k, modules), _written(v, modules)] for k, v in value.items()]}
+    if _RECORDS.get(name) is type(value):
+        return {name: [_written(getattr(value, field), modules) for field in _fields(type(value))]}
+    if isinstance(value, nn.Module):
+        return {"module": modules[id(value)]}
+    for tag, (kind, write, _) in _OTHERS.items():
+        if isinstance(value, kind):
+            return {tag: write(value)}
+    raise TypeError(f"a {name} is not kept")
+
+
+def _read(value: Any, modules: list[nn.Module]) -> Any:
+    """What was `_written`."""
+    if isinstance(value, list):
+        return tuple(_read(one, modules) for one in value)
+    if not isinstance(value, dict):
+        return value
+    ((tag, content),) = value.items()
+    if tag == "module":
+        return modules[content]
+    if tag in _OTHERS:
+        kind, _, read = _OTHERS[tag]
+        if not isinstance(made := read(content), kind):
+            raise ValueError(f"{content!r} is no {tag}")
+        return made
+    parts = [_read(one, modules) for one in content]
+    if tag in _RECORDS:
+        return _RECORDS[tag](**dict(zip(_fields(_RECORDS[tag]), parts, strict=True)))
+    return {"list": list, "frozenset": frozenset, "Size": torch.Size, "dict": dict}[tag](parts)
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    """Of what a value of `kind` is made; caches that it fills later aside."""
+    if not is_dataclass(kind):
+        return kind._fields  # type: ignore[attr-defined]
+    return tuple(field.name for field in fields(kind) if field.init and field.repr)
