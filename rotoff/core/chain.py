@@ -19,6 +19,7 @@ from .chain_fields import bytes_of, check_name, seconds, several
 from .parameters import ParameterGroup
 
 FORMAT = "rotoff.chain"
+BIDIRECTIONAL = ("d2h_bidirectional_bandwidth", "h2d_bidirectional_bandwidth")
 VERSION = 1
 WITH_PARAMETERS = 2
 
@@ -106,6 +107,8 @@ class Chain:
         input_bytes: bytes of a_0.
         input_grad_bytes: bytes of δ_0; 0 if the input needs no gradient.
         duplex: whether copies can run in both directions at once.
+        d2h_bidirectional_bandwidth, h2d_bidirectional_bandwidth: bytes per second of a direction while copies run in
+            the other one too; None where they do not slow each other down. Without duplex they have no effect.
         parameters: groups 1 to K of parameters, as a sequence of `ParameterGroup`; empty if a limit covers activations
             only.
         meta: anything worth keeping with the chain (model, shapes, device, versions).
@@ -125,6 +128,8 @@ class Chain:
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
     parameters: tuple[ParameterGroup, ...] = ()
+    d2h_bidirectional_bandwidth: float | None = None
+    h2d_bidirectional_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -140,6 +145,15 @@ class Chain:
             if value == 0:
                 raise ChainError(f"{name} of the chain is 0; give bytes per second above 0 (mode='remat' uses no link)")
             put(self, name, value)
+        for name, alone in zip(BIDIRECTIONAL, (self.d2h_bandwidth, self.h2d_bandwidth), strict=True):
+            if getattr(self, name) is None:
+                continue
+            put(self, name, value := seconds(getattr(self, name), name, "the chain"))
+            if not 0 < value <= alone:
+                raise ChainError(
+                    f"{name} of the chain is {value}; give bytes per second above 0, and no more than the {alone} of that"
+                    " direction alone"
+                )
         for name in ("input_bytes", "input_grad_bytes"):
             put(self, name, bytes_of(getattr(self, name), name, "the chain"))
         if not isinstance(self.duplex, bool):
@@ -192,6 +206,12 @@ class Chain:
         return grad
 
     @property
+    def bidirectional_shares(self) -> tuple[float, float]:
+        """What is left of the bandwidth out, and of that in, while copies run in both directions; 1 is all of it."""
+        out, back = (getattr(self, name) for name in BIDIRECTIONAL)
+        return (out or self.d2h_bandwidth) / self.d2h_bandwidth, (back or self.h2d_bandwidth) / self.h2d_bandwidth
+
+    @property
     def compute_time(self) -> float:
         """Seconds of one step that keeps everything: every forward and backward once, without copies."""
         return math.fsum(s.forward_time + s.backward_time for s in self.stages)
@@ -200,11 +220,12 @@ class Chain:
         """The chain as the JSON object of its file format; `from_dict` is the reverse."""
         head = {"format": FORMAT, "version": WITH_PARAMETERS if self.parameters else VERSION, "name": self.name}
         link = {"d2h_bandwidth": self.d2h_bandwidth, "h2d_bandwidth": self.h2d_bandwidth, "duplex": self.duplex}
+        both = {name: getattr(self, name) for name in BIDIRECTIONAL if getattr(self, name) is not None}
         ends = {"input_bytes": self.input_bytes, "input_grad_bytes": self.input_grad_bytes}
         meta = {"meta": dict(self.meta)} if self.meta else {}
         stages = {"stages": [_stage_to_dict(s) for s in self.stages]}
         groups = {"parameters": [group.to_dict() for group in self.parameters]} if self.parameters else {}
-        return {**self.extra, **head, **link, **ends, **meta, **stages, **groups}
+        return {**self.extra, **head, **link, **both, **ends, **meta, **stages, **groups}
 
     @classmethod
     def from_dict(cls, data: Any) -> Chain:
@@ -231,7 +252,8 @@ class Chain:
             raise ChainError(f"stages of the chain is {data['stages']!r}, not a list")
         if not isinstance(groups, list):
             raise ChainError(f"parameters of the chain is {groups!r}, not a list")
-        known = {"name", "d2h_bandwidth", "h2d_bandwidth", "duplex", "input_bytes", "input_grad_bytes", "meta"}
+        ends = ("input_bytes", "input_grad_bytes")
+        known = {"name", "d2h_bandwidth", "h2d_bandwidth", "duplex", "meta", *BIDIRECTIONAL, *ends}
         values = {key: data[key] for key in known if key in data}
         if not isinstance(values.get("meta", {}), Mapping):
             raise ChainError(f"meta of the chain is {values['meta']!r}, not an object")
