@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.chains import chains
+from oracles.chains import busy, chains
 from oracles.exhaustive import Search
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
@@ -17,7 +17,7 @@ from rotoff.solver.bounds import largest_operation
 from rotoff.solver.kernels.bound import ascend
 
 
-@given(chains(), st.sampled_from([0.0, 0.1, 0.4, 0.8]))
+@given(chains().flatmap(busy), st.sampled_from([0.0, 0.1, 0.4, 0.8]))
 def test_no_sequence_beats_the_bound(chain: Chain, share: float) -> None:
     least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes
     limit = max(1, round(least + share * max(0, peak - least)))

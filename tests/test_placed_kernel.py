@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.chains import chains, groups
+from oracles.chains import busy, chains, groups
 
 from rotoff import Chain, simulate
 from rotoff.solver.genes import at_home, joined, placer, to_sequence
@@ -30,7 +30,7 @@ def random_plan(chain: Chain, rng: random.Random) -> np.ndarray:
 
 
 @given(
-    chains(most=6).flatmap(groups).filter(lambda chain: chain.parameters),
+    chains(most=6).flatmap(groups).flatmap(busy).filter(lambda chain: chain.parameters),
     st.integers(0, 10**9),
     st.sampled_from(["during", "after"]),
 )
