@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -10,10 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
 from oracles.fluid import ends
-from test_machine_parameters import placed
 from random_programs import random_sequence
+from test_machine_parameters import placed
 
-from rotoff import Chain, ChainError, Machine, OpKind, Sequence, Stage, lower_bound, min_mem_limit, simulate, solve
+from rotoff import (
+    Chain,
+    ChainError,
+    Machine,
+    OpKind,
+    ParameterGroup,
+    Sequence,
+    Stage,
+    lower_bound,
+    min_mem_limit,
+    simulate,
+    solve,
+)
 from rotoff.core.steady_step import PERIODS, at_rest
 from rotoff.solver import keep_all
 
@@ -89,8 +102,25 @@ def test_a_busy_link_is_between_one_that_is_not_and_its_lowest_rates(chain: Chai
     assert lower_bound(chain, limit) <= lower_bound(slow, limit) * (1 + 1e-6) + 1e-9
 
 
+@pytest.mark.parametrize("with_parameters", [False, True])
+def test_two_halves_of_a_link_are_worth_one_lane(with_parameters: bool) -> None:
+    """At half of the rate each, both directions at once do what one lane does after the other."""
+    chain = Chain(tuple(Stage("", 1.0, 2.0, 10, 100) for _ in range(8)), 40.0, 60.0, 10)
+    if with_parameters:
+        chain = replace(chain, parameters=tuple(ParameterGroup((i,), 50, 50, 100, 0.1, 0.5) for i in range(1, 9)))
+    halves = replace(chain, d2h_bidirectional_bandwidth=20.0, h2d_bidirectional_bandwidth=30.0)
+    limit = min_mem_limit(chain) + 100
+    free, busy, one = (
+        lower_bound(c, limit, steps=math.inf if with_parameters else 4)
+        for c in (chain, halves, replace(chain, duplex=False))
+    )
+    assert busy == pytest.approx(one, rel=0.01)
+    assert not with_parameters or busy > 1.05 * free  # activations leave before the turn-around and return after it
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"d2h_bidirectional_bandwidth": 11.0}, {"h2d_bidirectional_bandwidth": 0.0}, {"h2d_bidirectional_bandwidth": "a"}]
+    "wrong",
+    [{"d2h_bidirectional_bandwidth": 11.0}, {"h2d_bidirectional_bandwidth": 0.0}, {"h2d_bidirectional_bandwidth": "a"}],
 )
 def test_what_both_directions_cannot_reach_is_refused(wrong: dict) -> None:
     with pytest.raises(ChainError, match=f"{next(iter(wrong))} of the chain is"):

@@ -116,7 +116,8 @@ class StagePlan:
     """What one stage does for each micro-batch; `stage_plan` makes one.
 
     forward, backward: operations. resting_bytes, resting_host_bytes: held between the two, on device and host.
-    duplex, shares: `duplex` and `bidirectional_shares` of the link. output_bytes, input_grad_bytes: what the neighbours are handed.
+    duplex, shares: `duplex` and `bidirectional_shares` of the link. output_bytes, input_grad_bytes: what the neighbours
+    are handed.
     """
 
     forward: tuple[_Work, ...]

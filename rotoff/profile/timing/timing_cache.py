@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.chain import LinkRates
 from ...io.cache import Cache
 from ...runtime.overhead import UpkeepTimes
 from ...tensors.convolutions import flags
@@ -55,12 +56,12 @@ class StageTimes(NamedTuple):
 
 
 class KnownTimes(NamedTuple):
-    """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured. copy_bandwidth: of copies
+    """stages: of the chain. link: None where it is to be measured. copy_bandwidth: of copies
     on the device, B/s, likewise. upkeep: what the runtime itself takes, likewise. checked: whether to look at one of
     them again."""
 
     stages: tuple[StageTimes, ...]
-    link: tuple[float, float, bool] | None
+    link: LinkRates | None
     copy_bandwidth: float | None = None
     upkeep: UpkeepTimes | None = None
     checked: bool = True
@@ -100,8 +101,6 @@ def times_of(profile: Profile) -> tuple[StageTimes, ...]:
 
 def known_times(profile: Profile, longer: float = 1.0) -> KnownTimes:
     """The times of a measured model, its link and the runtime. longer: how many times what it took a step takes now."""
-    chain = profile.chain
-    link = chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex
 
     def scaled(row: StageTimes) -> StageTimes:
         forms = tuple(form._replace(seconds=form.seconds * longer) for form in row.forms)
@@ -109,7 +108,7 @@ def known_times(profile: Profile, longer: float = 1.0) -> KnownTimes:
         return row._replace(**times, forms=forms)
 
     stages = tuple(map(scaled, times_of(profile)))
-    return KnownTimes(stages, link, profile.copy_bandwidth, profile.upkeep_times, checked=False)
+    return KnownTimes(stages, profile.chain.link, profile.copy_bandwidth, profile.upkeep_times, checked=False)
 
 
 def times_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
@@ -143,10 +142,10 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
         for name, forward, backward, tail, forms, host in found["stages"]:
             known = tuple(KnownForm((tuple(map(int, kept)), str(by)), float(t)) for (kept, by), t in forms)
             stages.append(StageTimes(str(name), float(forward), float(backward), float(tail), known, bool(host)))
-        d2h, h2d, duplex = found["link"]
+        d2h, h2d, duplex, *both = found["link"]
         copy = found["copy_bandwidth"]
         upkeep = UpkeepTimes(**{name: float(seconds) for name, seconds in found["upkeep"].items()})
-        link = float(d2h), float(h2d), bool(duplex)
+        link = LinkRates(float(d2h), float(h2d), bool(duplex), *(rate and float(rate) for rate in both))
         return KnownTimes(tuple(stages), link, None if copy is None else float(copy), upkeep)
     except (TypeError, KeyError, ValueError, AttributeError):  # not what was kept
         return None
@@ -155,7 +154,5 @@ def find_times(cache: Cache, key: dict[str, Any] | None) -> KnownTimes | None:
 def keep_times(cache: Cache, key: dict[str, Any] | None, profile: Profile) -> None:
     """Keep the times of a measured model, and which forms its stages have."""
     if key is not None:
-        chain = profile.chain
-        link = [chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex]
         more = {"copy_bandwidth": profile.copy_bandwidth, "upkeep": profile.upkeep_times._asdict()}
-        cache.keep(KIND, key, {"stages": times_of(profile), "link": link, **more})
+        cache.keep(KIND, key, {"stages": times_of(profile), "link": profile.chain.link, **more})

@@ -55,8 +55,8 @@ cdef class Evaluator:
 
     Args:
         arrays: the chain as `rotoff.solver.bounds.Arrays`. out_bandwidth, in_bandwidth: bytes per second. duplex,
-            shares: as of `rotoff.core.lanes.Lanes`. limit, host_limit: bytes (host_limit < 0 for none). visits: columns V of a plan. cap: the most compute operations a
-            plan may decode to.
+            shares: as of `rotoff.core.lanes.Lanes`. limit, host_limit: bytes (host_limit < 0 for none). visits: columns
+            V of a plan. cap: the most compute operations a plan may decode to.
     """
 
     def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, shares,
