@@ -17,8 +17,6 @@ from rotoff.solver.kernels.lanes cimport BACK_IN, HOST, OUT, Lanes, copied, drai
 from rotoff.solver.kernels.work cimport ALL, BACK, NONE, Chain, Work
 
 cdef double INF = float("inf")
-cdef enum:
-    PERIODS = 4  # as in rotoff.core.steady_step
 
 
 cdef inline double _later(double a, double b) noexcept nogil:
@@ -237,7 +235,7 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
                     compute = _later(compute, copied(l, s.base + <int32_t>x * K + v))
                 compute += s.seconds[e]
             elif kind == E_H:
-                issue(l, HOST, s.base + 3 * K + v, compute, s.seconds[e])
+                issue(l, HOST, s.base + (3 + <int32_t>period) * K + v, compute, s.seconds[e])
             else:
                 compute += s.seconds[e]
                 if kind == E_B:

@@ -1,6 +1,7 @@
 """The lanes beside compute, as in `rotoff.core.lanes`, whose arithmetic this is; tests hold them equal.
 
-A job is the number of the value that it copies, which has one at a time; updates on the host have numbers of their own.
+A job is the number of the value that it copies, which has one at a time. Updates on the host have numbers of their own,
+K for each period, since nobody may wait for them.
 """
 
 from libc.stdint cimport int32_t
@@ -24,9 +25,11 @@ cdef struct Lanes:
     double *ready
     double *seconds
     bint *out             # whether the job is a copy out
+    bint *held            # whether what it needs has not ended
     double *copy_end      # of the value's last copy, below 0 until that is known
     double *off_end       # of what made the host's copy, likewise: the copy out, or the update on the host
-    Py_ssize_t K          # the host's update n follows the copy out of n - 2 K (g), and makes n - 3 K (w) and n - K (o)
+    int32_t base, K       # from base on: w of K groups, their g, their o, and their updates on the host
+    int32_t *update       # the last one of a group
 
 
 cdef inline void reset(Lanes *l) noexcept nogil:
@@ -38,38 +41,51 @@ cdef inline void reset(Lanes *l) noexcept nogil:
 
 
 cdef inline double _begins(Lanes *l, int32_t lane, int32_t job) noexcept nogil:
-    """When the first job of a lane may begin; below 0 while what it follows has not ended."""
-    cdef double when = l.end[lane], after = 0.0
-    if lane == HOST:
-        after = l.off_end[job - 2 * l.K]
-    elif not l.out[job]:
-        after = l.off_end[job]
-    if after < 0.0:
-        return after
-    when = l.ready[job] if l.ready[job] > when else when
-    return after if after > when else when
+    """When the first job of a lane may begin; below 0 while that is not known."""
+    if l.held[job]:
+        return -1.0
+    return l.ready[job] if l.ready[job] > l.end[lane] else l.end[lane]
+
+
+cdef inline void _release(Lanes *l, int32_t job, double now) noexcept nogil:
+    if l.held[job]:
+        l.held[job] = False
+        l.ready[job] = now if now > l.ready[job] else l.ready[job]
 
 
 cdef inline void _ended(Lanes *l, int32_t lane, int32_t job, double now) noexcept nogil:
+    cdef int32_t w
     l.end[lane] = now
     if lane == HOST:
-        l.off_end[job - 3 * l.K] = l.off_end[job - l.K] = now
+        w = l.base + (job - l.base) % l.K
+        l.off_end[w] = l.off_end[w + 2 * l.K] = now
+        _release(l, w, now)
         return
     l.copy_end[job] = now
     if l.out[job]:
         l.off_end[job] = now
+        w = job - l.K
+        if l.base <= w < l.base + l.K:
+            _release(l, l.update[w - l.base], now)
 
 
 cdef inline void issue(Lanes *l, int32_t direction, int32_t job, double ready, double seconds) noexcept nogil:
     """A job on a lane that begins at `ready` or later, and not before what it needs has ended."""
-    cdef int32_t lane = l.back if direction == BACK_IN else direction
-    l.ready[job], l.out[job] = ready, direction == OUT
+    cdef int32_t lane = l.back if direction == BACK_IN else direction, w = job
+    cdef double after = 0.0
+    if direction == HOST:
+        w = l.base + (job - l.base) % l.K
+        l.update[w - l.base] = job
+        after = l.off_end[w + l.K]
+    elif direction == BACK_IN:
+        after = l.off_end[job]
+    l.ready[job], l.out[job], l.held[job] = after if after > ready else ready, direction == OUT, after < 0.0
     if l.apart:  # what is issued later changes nothing
         _ended(l, lane, job, _begins(l, lane, job) + seconds)
         return
     l.seconds[job], l.next[job] = seconds, -1
     if direction == HOST:
-        l.off_end[job - 3 * l.K] = l.off_end[job - l.K] = -1.0
+        l.off_end[w] = l.off_end[w + 2 * l.K] = -1.0
     else:
         l.copy_end[job] = -1.0
         if direction == OUT:

@@ -14,4 +14,4 @@ cdef class Evaluator:
 
     cdef size_t _input(self, array)
     cdef size_t _room(self, n, dtype)
-    cdef void _lanes(self, Lanes *l, n, K)
+    cdef void _lanes(self, Lanes *l, n, base, K)

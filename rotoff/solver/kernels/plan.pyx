@@ -102,7 +102,7 @@ cdef class Evaluator:
         w.head = <int32_t *>self._room(n, np.int32)
         w.tail = <int32_t *>self._room(n, np.int32)
         w.gap_of = <int32_t *>self._room(n, np.int32)
-        self._lanes(&w.lanes, n, 0)
+        self._lanes(&w.lanes, n, 0, 0)
         w.use_op = <int32_t *>self._room(2 * n, np.int32)
         w.use_next = <int32_t *>self._room(2 * n, np.int32)
         # A value is absent at most once before each of its uses.
@@ -130,13 +130,15 @@ cdef class Evaluator:
         self.keep.append(made)
         return <size_t>made.ctypes.data
 
-    cdef void _lanes(self, Lanes *l, n, K):
+    cdef void _lanes(self, Lanes *l, n, base, K):
         duplex, l.share[0], l.share[1] = self.link
-        l.back, l.K, l.apart = 1 if duplex else 0, K, l.share[0] == 1.0 and l.share[1] == 1.0
+        l.back, l.base, l.K, l.apart = 1 if duplex else 0, base, K, l.share[0] == 1.0 and l.share[1] == 1.0
         l.next = <int32_t *>self._room(n, np.int32)
         l.ready = <double *>self._room(n, np.float64)
         l.seconds = <double *>self._room(n, np.float64)
         l.out = <bint *>self._room(n, np.intc)
+        l.held = <bint *>self._room(n, np.intc)
+        l.update = <int32_t *>self._room(K + 1, np.int32)
         l.copy_end = <double *>self._room(n, np.float64)
         l.off_end = <double *>self._room(n, np.float64)
 
