@@ -27,8 +27,10 @@ from rotoff import (
     simulate,
     solve,
 )
+from rotoff.core.pipeline import orders, simulate_pipeline, stage_plan
 from rotoff.core.steady_step import PERIODS, at_rest
 from rotoff.solver import keep_all
+from rotoff.solver.in_flight import turn
 
 COSTS = [(4.0, 1.0, 10, 100), (6.0, 1.0, 10, 40), (1.0, 1.0, 10, 10), (1.0, 8.0, 1, 1)]
 CHAIN = Chain(tuple(Stage("", *row) for row in COSTS), 10.0, 20.0)
@@ -100,6 +102,15 @@ def test_a_busy_link_is_between_one_that_is_not_and_its_lowest_rates(chain: Chai
     both = zip((free.d2h_bandwidth, free.h2d_bandwidth), chain.bidirectional_shares, strict=True)
     slow = replace(free, **dict(zip(("d2h_bandwidth", "h2d_bandwidth"), (b * s for b, s in both), strict=True)))
     assert lower_bound(chain, limit) <= lower_bound(slow, limit) * (1 + 1e-6) + 1e-9
+
+
+@given(chains(most=5).flatmap(busy), st.integers(0, 10**9))
+@settings(deadline=None, max_examples=60)
+def test_a_pipeline_of_one_rank_is_the_machine(chain: Chain, seed: int) -> None:
+    plan = random_sequence(chain, seed)
+    stage = stage_plan(chain, simulate(chain, plan), turn(plan.ops, len(chain)))
+    run = simulate_pipeline([stage], orders("GPipe", 1, 1))
+    assert run.makespan == pytest.approx(simulate(chain, plan).makespan, rel=1e-12)
 
 
 WITH_OR_WITHOUT = st.one_of(chains(most=5), chains(most=4).flatmap(groups)).flatmap(busy)
