@@ -88,7 +88,7 @@ def timed(model: torch.nn.Module, batch: compare_modes.Batch) -> tuple[float, in
 def link_now(model: rotoff.Checkpointable) -> rotoff.Chain:
     """The chain, with the bandwidths of this minute."""
     sizes = [stage.saved_bytes for stage in model.chain.stages]
-    d2h, h2d, _ = model._links.bandwidth(model.profile.device, max(1, int(statistics.median(sizes))), sum(sizes))
+    d2h, h2d, *_ = model._links.bandwidth(model.profile.device, max(1, int(statistics.median(sizes))), sum(sizes))
     return replace(model.chain, d2h_bandwidth=d2h, h2d_bandwidth=h2d)
 
 

@@ -12,6 +12,7 @@ import torch
 from allocated import peak_bytes
 
 import rotoff
+from rotoff.core.chain import LinkRates
 from rotoff.runtime.links import bandwidth
 from rotoff.runtime.links import pool as link_pool
 from rotoff.runtime.links.bandwidth import COLD_BYTES, measure_bandwidth
@@ -164,53 +165,67 @@ def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkey
 def test_a_host_with_little_room_is_enough_for_who_only_recomputes(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Tight(CachedLink):
-        cached, queues, duplex = False, True, True
-
-    monkeypatch.setattr(link_pool, "new_link", lambda *_: Tight(clock, room=20 << 20))
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: TwoWays(clock, (0.5, 0.5), room=20 << 20))
     monkeypatch.setattr(link_pool, "_shares", {})
-    assert LinkPool().bandwidth(torch.device("cpu"), 3 << 30) == (pytest.approx(COLD), pytest.approx(COLD), True)
-    monkeypatch.setattr(link_pool, "new_link", lambda *_: Tight(clock, room=1 << 19))
+    rates = LinkPool().bandwidth(torch.device("cpu"), 3 << 30)
+    assert rates == (pytest.approx(COLD), pytest.approx(COLD), True, None, None)
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: TwoWays(clock, (0.5, 0.5), room=1 << 19))
     with pytest.raises(rotoff.ExecutionError, match="no room"):
         LinkPool().bandwidth(torch.device("cpu"), 3 << 30)
 
 
+class Copy:
+    def __init__(self, nbytes: int) -> None:
+        self.left, self.begin, self.end = nbytes / COLD, 0.0, 0.0
+
+    def span(self, zero: float) -> tuple[float, float]:
+        return self.begin - zero, self.end - zero
+
+
 class TwoWays(CachedLink):
-    """Copies queue, on a lane for each direction, at COLD B/s. hidden: of the shorter of two copies beside each
-    other."""
+    """Copies queue, on a lane for each direction, at COLD B/s, and at those shares of it while both are busy."""
 
     duplex, cached, queues = True, False, True
 
-    def __init__(self, clock: Clock, hidden: float) -> None:
-        super().__init__(clock)
-        self._hidden, self._lanes, self.copies = hidden, [0.0, 0.0], 0
+    def __init__(self, clock: Clock, shares: tuple[float, float], room: int = 1 << 40) -> None:
+        super().__init__(clock, room)
+        self._shares, self.copies = shares, 0
+        self._lanes: tuple[list[Copy], list[Copy]] = [], []
 
-    def _copy(self, data: torch.Tensor, offset: int, out: bool) -> int:
+    def _copy(self, data: torch.Tensor, offset: int, out: bool) -> Copy:
         assert offset + data.numel() <= self.capacity
         self.copies += 1
-        self._lanes[out] += data.numel() / COLD
-        return 0
+        self._lanes[not out].append(Copy(data.numel()))
+        return self._lanes[not out][-1]
 
     def drain(self) -> None:
-        shorter, longer = sorted(self._lanes)
-        self._clock.now += longer + (1 - self._hidden) * shorter
-        self._lanes = [0.0, 0.0]
+        while heads := [(lane[0], lane, share) for lane, share in zip(self._lanes, self._shares, strict=True) if lane]:
+            speeds = [share if len(heads) == 2 else 1.0 for _, _, share in heads]
+            step = min(head.left / speed for (head, _, _), speed in zip(heads, speeds, strict=True))
+            for (head, lane, _), speed in zip(heads, speeds, strict=True):
+                head.begin = head.begin or self._clock.now
+                head.left -= step * speed
+                if head.left < 1e-12:
+                    head.end = self._clock.now + step
+                    lane.pop(0)
+            self._clock.now += step
 
 
-@pytest.mark.parametrize(("hidden", "duplex"), [(1.0, True), (0.8, True), (0.3, False), (0.0, False)])
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (0.9, 0.4), (0.5, 0.5), (0.3, 0.25)])
 @pytest.mark.parametrize("nbytes", [1 << 20, 3 << 30])
-def test_directions_that_share_a_lane_are_planned_as_one(
-    hidden: float, duplex: bool, nbytes: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+def test_both_directions_are_measured_alone_and_together(
+    shares: tuple[float, float], nbytes: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_pool, "_shares", {})
     made: list[TwoWays] = []
-    monkeypatch.setattr(link_pool, "new_link", lambda *_: made.append(TwoWays(clock, hidden)) or made[-1])
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: made.append(TwoWays(clock, shares)) or made[-1])
     for _ in range(2):
-        pool = LinkPool()
-        assert pool.bandwidth(torch.device("cpu"), nbytes) == (pytest.approx(COLD), pytest.approx(COLD), duplex)
+        rates = LinkPool().bandwidth(torch.device("cpu"), nbytes)
+        assert rates[:3] == (pytest.approx(COLD), pytest.approx(COLD), True)
+        assert rates[3:] == (pytest.approx(shares[0] * COLD, rel=0.01), pytest.approx(shares[1] * COLD, rel=0.01))
     assert made[1].copies < made[0].copies  # it is the machine's, and found once
-    link = TwoWays(clock, hidden)
-    assert bandwidth.beside(link) == pytest.approx(hidden)
+    link = TwoWays(clock, shares)
+    assert bandwidth.bidirectional_shares(link) == pytest.approx(shares, rel=0.01)
     assert link.capacity <= 256 << 20
 
 
@@ -257,7 +272,7 @@ def test_the_file_link_is_measured_over_a_step(monkeypatch: pytest.MonkeyPatch) 
     asked: list[tuple[int, ...]] = []
     real = LinkPool.bandwidth
 
-    def spy(self: LinkPool, device: torch.device, *nbytes: int) -> tuple[float, float, bool]:
+    def spy(self: LinkPool, device: torch.device, *nbytes: int) -> LinkRates:
         asked.append(nbytes)
         return real(self, device, *nbytes)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.chains import chains
+from oracles.chains import busy, chains
 from oracles.exhaustive import Search
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
@@ -17,7 +18,7 @@ from rotoff.solver.bounds import largest_operation
 from rotoff.solver.kernels.bound import ascend
 
 
-@given(chains(), st.sampled_from([0.0, 0.1, 0.4, 0.8]))
+@given(chains().flatmap(busy), st.sampled_from([0.0, 0.1, 0.4, 0.8]))
 def test_no_sequence_beats_the_bound(chain: Chain, share: float) -> None:
     least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes
     limit = max(1, round(least + share * max(0, peak - least)))
@@ -69,12 +70,18 @@ def test_refusals() -> None:
         lower_bound(chain, least - 1)
 
 
+def link_price(p: np.ndarray, r: np.ndarray, shares: Iterable[float]) -> np.ndarray:
+    """What a second of the link is worth at most: out, in, or its shares of both."""
+    out, back = shares
+    return np.maximum(np.maximum(p, r), out * p + back * r)
+
+
 def _dual(prices: np.ndarray, costs: tuple) -> float:
     """The dual that `kernels.bound` ascends, at given prices, every way of every ā_q and every input's written out."""
-    duplex, out_rate, in_rate, room, work, u_F, saved, slower, entry, n_forms, out = costs
+    duplex, out_rate, in_rate, room, work, u_F, saved, slower, entry, n_forms, out, *shares = costs
     lam, p, r, lam2, r2, alpha2 = prices
     n, L = len(lam), len(lam) // 2
-    whole, inward = (1 - p - r - r2, r) if duplex else (1 - p - r2, p)
+    whole, inward = (1 - link_price(p, r + r2, shares), r) if duplex else (1 - p - r2, p)
     alpha = whole - alpha2
     value = float(whole @ work - (lam + lam2) @ room)
     for q in range(1, L):
@@ -114,6 +121,7 @@ def test_the_dual_is_that_of_every_way_written_out(seed: int, inputs: bool) -> N
     costs = (duplex, link, link * rng.uniform(0.5, 2), rng.random(n), rng.random(n), rng.random(L + 1) / L, saved)
     costs += (rng.random((L + 1, K)) * 0.1, entry, rng.integers(1, K + 1, L + 1).astype(np.int32))
     costs += (rng.random(L + 1) * 0.1 if inputs else None,)
+    costs += [(1.0, 1.0), (0.75, 0.5), (0.3, 0.4)][seed % 3] if duplex else (1.0, 1.0)
     for _ in range(20):
         prices = np.zeros((6, n))
         prices[0] = rng.random(n) * (rng.random(n) < 0.7)

@@ -40,6 +40,15 @@ def test_the_code_for_cuda_runs_on_the_stand_in(environment: dict[str, str]) -> 
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
 
 
+def test_expandable_segments_keep_the_limit_too(environment: dict[str, str]) -> None:
+    told = environment | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-c", str(TESTS.parent / "pyproject.toml")]
+    files = [str(TESTS / "cuda" / f"test_{name}_cuda.py") for name in ("reserved", "step", "blocks")]
+    done = subprocess.run([sys.executable, *command, *files], env=told, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
+
+
 def test_the_probe_of_gpu_check_finds_what_it_asks_for(environment: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "probe.json"
     run = "import runpy, sys, standin; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"

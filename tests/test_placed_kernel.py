@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.chains import chains, groups
+from oracles.chains import busy, chains, groups
 
-from rotoff import Chain, simulate
-from rotoff.solver.genes import at_home, joined, placer, to_sequence
+from rotoff import Chain, OpKind, ParameterGroup, Stage, simulate
+from rotoff.solver.genes import FLAGS, ON_HOST, at_home, joined, placer, to_sequence
 from rotoff.solver.plan_codes import empty
 
 VISITS = 4
@@ -30,7 +30,7 @@ def random_plan(chain: Chain, rng: random.Random) -> np.ndarray:
 
 
 @given(
-    chains(most=6).flatmap(groups).filter(lambda chain: chain.parameters),
+    chains(most=6).flatmap(groups).flatmap(busy).filter(lambda chain: chain.parameters),
     st.integers(0, 10**9),
     st.sampled_from(["during", "after"]),
 )
@@ -48,6 +48,18 @@ def test_what_the_kernel_says_of_a_plan_the_machine_says_of_its_sequence(chain: 
         assert trace.makespan == pytest.approx(makespan, rel=1e-12)
         assert trace.host_peak_bytes == host_over
         assert (trace.peak_bytes <= max(1, limit)) == (over == 0)
+
+
+def test_updates_on_a_slow_host_that_nobody_waits_for() -> None:
+    """They fall behind for steps, in a queue, where neither w nor o is on the host or comes back from it."""
+    groups = tuple(ParameterGroup((i,), 0, 30, 0, 0.5, 40.0) for i in (1, 2))
+    link = {"d2h_bidirectional_bandwidth": 3.0, "h2d_bidirectional_bandwidth": 2.0}
+    chain = Chain((Stage("", 1.0, 2.0, 10, 20),) * 2, 5.0, 5.0, 10, parameters=groups, **link)
+    genes = at_home(chain)
+    genes[:, FLAGS] = ON_HOST
+    plan, kernel = joined(empty(chain, VISITS), genes), placer(chain, 2**50, VISITS, "during")
+    assert sum(op.kind is OpKind.H for op in to_sequence(kernel, plan)) == 2
+    assert kernel.judge(plan)[0] == pytest.approx(simulate(chain, to_sequence(kernel, plan)).makespan, rel=1e-12)
 
 
 @given(chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters), st.integers(0, 10**9))

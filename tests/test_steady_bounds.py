@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.chains import chains, groups
+from oracles.chains import busy, chains, groups
 from oracles.every_step import fastest
+from test_bounds import link_price
 from test_machine_parameters import mutants, placed
 
 from rotoff import (
@@ -54,10 +55,14 @@ class Prices:
     """Costs of one byte on a time line of two steps, by position modulo 2L + 1: of copies in the cheaper of an
     interval's two parts, and in the second part of what was made in the interval. The step's end has one part."""
 
-    def __init__(self, prices: np.ndarray, duplex: bool, out_rate: float, in_rate: float) -> None:
+    def __init__(
+        self, prices: np.ndarray, duplex: bool, shares: tuple[float, float], out_rate: float, in_rate: float
+    ) -> None:
         self.lam, self.N = prices[0], prices.shape[1]
         (p1, r1, h1), (p2, r2, h2) = prices[1:4].copy(), prices[4:]
-        self.own, self.alpha = (1 - p - (r if duplex else 0) - h for p, r, h in ((p1, r1, h1), (p2, r2, h2)))
+        self.own, self.alpha = (
+            1 - (link_price(p, r, shares) if duplex else p) - h for p, r, h in ((p1, r1, h1), (p2, r2, h2))
+        )
         p1[-1] = r1[-1] = h1[-1] = math.inf
         self.made, self.out, self.host = p2 * out_rate, np.minimum(p1, p2) * out_rate, np.minimum(h1, h2)
         first, second = (r1, r2) if duplex else (p1, p2)
@@ -126,7 +131,7 @@ def group_written_out(
 
 
 @given(
-    chains(most=4, forms=False).flatmap(groups).filter(lambda chain: chain.parameters),
+    chains(most=4, forms=False).flatmap(groups).flatmap(busy).filter(lambda chain: chain.parameters),
     st.integers(0, 10**6),
     st.sampled_from(["during", "after"]),
     st.sampled_from([0.0, 0.25]),
@@ -147,7 +152,7 @@ def test_the_dual_is_that_of_every_way_written_out(chain: Chain, seed: int, upda
     for _ in range(6):
         prices = rng.random((7, 2 * L + 1)) * rng.choice([0.01, 0.1, 0.33], (7, 1)) * (rng.random((7, 2 * L + 1)) < 0.7)
         prices[[2, 5]] *= chain.duplex
-        costs = Prices(prices, chain.duplex, *rates)
+        costs = Prices(prices, chain.duplex, chain.bidirectional_shares, *rates)
         expected = float(costs.own[:-1] @ np.array(work)) / seconds - float(prices[0] @ room) / limit
         for group in chain.parameters:
             paid, free = (group_written_out(group, L, costs, updates, way, (limit, seconds)) for way in (False, True))
@@ -204,7 +209,7 @@ def test_the_ascent_nearly_reaches_the_linear_program(chain: Chain, share: float
 # -- sequences
 
 
-@given(WITH_PARAMETERS, st.integers(0, 10**9), st.sampled_from(["during", "after"]))
+@given(WITH_PARAMETERS.flatmap(busy), st.integers(0, 10**9), st.sampled_from(["during", "after"]))
 @settings(deadline=None, max_examples=40)
 def test_no_sequence_beats_the_bound(chain: Chain, seed: int, updates: str) -> None:
     rng = random.Random(seed)

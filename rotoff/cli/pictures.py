@@ -83,6 +83,8 @@ def stage_table(chain: Chain) -> str:
     everything = simulate(chain, keep_all(chain))
     link = f"{format_bytes(chain.d2h_bandwidth)}/s to the host, {format_bytes(chain.h2d_bandwidth)}/s back"
     way = "both at once" if chain.duplex else "one at a time"
+    if min(chain.bidirectional_shares) < 1:
+        way += " at {:.0%} and {:.0%} of that".format(*chain.bidirectional_shares)
     lines += [
         "",
         f"{chain.name or 'chain'}: {len(chain)} stages; keeping everything takes {everything.makespan:.4g} s and"

@@ -11,16 +11,29 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ChainError
 from ..io.json_file import load_json, save_json
-from .chain_fields import bytes_of, check_name, seconds, several
+from .chain_fields import at_most, bytes_of, check_name, seconds, several
 from .parameters import ParameterGroup
 
 FORMAT = "rotoff.chain"
 VERSION = 1
 WITH_PARAMETERS = 2
+
+
+class LinkRates(NamedTuple):
+    """The fields of a chain that say how fast copies to the host and from it are."""
+
+    d2h_bandwidth: float
+    h2d_bandwidth: float
+    duplex: bool = True
+    d2h_bidirectional_bandwidth: float | None = None
+    h2d_bidirectional_bandwidth: float | None = None
+
+
+BIDIRECTIONAL = LinkRates._fields[3:]
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,8 @@ class Chain:
         input_bytes: bytes of a_0.
         input_grad_bytes: bytes of δ_0; 0 if the input needs no gradient.
         duplex: whether copies can run in both directions at once.
+        d2h_bidirectional_bandwidth, h2d_bidirectional_bandwidth: bytes per second of a direction while copies run in
+            the other one too; None where they do not slow each other down. Without duplex they have no effect.
         parameters: groups 1 to K of parameters, as a sequence of `ParameterGroup`; empty if a limit covers activations
             only.
         meta: anything worth keeping with the chain (model, shapes, device, versions).
@@ -125,6 +140,8 @@ class Chain:
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
     parameters: tuple[ParameterGroup, ...] = ()
+    d2h_bidirectional_bandwidth: float | None = None
+    h2d_bidirectional_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -140,6 +157,9 @@ class Chain:
             if value == 0:
                 raise ChainError(f"{name} of the chain is 0; give bytes per second above 0 (mode='remat' uses no link)")
             put(self, name, value)
+        for name, alone in zip(BIDIRECTIONAL, self.link[:2], strict=True):
+            value = getattr(self, name)
+            put(self, name, None if value is None else at_most(value, alone, name))
         for name in ("input_bytes", "input_grad_bytes"):
             put(self, name, bytes_of(getattr(self, name), name, "the chain"))
         if not isinstance(self.duplex, bool):
@@ -192,6 +212,19 @@ class Chain:
         return grad
 
     @property
+    def link(self) -> LinkRates:
+        """The fields of the link."""
+        return LinkRates(*(getattr(self, name) for name in LinkRates._fields))
+
+    @property
+    def bidirectional_shares(self) -> tuple[float, float]:
+        """What is left of the bandwidth out, and of that in, while copies run in both directions; 1 is all of it."""
+        if not self.duplex:
+            return 1.0, 1.0
+        out, back, _, out_beside, back_beside = self.link
+        return (out_beside or out) / out, (back_beside or back) / back
+
+    @property
     def compute_time(self) -> float:
         """Seconds of one step that keeps everything: every forward and backward once, without copies."""
         return math.fsum(s.forward_time + s.backward_time for s in self.stages)
@@ -199,7 +232,7 @@ class Chain:
     def to_dict(self) -> dict[str, Any]:
         """The chain as the JSON object of its file format; `from_dict` is the reverse."""
         head = {"format": FORMAT, "version": WITH_PARAMETERS if self.parameters else VERSION, "name": self.name}
-        link = {"d2h_bandwidth": self.d2h_bandwidth, "h2d_bandwidth": self.h2d_bandwidth, "duplex": self.duplex}
+        link = {name: value for name, value in self.link._asdict().items() if value is not None}
         ends = {"input_bytes": self.input_bytes, "input_grad_bytes": self.input_grad_bytes}
         meta = {"meta": dict(self.meta)} if self.meta else {}
         stages = {"stages": [_stage_to_dict(s) for s in self.stages]}
@@ -231,7 +264,8 @@ class Chain:
             raise ChainError(f"stages of the chain is {data['stages']!r}, not a list")
         if not isinstance(groups, list):
             raise ChainError(f"parameters of the chain is {groups!r}, not a list")
-        known = {"name", "d2h_bandwidth", "h2d_bandwidth", "duplex", "input_bytes", "input_grad_bytes", "meta"}
+        ends = ("input_bytes", "input_grad_bytes")
+        known = {"name", "meta", *LinkRates._fields, *ends}
         values = {key: data[key] for key in known if key in data}
         if not isinstance(values.get("meta", {}), Mapping):
             raise ChainError(f"meta of the chain is {values['meta']!r}, not an object")

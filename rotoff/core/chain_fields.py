@@ -43,3 +43,14 @@ def bytes_of(value: Any, name: str, where: str) -> int:
     if whole != real and not isinstance(value, int):
         raise ChainError(f"{name} of {where} is {value!r}; give a whole number of bytes")
     return whole
+
+
+def at_most(value: Any, alone: float, name: str) -> float:
+    """Bytes per second of a direction that reaches `alone` where nothing runs in the other one."""
+    real = number(value, name, "the chain")
+    if not 0 < real <= alone:
+        raise ChainError(
+            f"{name} of the chain is {value}; give bytes per second above 0, and no more than the {alone} of that"
+            " direction alone"
+        )
+    return real

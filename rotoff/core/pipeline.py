@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..errors import OptionError
 from .chain import Chain
+from .lanes import Lanes
 from .sequence import COMPUTES, Op, OpKind, Value, a, abar
 from .simulator import Machine
 from .trace import Trace
@@ -115,7 +116,8 @@ class StagePlan:
     """What one stage does for each micro-batch; `stage_plan` makes one.
 
     forward, backward: operations. resting_bytes, resting_host_bytes: held between the two, on device and host.
-    duplex: of the link. output_bytes, input_grad_bytes: what the neighbours are handed.
+    duplex, shares: `duplex` and `bidirectional_shares` of the link. output_bytes, input_grad_bytes: what the neighbours
+    are handed.
     """
 
     forward: tuple[_Work, ...]
@@ -123,6 +125,7 @@ class StagePlan:
     resting_bytes: int
     resting_host_bytes: int
     duplex: bool
+    shares: tuple[float, float]
     output_bytes: int
     input_grad_bytes: int
 
@@ -148,7 +151,8 @@ def stage_plan(chain: Chain, trace: Trace, turn: int, beside: int = 0) -> StageP
         if n + 1 == turn:
             resting, host = machine.held_bytes - chain.grad_bytes(len(chain)) + beside, machine.host_bytes
     ends = chain.output_bytes(len(chain)), chain.input_grad_bytes
-    return StagePlan(tuple(work[:turn]), tuple(work[turn:]), resting, host, chain.duplex, *ends)
+    link = chain.duplex, chain.bidirectional_shares
+    return StagePlan(tuple(work[:turn]), tuple(work[turn:]), resting, host, *link, *ends)
 
 
 def _waited(op: Op) -> tuple[Value, ...]:
@@ -194,7 +198,8 @@ def simulate_pipeline(
 
     Args:
         stages: of the whole pipeline. order: what each rank runs, such as `orders` returns.
-        ranks_per_link: neighbours whose copies to the host share one link, each copy at the link's full rate.
+        ranks_per_link: neighbours whose copies to the host share one link, each copy at the link's full rate. A copy
+            in the other direction slows no copy down that another rank waits for already.
         send_bandwidth: B/s between ranks; what is handed over arrives after that time, and holds nobody.
 
     Raises:
@@ -215,9 +220,9 @@ class _Run:
         self._rank_of = {task.stage: rank for rank in many for task in order[rank]}
         self._clock, self._busy, self._copying = ([0.0] * len(order) for _ in range(3))
         self._at = [(0, 0)] * len(order)  # the task, and the operation in it
-        self._lanes: dict[tuple[str, int], float] = {}
-        self._copy_end: dict[tuple[int, int, Value], float] = {}
-        self._out_end: dict[tuple[int, int, Value], float] = {}
+        self._lanes: dict[int, Lanes] = {}
+        self._copies: dict[tuple[int, int, Value], int] = {}
+        self._out: dict[tuple[int, int, Value], int] = {}
         self._arrival: dict[Task, float] = {}
         self._parked: dict[Task, int] = {}
         self._held, self._host, self._peak, self._host_peak = ([0] * len(order) for _ in range(4))
@@ -270,21 +275,19 @@ class _Run:
 
     def _operate(self, rank: int, task: Task, work: _Work) -> None:
         end = self._clock[rank] + work.seconds
+        stage, link = self._stages[task.stage], rank // self._per_link
+        lanes = self._lanes.setdefault(link, Lanes(stage.duplex, stage.shares))
         keys = [(task.stage, task.micro_batch, v) for v in work.waits]
-        free = max([end, *(self._copy_end.get(key, 0.0) for key in keys)])
+        free = max([end, *(lanes.end(self._copies.get(key)) for key in keys)])
         self._busy[rank] += work.seconds
         self._copying[rank] += free - end
         self._clock[rank] = free
         if work.lane:
             key = task.stage, task.micro_batch, work.value
-            link = rank // self._per_link
-            lanes = [work.lane] if self._stages[task.stage].duplex else ["d2h", "h2d"]
-            after = self._out_end.get(key, 0.0) if work.lane == "h2d" else 0.0
-            done = max(free, after, *(self._lanes.get((lane, link), 0.0) for lane in lanes)) + work.copy_time
-            self._lanes.update({(lane, link): done for lane in lanes})
-            self._copy_end[key] = done
+            after = self._out.get(key) if work.lane == "h2d" else None
+            self._copies[key] = lanes.issue(work.lane, free, work.copy_time, after)
             if work.lane == "d2h":
-                self._out_end[key] = done
+                self._out[key] = self._copies[key]
         self._peak[rank] = max(self._peak[rank], self._held[rank] + work.memory)
         self._host_peak[rank] = max(self._host_peak[rank], self._host[rank] + work.host)
 

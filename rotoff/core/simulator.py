@@ -1,7 +1,8 @@
 """The machine: decides which sequences are legal, what they hold, and how long they take.
 
 A value is on the device (arriving or usable), on the host, or both. Program order alone determines memory. Four lanes
-determine time: compute, device to host, host to device, the host's updates. The rules of each operation:
+determine time: compute, device to host, host to device, the host's updates. While copies run in both directions each
+runs at its bidirectional bandwidth, where the chain has one. The rules of each operation:
 
 ========================  =============================================================================================
 ``F_all i``, ``F_sel``     needs the input of i (``a i-1`` or ``abar i-1``), makes ``abar i``
@@ -31,6 +32,7 @@ from dataclasses import replace
 
 from ..errors import InvalidSequenceError
 from .chain import Chain, check_chain
+from .lanes import Lanes
 from .sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, g, o, w
 from .sizes import format_bytes, parse_bytes
 from .steady_step import PERIODS, AtRest, Readers, at_rest, check_end, check_group_value, check_updates, group_bytes
@@ -66,9 +68,11 @@ class Machine:
         # of parameters, their gradients and states on the device
         self._parameter_bytes = sum(self.rest.device.values())
         self._ends = [0.0]  # of the compute lane: the start of the first step, the end of each
-        self._clock = {"compute": 0.0, "d2h": 0.0, "h2d": 0.0, "host": 0.0}
-        self._copy_end: dict[Value, float] = {}  # value -> end of the last copy that reads or writes it
-        self._offload_end: dict[Value, float] = {}  # value -> end of the copy out, or of the update on the host
+        self._clock = {"compute": 0.0}
+        self._lanes = Lanes(chain.duplex, chain.bidirectional_shares)
+        self._jobs: dict[int, int] = {}  # index of an event -> its job on a lane
+        self._copies: dict[Value, int] = {}  # value -> the last copy that reads or writes it
+        self._valid: dict[Value, int] = {}  # value -> what made the host's copy: the copy out, or the host's update
         self._moved = {"d2h": 0, "h2d": 0}
 
     # -- what the machine holds
@@ -95,6 +99,8 @@ class Machine:
 
     def step(self, op: Op) -> Event:
         """Run one operation. An operation that is refused changes nothing.
+
+        The event of a copy or of an update on the host has its times only once the step has finished.
 
         Raises:
             InvalidSequenceError: names the operation, its index, and what is missing or the bytes over the limit.
@@ -136,6 +142,7 @@ class Machine:
         self._check_end()
         del self.device[a(len(self.chain))]
         self.next_backward, self.backward_phase, self.events = len(self.chain), False, []
+        self._jobs.clear()
         self._moved = dict.fromkeys(self._moved, 0)
         for noted in (self._done_forward, self._whole, self._left, self._updated):
             noted.clear()
@@ -150,9 +157,12 @@ class Machine:
         self._check_end()
         start, end = self._ends[-1], self._clock["compute"]
         makespan = (end - self._ends[-2]) / 2 if len(self._ends) > 1 else end
-        events = (
-            tuple(replace(e, start=e.start - start, end=e.end - start) for e in self.events) if start else self.events
-        )
+        events = list(self.events)
+        for index, job in self._jobs.items():
+            begun, done = self._lanes.span(job)
+            events[index] = replace(events[index], start=begun, end=done)
+        if start:
+            events = [replace(e, start=e.start - start, end=e.end - start) for e in events]
         busy = sum(e.end - e.start for e in events if e.op.kind in COMPUTES)
         return Trace(
             makespan=makespan,
@@ -256,7 +266,7 @@ class Machine:
         self._need(op, [v for v in (w(k), g(k), o(k)) if group_bytes(self.chain, v)])
         group = self.chain.group(k)
         memory, host = self._within_limit(op, self.held_bytes + group.update_transient_bytes), self.host_bytes
-        start = max([self._clock["compute"]] + [self._copy_end.get(v, 0.0) for v in (w(k), g(k), o(k))])
+        start = self._arrived(w(k), g(k), o(k))
         self._clock["compute"] = end = start + group.update_time
         self._parameter_bytes -= self.device.pop(g(k))
         for v in (w(k), g(k), o(k)):
@@ -276,11 +286,12 @@ class Machine:
             if v in self.device:
                 raise self._error(op, f"needs {v} on the host alone; free or drop the device's copy first")
         memory, host = self._within_limit(op, self.held_bytes), self.host_bytes
-        start = max(self._clock["compute"], self._clock["host"], self._offload_end[g(k)])
-        self._clock["host"] = self._offload_end[w(k)] = self._offload_end[o(k)] = end = start + lasts
+        now = self._clock["compute"]
+        job = self._lanes.issue("host", now, lasts, self._valid[g(k)])
+        self._valid[w(k)] = self._valid[o(k)] = self._jobs[len(self.events)] = job
         del self.host[g(k)]
         self._updated.add(k)
-        return Event(op, "host", start, end, memory, host)
+        return Event(op, "host", now, now, memory, host)
 
     def _check_update(self, op: Op) -> None:
         if op.stage in self._updated:
@@ -301,18 +312,19 @@ class Machine:
         lane, start, end = "compute", self._clock["compute"], self._clock["compute"]
         if kind is OpKind.OFFLOAD:
             self.host[v] = self.device[v]
-            lane, (start, end) = "d2h", self._copy("d2h", v)
-            self._offload_end[v] = end
+            lane = "d2h"
+            self._valid[v] = self._copy(lane, v, self.chain.d2h_bandwidth)
             if v.of == "g":
                 self._left.add(v.stage)
         elif kind is OpKind.PREFETCH:
             self.device[v] = self.host[v]
             self._parameter_bytes += self.host[v] if v.of else 0
             self.arriving.add(v)
-            lane, (start, end) = "h2d", self._copy("h2d", v)
+            lane = "h2d"
+            self._copy(lane, v, self.chain.h2d_bandwidth, self._valid.get(v))
         host = self.host_bytes
         if kind is OpKind.WAIT:
-            end = self._clock["compute"] = max(start, self._copy_end.get(v, 0.0))
+            end = self._clock["compute"] = self._arrived(v)
             self.arriving.discard(v)
         elif kind in (OpKind.FREE, OpKind.DROP):
             start, end = self._compute(0.0, [v])
@@ -351,21 +363,22 @@ class Machine:
     def _compute(self, duration: float, dropped: list[Value]) -> tuple[float, float]:
         """Occupy the compute lane until the work is done and all copies of the `dropped` values have ended."""
         start = self._clock["compute"]
-        end = start + duration
-        self._clock["compute"] = max([end] + [self._copy_end.pop(v, 0.0) for v in dropped])
+        self._clock["compute"] = end = start + duration
+        self._clock["compute"] = self._arrived(*dropped)
+        for v in dropped:
+            self._copies.pop(v, None)
         return start, end if duration > 0 else self._clock["compute"]
 
-    def _copy(self, lane: str, v: Value) -> tuple[float, float]:
+    def _arrived(self, *values: Value) -> float:
+        """When the compute lane is free and the copies of all `values` have ended."""
+        return max([self._clock["compute"], *(self._lanes.end(self._copies.get(v)) for v in values)])
+
+    def _copy(self, lane: str, v: Value, bandwidth: float, after: int | None = None) -> int:
         size = self.device[v]
-        after = self._offload_end.get(v, 0.0) if lane == "h2d" else 0.0
-        lanes = [lane] if self.chain.duplex else ["d2h", "h2d"]
-        start = max([self._clock["compute"], after] + [self._clock[name] for name in lanes])
-        end = start + size / (self.chain.d2h_bandwidth if lane == "d2h" else self.chain.h2d_bandwidth)
-        for name in lanes:
-            self._clock[name] = end
-        self._copy_end[v] = max(end, self._copy_end.get(v, 0.0))
+        job = self._lanes.issue(lane, self._clock["compute"], size / bandwidth, after)
+        self._copies[v] = self._jobs[len(self.events)] = job
         self._moved[lane] += size
-        return start, end
+        return job
 
     def _whereabouts(self, v: Value) -> str:
         if v in self.arriving:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from ..core.chain import Chain, Form, Stage
+from ..core.chain import BIDIRECTIONAL, Chain, Form, Stage
 from ..core.parameters import ParameterGroup
 from ..errors import MeasureError
 from ..profile.memory.eager_memory import FreedEarly, HeldLate
@@ -110,6 +110,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "stages": each(parts(Stage)),
         "parameters": each(parts(ParameterGroup)),
         **named(min, "d2h_bandwidth h2d_bandwidth"),
+        **named(alike_or(None, min), " ".join(BIDIRECTIONAL)),
         **named(max, "input_bytes input_grad_bytes"),
         "duplex": all,
         **named(first, "name meta extra"),

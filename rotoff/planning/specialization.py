@@ -31,7 +31,7 @@ from ..capture.sharding import gathers, refuse_tensor_parallel
 from ..capture.tape import Tape
 from ..capture.undo import undone
 from ..capture.unrepeatable import compiled
-from ..core.chain import Stage
+from ..core.chain import LinkRates, Stage
 from ..core.sequence import OpKind
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
@@ -314,7 +314,7 @@ class Specializations:
         device, root = self.device or device_of(self._model, value), self._root()
         refuse_tensor_parallel(self._model if root is None else root, self._model)
 
-        def bandwidth(nbytes: int, step_bytes: int) -> tuple[float, float, bool]:
+        def bandwidth(nbytes: int, step_bytes: int) -> LinkRates:
             return self._links.bandwidth(device, nbytes, step_bytes)
 
         was_training = self._model.training

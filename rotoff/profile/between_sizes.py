@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.chain import Stage
+from ..core.chain import BIDIRECTIONAL, Stage
 from ..errors import ChainError
 from ..tensors.recipe import Constant, Recipe, Stored, Unread
 from ..tensors.stage import Behaviour, StageModule
@@ -32,7 +32,7 @@ from .profile import Profile
 SUBTRACTED = (Skip, FreedEarly)  # parts of other fields, which their sum must not exceed
 ROUNDING = 64  # bytes of a stage that whole numbers may be short of
 # what a step of any size has in common: what moves bytes and what the runtime takes for a tensor
-OF_FIRST = ("meta", "d2h_bandwidth", "h2d_bandwidth", "copy_bandwidth", "upkeep_times", "host_bound")
+OF_FIRST = ("meta", "d2h_bandwidth", "h2d_bandwidth", *BIDIRECTIONAL, "copy_bandwidth", "upkeep_times", "host_bound")
 PLACES = ("first", "last", "until", "enough")  # whole numbers that are no bytes
 
 

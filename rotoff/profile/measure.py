@@ -19,7 +19,7 @@ import torch
 from ..capture.aliasing import merge_aliases
 from ..capture.backward_roots import BackwardStarts
 from ..capture.unsaved import merge_unsaved
-from ..core.chain import Chain
+from ..core.chain import Chain, LinkRates
 from ..errors import MeasureError
 from ..tensors.buffers import preserved
 from ..tensors.stage import StageModule
@@ -36,7 +36,6 @@ from .timing.timing_cache import KnownTimes
 
 logger = logging.getLogger("rotoff")
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
-Link = tuple[float, float, bool]  # d2h B/s, h2d B/s, duplex
 
 
 class _Walk(NamedTuple):
@@ -53,7 +52,7 @@ def measure(
     stages: Sequence[StageModule],
     value: Any,
     meter: Meter,
-    bandwidth: Callable[[int, int], Link],
+    bandwidth: Callable[[int, int], LinkRates],
     progress: Progress | None = None,
     known: KnownTimes | None = None,
     named: bool = False,
@@ -65,7 +64,7 @@ def measure(
         stages: in order; those that alias or overwrite their input are merged with their predecessor, and so are most
             whose input no backward needs (`capture.unsaved`).
         value: a tensor, or a tuple of them, on the device of `meter`.
-        bandwidth: given the bytes that typically move at once, and in all, the link's (d2h B/s, h2d B/s, duplex).
+        bandwidth: given the bytes that typically move at once, and in all, what the link does.
         known: times that need not be measured, where they are of the same stages.
         named: whether the user named the stages, so that they stay apart unless they alias.
         merged: what stages were called once they had been merged, on an input of other sizes.
@@ -80,7 +79,7 @@ def measure(
     return _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
 
 
-def _profile(walk: _Walk, batch: Any, meter: Meter, known: KnownTimes | None, link: Link) -> Profile:
+def _profile(walk: _Walk, batch: Any, meter: Meter, known: KnownTimes | None, link: LinkRates) -> Profile:
     device, measured = meter.bench.device, walk.measured
     gradients = _gradients(walk, meter)
     chain = charged_stages(measured, gradients)
@@ -95,7 +94,10 @@ def _profile(walk: _Walk, batch: Any, meter: Meter, known: KnownTimes | None, li
     return Profile(
         device=device,
         chain=Chain(
-            tuple(one.costs for one in chain), *link[:2], meter.storage_bytes(starts), gradients[0].nbytes, link[2]
+            tuple(one.costs for one in chain),
+            input_bytes=meter.storage_bytes(starts),
+            input_grad_bytes=gradients[0].nbytes,
+            **link._asdict(),
         ),
         prefix=tuple(walk.prefix),
         stages=tuple(walk.stages),
@@ -166,7 +168,9 @@ def _walked(
     return _Walk(groups[:prefix], stages, [replace(m, grad_accumulation_bytes=n) for m, n in joined], starts)
 
 
-def _link(measured: Sequence[Measured], bandwidth: Callable[[int, int], Link], known: KnownTimes | None) -> Link:
+def _link(
+    measured: Sequence[Measured], bandwidth: Callable[[int, int], LinkRates], known: KnownTimes | None
+) -> LinkRates:
     sizes = [m.costs.saved_bytes for m in measured]
     return known.link if known and known.link else bandwidth(max(1, int(statistics.median(sizes))), sum(sizes))
 

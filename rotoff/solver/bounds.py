@@ -271,6 +271,7 @@ def lower_bound(
     parameters stay on the device, then has a bound of its own. updates: "after" ``B 1`` only, or "during" the step.
     steps: of how many steps in a row it bounds the mean. 4 bounds the machine's makespan. ``math.inf`` bounds the mean
     step of a training that goes on, which may be longer: copies can fall behind a little more with every step.
+    Where the directions of the link slow each other down, both bounds count that.
 
     Raises:
         LimitError: if `mem_limit` is not a number of bytes. OptionError: for an unknown mode or value of `updates`, or
@@ -297,6 +298,8 @@ def lower_bound(
 @lru_cache(maxsize=256)
 def _steady(chain: Chain, limit: int, updates: str, steps: float) -> float:
     activations = chain.without_parameters()
+    if steps == PERIODS and min(chain.bidirectional_shares) < 1:
+        steps = PERIODS // 2  # those that the makespan is the mean of
     found = steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations), steps)
     return max(found, least_compute(chain) * (1 - SUM_ERROR))
 
@@ -307,8 +310,8 @@ def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> f
 
     Proof. Fix a sequence and cut its time where F_1, ..., F_L run first and where B_L, ..., B_1 run; these starts are
     in that order, and interval k begins with cut k. Interval k lasts at least as long as the compute in it (the
-    operation at its cut, each forward run again in it), and as each direction of the link needs for the bytes that it
-    copies in it. At cut k the device holds what that operation needs itself (operands, gradients, transients; at least
+    operation at its cut, each forward run again in it), and as the link needs for the bytes that it copies in it, out
+    and in. At cut k the device holds what that operation needs itself (operands, gradients, transients; at least
     the smallest form of each) and whatever else it holds of ā_q, q = 1..L-1. Consider, for each q, the ā_q that B_q
     uses. Either F_q's first run made it and it stays; or that run made it, it leaves (its bytes pass the link out, and
     are held until they have) and returns (they pass the link in, and are held from then on); or it is made again (u_F
@@ -317,6 +320,11 @@ def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> f
     the sequence's time. By weak duality so is its Lagrangian at any prices λ_k ≥ 0 of memory at cut k and p_k, r_k, α_k
     ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in interval k: Σ α_k work_k − Σ λ_k room_k + Σ_q (the
     cheapest way of ā_q).
+
+    The link's prices: let copying for a second be worth P out and R in, each alone. At any moment the link copies out,
+    or in, or both, where it does as much of both in a second as it does alone in s_out and s_in of one
+    (`Chain.bidirectional_shares`). So it is paid at most max(P, R, s_out P + s_in R) a second; α is what that leaves of
+    1. Where both shares are 1 that is P + R.
 
     What is made again has inputs. Take m = 2..L-1, and the interval from the start of B_{m+1} to that of B_m, which
     uses a_{m-1} or ā_{m-1}. Either that is held at the interval's cut, or it arrives in the interval, or F_{m-1} runs
@@ -367,12 +375,15 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
         prices = np.zeros((6, 2 * L))  # λ, p, r, and what of λ, r and α inputs pay
         prices[0, L] = price * size / seconds
         prices[1, :L], prices[2 if chain.duplex else 1, L:] = p0, r0
-        found = ascend(prices, *ascent, *costs, None) * (1 - SUM_ERROR)
+        found = ascend(prices, *ascent, *costs, None, *chain.bidirectional_shares) * (1 - SUM_ERROR)
         if found > best:
             best, of_best = found, prices
     if best > 1:
         patience = max(20, min(INPUT_PATIENCE, ASCENT_WORK // (100 * L * L)))
-        found = ascend(of_best, 20 * patience, INPUT_RISE, patience, SHRINK, *costs, c.out / size) * (1 - SUM_ERROR)
+        found = ascend(
+            of_best, 20 * patience, INPUT_RISE, patience, SHRINK, *costs, c.out / size, *chain.bidirectional_shares
+        )
+        found *= 1 - SUM_ERROR
         best = max(best, found)
     return best * seconds
 

@@ -78,7 +78,7 @@ def placer(
     """Decoder of plans whose stages have `visits` columns of codes."""
     most = most_ops if most_ops is not None else 16 * len(chain) + 64
     host = -1 if host_limit is None else min(host_limit, 2**63 - 1)
-    links = (chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex)
+    links = (chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex, chain.bidirectional_shares)
     return Placer(arrays(chain), *links, limit, host, visits, most, group_arrays(chain), updates == "after")
 
 

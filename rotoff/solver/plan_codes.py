@@ -80,7 +80,8 @@ def evaluator(
     c: Arrays = arrays(chain)
     most = most_ops if most_ops is not None else 16 * len(chain) + 64
     host = -1 if host_limit is None else min(host_limit, 2**63 - 1)  # more than a chain can have
-    return Evaluator(c, chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex, mem_limit, host, visits, most)
+    links = (chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex, chain.bidirectional_shares)
+    return Evaluator(c, *links, mem_limit, host, visits, most)
 
 
 def to_ops(rows: np.ndarray) -> tuple[Op, ...]:

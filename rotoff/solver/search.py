@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from .bounds import host_plan, infeasible, min_mem_limit
 from .host import all_moving, host_sequence
 from .plan_codes import MOVE, evaluator, keep_all, select, to_ops
 
+Progress = Callable[[float, float], None]  # fraction done, best step time in seconds
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
 RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest, and the effort for one of them
 FORMS_SHARE = 0.6  # of the effort, for the search with smaller forms after the one without
@@ -37,7 +38,7 @@ class Candidate:
     resident: tuple[str, ...] = ()
 
 
-def best_candidate(problem: Problem, mode: str, progress: Callable[[float, float], None] | None = None) -> Candidate:
+def best_candidate(problem: Problem, mode: str, progress: Progress | None = None) -> Candidate:
     """The best candidate of `mode`; keeps everything if that fits and no update is faster on the host.
 
     Raises:
@@ -85,8 +86,8 @@ class Problem:
     budget: Budget
     updates: str = "during"
     known: tuple[np.ndarray, ...] = ()
-    # by mode; whether with forms
-    found: dict[tuple[str, bool], Candidate | None] = field(default_factory=dict, compare=False)
+    # by mode; whether with forms; whether the directions of the link slow each other down
+    found: dict[tuple[str, bool, bool], Candidate | None] = field(default_factory=dict, compare=False)
 
     def fits(self, mode: str) -> bool:
         """Whether `mode` has a plan within the limit on the device."""
@@ -97,18 +98,51 @@ class Problem:
         chain = replace(self.chain, stages=tuple(replace(stage, forms=()) for stage in self.chain.stages))
         return replace(self, chain=chain, known=tuple(codes for codes in self.known if codes.max() < select(1)))
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether the directions of the link slow each other down."""
+        return min(self.chain.bidirectional_shares) < 1
 
-def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
+
+def _best(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
     """The best plan found. If stages have smaller forms, the result without them competes and the search starts from
     it, so forms never make a plan slower. The two searches share the effort."""
     forms = any(stage.forms for stage in problem.chain.stages)
-    if (mode, forms) in problem.found:
-        return problem.found[mode, forms]
-    if mode == "joint":
-        # As `solve` finds them for themselves, with all of their effort: these very results compete below.
-        for pure in ("offload", "remat"):
-            if problem.limit >= min_mem_limit(problem.chain, pure):
-                _best(problem, pure, None)
+    key = mode, forms, problem.disturbed
+    if key in problem.found:
+        return problem.found[key]
+    # As `solve` finds them for themselves, with all of their effort: these very results compete below.
+    pure = [name for name in ("offload", "remat") if mode == "joint" and problem.fits(name)]
+    rivals = [_best(problem, name, None) for name in pure]
+    given, enough = _undisturbed(problem, mode, _best, progress)
+    others = rivals if enough else [_by_forms(problem, mode, forms, progress)]
+    problem.found[key] = best = _fastest([given, *others])
+    return best
+
+
+Search = Callable[[Problem, str, Progress | None], Candidate | None]
+
+
+def _fastest(candidates: Iterable[Candidate | None]) -> Candidate | None:
+    return min((made for made in candidates if made is not None), key=lambda made: made.makespan, default=None)
+
+
+def _undisturbed(
+    problem: Problem, mode: str, search: Search, progress: Progress | None
+) -> tuple[Candidate | None, bool]:
+    """The plan for a link whose directions do not slow each other down, where they do, as fast as it is here; and
+    whether it is as fast as there, so that there is nothing to gain."""
+    if mode == "remat" or not problem.disturbed:
+        return None, False
+    chain = replace(problem.chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
+    made = search(replace(problem, chain=chain), mode, progress)
+    if made is None:
+        return None, False
+    trace = simulate(problem.chain, Sequence(made.ops, resident=list(made.resident)), updates=problem.updates)
+    return replace(made, makespan=trace.makespan), trace.makespan <= made.makespan * (1 + FLOAT_ERROR)
+
+
+def _by_forms(problem: Problem, mode: str, forms: bool, progress: Progress | None) -> Candidate | None:
     if not forms:
         best = _searched(problem, mode, progress)
     else:
@@ -124,11 +158,10 @@ def _best(problem: Problem, mode: str, progress: Callable[[float, float], None] 
             other = _searched(shorter, mode, progress)
             if best is None or (other is not None and other.makespan < best.makespan):
                 best = other
-    problem.found[mode, forms] = best
     return best
 
 
-def _searched(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
+def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
     """The best of all proposals and of the search from them. A plan that nothing can beat ends the search."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     least = least_compute(chain) * (1 + FLOAT_ERROR)
@@ -234,12 +267,18 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
     return Candidate(makespan, to_ops(rows), codes, source)
 
 
-def _placed(problem: Problem, mode: str, progress: Callable[[float, float], None] | None) -> Candidate | None:
+def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
     """The best plan found for a chain with parameters; in joint, the results of the pure modes compete."""
-    if (mode, True) in problem.found:
-        return problem.found[mode, True]
+    key = mode, True, problem.disturbed
+    if key in problem.found:
+        return problem.found[key]
     pure = [name for name in ("remat", "offload") if mode == "joint" and problem.fits(name)]
     found = [made for name in pure if (made := _placed(problem, name, None)) is not None]
+    given, enough = _undisturbed(problem, mode, _placed, progress)
+    found += [given] if given is not None else []
+    if enough:
+        problem.found[key] = best = _fastest(found)
+        return best
     starts = [*problem.known, *(made.codes for made in found if made.codes is not None)]
     step = placed_search.Step(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
     plan = placed_search.searched(step, problem.budget, starts, progress)
@@ -248,8 +287,7 @@ def _placed(problem: Problem, mode: str, progress: Callable[[float, float], None
     elif not found:
         found += [_of_sequence(problem, *made) for made in placed_search.least(step)]
     fitting = [made for made in found if problem.host_limit is None or _host_peak(problem, made) <= problem.host_limit]
-    best = min(fitting, key=lambda made: made.makespan, default=None)
-    problem.found[mode, True] = best
+    problem.found[key] = best = _fastest(fitting)
     return best
 
 

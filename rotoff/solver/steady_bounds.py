@@ -6,15 +6,18 @@ steps in a row, for every legal sequence. The proof, step by step:
 1. *The four steps' mean is no more.* Every operation begins at the latest of some lanes' times and copies' ends, so a
    step that begins with later lanes or copies ends no sooner. The first step begins with all of them at 0; relative to
    its own start, so early at least does the third. Hence E_4 − E_2 ≥ E_2 (E_s: end of step s), and makespan = (E_4 −
-   E_2) / 2 ≥ E_4 / 4: the mean of all four is bounded.
+   E_2) / 2 ≥ E_4 / 4: the mean of all four is bounded. Where the directions of the link slow each other down, a copy
+   that begins later may let another one end sooner. There the mean of the last two is bounded itself: in what follows
+   [E_2, E_4] stands for [0, E_4] and 2 for 4, and what the first of them finds is under way at E_2.
 2. *Intervals.* Cut [0, E_4] where F_1, ..., F_L run first, where B_L, ..., B_1 run, and where a step ends. These come
    in this order in every step, so there are 2L + 1 intervals, each four times. An interval has two parts: while the
    operation at its cut runs, and from then on (the step's end has only the second). The mean of the steps is the sum
    of the parts' mean lengths.
 3. *Lanes.* A part's mean length is at least that of the compute in it, of the copies out, of the copies in (of both
-   together on a link that is not duplex), and of the host's updates. The compute of a first part is its operation;
-   what is made again and the updates are compute of second parts. What an interval's operation or an update in it has
-   made is copied out in its second part, or in a later interval.
+   together on a link that is not duplex; `bounds.least_time_of` has what they are worth where they slow each other
+   down), and of the host's updates. The compute of a first part is its operation; what is made again and the updates
+   are compute of second parts. What an interval's operation or an update in it has made is copied out in its second
+   part, or in a later interval.
 4. *Memory.* Program order decides it, so that it is the same in all four steps. At each cut the device holds what that
    operation needs itself, the activations that it holds otherwise (see `bounds.least_time_of`), and of each group what
    its way says; together no more than the limit. At a step's end that is a_0, a_L, δ_0 and the groups'. An operation
@@ -192,6 +195,7 @@ def problem(
         np.array([2 * L - max(s.stages) for s in groups], np.int32),
         2 * L - 1 if updates == "after" else L,
         unpaid,
+        chain.bidirectional_shares,
     )
     bytes_of_all = (float(sizes.sum()) + float(c.saved.sum())) / size
     sums = (

@@ -1,56 +1,92 @@
-"""How many bytes of the device a planned step has the caching allocator reserve, above the limit: what docs/runtime.md
-says."""
+"""How many bytes of the device a planned step has the caching allocator hand out and reserve, above the limit: what
+docs/runtime.md says, for both ways in which it takes memory of the device."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import re
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import fresh
+from models import ALL, fresh, move_masks
+from torch import nn
 
 import rotoff
 
 pytestmark = pytest.mark.cuda
 MIB = 1 << 20
-NAMES, MODES = ("mlp", "residual", "convolutional", "language"), ("joint", "remat", "offload")
-CASES = [*itertools.product(NAMES, (1, 100), MODES), ("convolutional", 700, "joint")]
-SHARE, MORE = 0.45, 22 * MIB  # of the limit, and beside that: a segment of 20 MiB, and one of 2 MiB for what is small
+MODES = ("joint", "remat", "offload")
+EXPANDABLE = "expandable_segments:True" in os.environ.get(
+    "PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+)
+# The stand-in has no recurrent kernels.
+CASES = [*itertools.product([name for name in ALL if name != "recurrent"], (1, 100)), ("convolutional", 700)]
+# Reserved above the limit: a share of it, and beside that two pieces of 20 MiB and 2 MiB, for what is large and small.
+SHARES = {False: 0.45, True: 0.25}
+MORE = 22 * MIB
+STUB = 512  # a number that stands for what is gone, once for a type of numbers, which stays
+
+
+class MeanSquare(nn.Module):
+    """The loss, so that its bytes are within the limit too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float().square().mean()
 
 
 def test_the_docs_say_so() -> None:
     text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text(encoding="utf-8")
-    assert re.search(rf"by up to {SHARE * 100:.0f} % of the limit and {MORE // MIB} MiB", " ".join(text.split()))
+    said = (
+        f"by up to {SHARES[False]:.0%} of the limit and {MORE // MIB} MiB, and with `expandable_segments:True` by up to"
+    )
+    said += f" {SHARES[True]:.0%} of it and {MORE // MIB} MiB"
+    assert said.replace("%", " %") in " ".join(text.split())
 
 
-@pytest.mark.parametrize(("name", "times", "mode"), CASES)
-def test_reserved_bytes_above_the_limit(name: str, times: int, mode: str, record_property: Any) -> None:
-    module, batch = fresh(name)
-    x = batch()
-    x = x.repeat(times, *[1] * (x.dim() - 1)).cuda()
+def on_the_device(batch: Any, times: int) -> Any:
+    if isinstance(batch, tuple):
+        return tuple(on_the_device(part, times) for part in batch)
+    needed = batch.requires_grad
+    return batch.detach().repeat(times, *[1] * (batch.dim() - 1)).cuda().requires_grad_(needed)
+
+
+@pytest.mark.parametrize(("name", "times"), CASES)
+def test_bytes_of_the_device_above_the_limit(name: str, times: int, record_property: Any) -> None:
+    stages, batch = fresh(name)
+    module = nn.Sequential(*stages, MeanSquare()).cuda()
+    move_masks(module)
+    x = on_the_device(batch(), times)
 
     def step(model: torch.nn.Module) -> None:
-        model(x).float().square().mean().backward()
+        model(x).backward()
 
-    step(module.cuda())  # gradients and workspaces are there
+    step(module)  # gradients and workspaces are there
     model = rotoff.Checkpointable(module, cache_directory=None).measure(x, repeats=1)
-    least, most = model.min_mem_limit(mode), model.keep_all_memory
-    for share in (0, 0.5, 1):
+    most = model.keep_all_memory
+    for mode, share in itertools.product(MODES, (0, 0.5, 1)):
+        least = model.min_mem_limit(mode)
         limit = int(least + share * (most - least))
-        model.compute_sequence(limit, mode=mode)
+        model.compute_sequence(limit, mode=mode, refine=0.02)
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):
+        for _ in range(2):
             step(model)
         torch.cuda.synchronize()
-        over = torch.cuda.max_memory_reserved() - before - limit
-        record_property(f"MiB reserved above {limit / MIB:.1f} at {share}", round(over / MIB, 1))
-        assert over <= SHARE * limit + MORE, (limit, over)
+        after = torch.cuda.memory_stats()
+        given, over = (
+            after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] - limit
+            for kind in ("allocated", "reserved")
+        )
+        asked = after["requested_bytes.all.peak"] - before["requested_bytes.all.current"] - limit
+        at = f"{mode} at {limit / MIB:.1f} MiB"
+        record_property(at, f"{over / MIB:.1f} MiB reserved above, {given} and {asked} bytes given and asked for")
+        assert asked <= STUB, at
+        assert given <= STUB + (0 if EXPANDABLE else after["allocation.large_pool.peak"] * MIB), at
+        assert over <= SHARES[EXPANDABLE] * limit + MORE, at
     model.close()

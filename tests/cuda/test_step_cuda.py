@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from device_bytes import step_peak
-from models import fresh
+from models import fresh, move_masks
 from torch import nn
 
 import rotoff
@@ -102,12 +102,6 @@ def test_gradients_and_buffers_equal_the_plain_models_to_rounding(name: str, mod
     for a, b in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(a, b)
     model.close()
-
-
-def move_masks(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(getattr(module, "mask", None), torch.Tensor):
-            module.mask = module.mask.cuda()
 
 
 @pytest.mark.parametrize("mode", MODES)

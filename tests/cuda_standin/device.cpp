@@ -22,9 +22,12 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -64,6 +67,9 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 // The rules of PyTorch's caching allocator: requests are rounded up to 512 bytes; up to 1 MiB they come out of segments of 2 MiB, below
 // 10 MiB out of segments of 20 MiB, above out of segments of their own; the smallest free block that fits is taken, whatever was there
 // before, and split, but for large ones of which at most 1 MiB would be left; neighbours that are free become one.
+// With expandable_segments:True there is a range of addresses for each of the two kinds, into which pieces of 2 MiB and of 20 MiB are mapped
+// where no free block fits, behind a free one where there is one; blocks are split to 512 bytes; of those that fit the one is taken that
+// could grow the least; emptying the cache unmaps whole pieces.
 constexpr int64_t kMiB = 1 << 20, kBlock = 512, kSmall = kMiB;
 
 struct Block {
@@ -71,6 +77,10 @@ struct Block {
   int64_t size, asked = 0;
   bool small, used = false;
   Block *before = nullptr, *behind = nullptr; // in its segment
+  bool mapped = true;
+};
+struct Before {
+  bool operator()(const Block* a, const Block* b) const { return a->address < b->address; }
 };
 struct Smaller {
   bool operator()(const Block* a, const Block* b) const { return a->size != b->size ? a->size < b->size : a->address < b->address; }
@@ -81,8 +91,15 @@ struct Counts {
 std::mutex lock; // over all below
 std::unordered_map<void*, Block*> blocks; // that are used
 std::set<Block*, Smaller> unused[2]; // large ones, small ones
+std::set<Block*, Before> unmapped[2];
+char* ranges[2] = {nullptr, nullptr};
 Counts counts;
 int64_t capacity = int64_t(1) << 37;
+const bool expandable = [] {
+  const char* told = std::getenv("PYTORCH_ALLOC_CONF");
+  if (!told) told = std::getenv("PYTORCH_CUDA_ALLOC_CONF");
+  return told && std::strstr(told, "expandable_segments:True");
+}();
 
 // The rest with `lock` held.
 
@@ -95,7 +112,88 @@ int64_t add(const Block& block, int sign) { // returns what is allocated now
   counts.large_peak = std::max(counts.large_peak, counts.large);
   return counts.allocated;
 }
+// `block`, which is in no set, and its free neighbours in the same state become one, which is returned.
+Block* merged(Block* block) {
+  for (Block* next : {block->before, block->behind}) {
+    if (!next || next->used || next->mapped != block->mapped) continue;
+    if (next->mapped) unused[block->small].erase(next);
+    else unmapped[block->small].erase(next);
+    Block *first = next == block->before ? next : block, *second = first == next ? block : next;
+    first->size += second->size;
+    first->behind = second->behind;
+    if (first->behind) first->behind->before = first;
+    delete second;
+    block = first;
+  }
+  return block;
+}
+// Cuts `block` after `size` bytes; the rest is returned, in no set.
+Block* cut(Block* block, int64_t size) {
+  Block* rest = new Block{block->address + size, block->size - size, 0, block->small, false, block, block->behind, block->mapped};
+  if (rest->behind) rest->behind->before = rest;
+  block->behind = rest;
+  block->size = size;
+  return rest;
+}
+int64_t piece(const Block& block) { return block.small ? 2 * kMiB : 20 * kMiB; }
+void unmap_pieces(bool small) {
+  auto& pool = unused[small];
+  for (Block* block : std::vector<Block*>(pool.begin(), pool.end())) {
+    const int64_t at = block->address - ranges[small], unit = piece(*block);
+    const int64_t from = (at + unit - 1) / unit * unit - at, to = (at + block->size) / unit * unit - at;
+    if (to <= from) continue;
+    pool.erase(block);
+    if (to < block->size) pool.insert(cut(block, to));
+    if (from > 0) {
+      Block* rest = cut(block, from);
+      pool.insert(block);
+      block = rest;
+    }
+    madvise(block->address, block->size, MADV_DONTNEED);
+    counts.reserved -= block->size;
+    block->mapped = false;
+    unmapped[small].insert(merged(block));
+  }
+}
+// Maps the first `size` bytes of `block`, which is not mapped, in whole pieces; null where the device has no room.
+Block* map_pieces(Block* block, int64_t size) {
+  const int64_t unit = piece(*block), mapped = (size + unit - 1) / unit * unit;
+  if (counts.reserved + mapped > capacity) return nullptr;
+  unmapped[block->small].erase(block);
+  if (mapped < block->size) unmapped[block->small].insert(cut(block, mapped));
+  counts.reserved += mapped;
+  counts.reserved_peak = std::max(counts.reserved_peak, counts.reserved);
+  block->mapped = true;
+  block = merged(block);
+  unused[block->small].insert(block);
+  return block;
+}
+// A free block of at least `size` bytes, out of all sets, at the lowest address with room; null where the device has none.
+Block* expand(int64_t size, bool small) {
+  if (!ranges[small]) {
+    const int64_t range = capacity + capacity / 8 / (20 * kMiB) * (20 * kMiB);
+    ranges[small] = static_cast<char*>(mmap(nullptr, range, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    TORCH_CHECK(ranges[small] != MAP_FAILED, "no addresses");
+    unmapped[small].insert(new Block{ranges[small], range, 0, small, false, nullptr, nullptr, false});
+  }
+  for (Block* block : unmapped[small]) {
+    if (block->before && !block->before->used) block = block->before;
+    int64_t room = 0;
+    for (const Block* next = block; next && !next->used && room < size; next = next->behind) room += next->size;
+    if (room < size) continue;
+    if (!block->mapped) block = map_pieces(block, std::min(block->size, size));
+    while (block && block->size < size) block = map_pieces(block->behind, std::min(block->behind->size, size - block->size));
+    if (block) unused[small].erase(block);
+    return block;
+  }
+  return nullptr;
+}
 void empty_cache() {
+  if (expandable) {
+    unmap_pieces(false);
+    unmap_pieces(true);
+    return;
+  }
   for (auto& pool : unused)
     for (auto at = pool.begin(); at != pool.end();) {
       Block* block = *at;
@@ -118,37 +216,32 @@ Block* take(int64_t asked) {
   const int64_t size = (asked + kBlock - 1) / kBlock * kBlock;
   auto& pool = unused[size <= kSmall];
   Block wanted{nullptr, size};
-  const auto found = pool.lower_bound(&wanted);
-  Block* block = found == pool.end() ? reserve(size) : *found;
-  if (!block) return nullptr;
-  if (found != pool.end()) pool.erase(found);
-  const int64_t left = block->size - size;
-  if (block->small ? left >= kBlock : left > kSmall) {
-    Block* rest = new Block{block->address + size, left, 0, block->small, false, block, block->behind};
-    if (rest->behind) rest->behind->before = rest;
-    block->behind = rest;
-    block->size = size;
-    pool.insert(rest);
+  auto found = pool.lower_bound(&wanted);
+  Block* block;
+  if (found == pool.end()) {
+    block = expandable ? expand(size, size <= kSmall) : reserve(size);
+    if (!block && expandable) {
+      empty_cache();
+      block = expand(size, size <= kSmall);
+    }
+    if (!block) return nullptr;
+  } else {
+    const auto could = [](const Block* b) { return b->size + (b->behind && !b->behind->mapped ? b->behind->size : 0); };
+    for (auto next = std::next(found); next != pool.end() && could(*next) < could(*found);) found = next++;
+    block = *found;
+    pool.erase(found);
   }
+  const int64_t left = block->size - size;
+  if (block->small || expandable ? left >= kBlock : left > kSmall) pool.insert(cut(block, size));
   block->used = true;
   block->asked = asked;
   blocks[block->address] = block;
   return block;
 }
 void put_back(Block* block) {
-  auto& pool = unused[block->small];
   block->used = false;
-  for (Block* next : {block->before, block->behind}) {
-    if (!next || next->used) continue;
-    pool.erase(next);
-    Block *first = next == block->before ? next : block, *second = first == next ? block : next;
-    first->size += second->size;
-    first->behind = second->behind;
-    if (first->behind) first->behind->before = first;
-    delete second;
-    block = first;
-  }
-  pool.insert(block);
+  block = merged(block);
+  unused[block->small].insert(block);
 }
 
 void give_back(void* address) {

@@ -39,6 +39,20 @@ def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True) -
 
 
 @st.composite
+def busy(draw: st.DrawFn, chain: Chain) -> Chain:
+    """`chain` with a link whose directions may slow each other down, alike or not, by less than half or more."""
+    shares = st.sampled_from([None, 1.0, 0.75, 0.6, 0.5, 0.3])
+    alone = {"d2h": chain.d2h_bandwidth, "h2d": chain.h2d_bandwidth}
+    return replace(
+        chain,
+        **{
+            f"{way}_bidirectional_bandwidth": None if share is None else rate * share
+            for way, rate, share in ((way, rate, draw(shares)) for way, rate in alone.items())
+        },
+    )
+
+
+@st.composite
 def groups(draw: st.DrawFn, chain: Chain) -> Chain:
     """`chain` with a group of parameters for most stages: some tied, some frozen, some without a state, some never
     updated on the host."""

@@ -314,5 +314,12 @@ def fresh(name: str) -> tuple[nn.Sequential, Batch]:
     return ALL[name]()
 
 
+def move_masks(model: nn.Module) -> None:
+    """To the GPU, those that are neither parameters nor buffers."""
+    for module in model.modules():
+        if isinstance(getattr(module, "mask", None), torch.Tensor):
+            module.mask = module.mask.cuda()
+
+
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

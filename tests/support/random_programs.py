@@ -50,6 +50,7 @@ def random_sequence(
 def copied(machine: Machine) -> Machine:
     """Another machine in the same state; what it holds in dicts, sets and lists is never changed itself."""
     other = copy.copy(machine)
+    other._lanes = copy.deepcopy(machine._lanes)
     for name, value in vars(machine).items():
         if isinstance(value, (dict, set, list)):
             setattr(other, name, value.copy())

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...capture import strategy
 from ...capture.backward_roots import BackwardFrom, read_backward_from
+from ...core.chain import LinkRates
 from ...runtime.overhead import NO_UPKEEP, UpkeepTimes
 from ...tensors.convolutions import Algorithms
 from ...tensors.rng import RNG_BYTES
@@ -73,10 +74,10 @@ def estimate_profile(
     return replace(profile, chain=chain)
 
 
-def link(device: Device) -> tuple[float, float, bool]:
-    """(d2h B/s, h2d B/s, duplex) that copies are taken to reach."""
+def link(device: Device) -> LinkRates:
+    """What copies are taken to reach."""
     share = device.link_efficiency
-    return device.d2h_bandwidth * share, device.h2d_bandwidth * share, device.duplex
+    return LinkRates(device.d2h_bandwidth * share, device.h2d_bandwidth * share, device.duplex)
 
 
 class TimedAllocator(FakeAllocator):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.chain import LinkRates
 from ...runtime.overhead import UpkeepTimes
 from ...tensors.convolutions import flags
 from ...tensors.stage import StageModule
@@ -49,12 +50,12 @@ class StageTimes(NamedTuple):
 
 
 class KnownTimes(NamedTuple):
-    """stages: of the chain. link: d2h B/s, h2d B/s, duplex; None where it is to be measured. copy_bandwidth: of copies
+    """stages: of the chain. link: None where it is to be measured. copy_bandwidth: of copies
     on the device, B/s, likewise. upkeep: what the runtime itself takes, likewise. checked: whether to look at one of
     them again."""
 
     stages: tuple[StageTimes, ...]
-    link: tuple[float, float, bool] | None
+    link: LinkRates | None
     copy_bandwidth: float | None = None
     upkeep: UpkeepTimes | None = None
     checked: bool = True
@@ -95,8 +96,6 @@ def times_of(profile: Profile) -> tuple[StageTimes, ...]:
 def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) -> KnownTimes:
     """The times of a measured model, its link and the runtime. longer: how many times what it took a step takes now.
     checked: as of `KnownTimes`."""
-    chain = profile.chain
-    link = chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex
 
     def scaled(row: StageTimes) -> StageTimes:
         forms = tuple(form._replace(seconds=form.seconds * longer) for form in row.forms)
@@ -104,7 +103,7 @@ def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) ->
         return row._replace(**times, forms=forms)
 
     stages = tuple(map(scaled, times_of(profile)))
-    return KnownTimes(stages, link, profile.copy_bandwidth, profile.upkeep_times, checked)
+    return KnownTimes(stages, profile.chain.link, profile.copy_bandwidth, profile.upkeep_times, checked)
 
 
 def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:

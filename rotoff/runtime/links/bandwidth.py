@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ QUEUED_BYTES, QUEUED = 32 << 20, 32
 # More makes a copy that queues no faster, and takes as much pinned memory and as much of the device.
 MOST_QUEUED_BYTES = 256 << 20
 LEAST_BYTES = 1 << 20  # of them, where the host has no more
-BESIDE_BYTES = 32 << 20  # of the copies by which `beside` judges: asking for them takes no time beside theirs
+BESIDE_BYTES = 32 << 20  # of the copies that run in both directions: asking for them takes no time beside theirs
 
 
 def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
@@ -65,33 +66,18 @@ def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int
     return nbytes / _typical(outward[places:]), nbytes / _typical(inward[places:])
 
 
-def beside(link: Link, repeats: int = 3) -> float:
-    """How far copies out and in run beside each other on a link where copies queue: 1 where together they take as long
-    as the slower by itself, 0 where they take as long as one after the other.
+def bidirectional_shares(link: Link, repeats: int = 3) -> tuple[float, float]:
+    """What is left of the bandwidth out, and of that in, while copies run in both directions; 1 is all of it.
+
+    link: one where copies queue, idle, as for `measure_bandwidth`.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for 2 * `BESIDE_BYTES`, or a copy fails.
     """
-    link.reserve(2 * BESIDE_BYTES)
-    source, target = (_touched(link, link.allocate(BESIDE_BYTES)) for _ in range(2))
-    written = link.copy_out([source], BESIDE_BYTES)
-    link.wait(written)
-
-    def seconds(out: bool, back: bool) -> float:
-        link.drain()
-        start, tickets = time.perf_counter(), []
-        for _ in range(4):
-            tickets += [link.copy_out([source], 0)] if out else []
-            tickets += [link.copy_in([target], BESIDE_BYTES, written)] if back else []
-        link.drain()
-        taken = time.perf_counter() - start
-        for ticket in tickets:
-            link.wait(ticket)
-        return taken
-
-    rows = [[seconds(True, False), seconds(False, True), seconds(True, True)] for _ in range(1 + repeats)]
-    out, back, both = (_typical(list(column)) for column in zip(*rows[1:], strict=True))
-    return min(1.0, max(0.0, (out + back - both) / min(out, back)))
+    alone = measure_bandwidth(link, BESIDE_BYTES)
+    both = zip(*(both_at_once(link, BESIDE_BYTES) for _ in range(repeats)), strict=True)
+    out, back = (min(1.0, statistics.median(rates) / one) for rates, one in zip(both, alone, strict=True))
+    return out, back
 
 
 def both_at_once(link: Link, nbytes: int, copies: int = 8) -> tuple[float, float]:
@@ -118,8 +104,20 @@ def both_at_once(link: Link, nbytes: int, copies: int = 8) -> tuple[float, float
         link.wait(ticket)
     link.drain()
     spans = [[ticket.span(zero) for ticket in column] for column in zip(*pairs, strict=True)]
-    out, back = (copies * nbytes / max(column[-1][1] - column[0][0], 1e-9) for column in spans)
+    start, end = max(column[0][0] for column in spans), min(column[-1][1] for column in spans)
+    out, back = (nbytes * _per_second(column, start, end) for column in spans)
     return out, back
+
+
+def _per_second(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """How many of these copies, one after the other, run in a second between start and end, by those that lie there
+    whole: what is left of the slower direction in the end runs alone."""
+    since = max([start, *(span[1] for span in spans if span[0] < start)])
+    until = min([end, *(span[0] for span in spans if span[1] > end)])
+    whole = sum(start <= span[0] and span[1] <= end for span in spans)
+    if not whole:
+        whole, since, until = len(spans), spans[0][0], spans[-1][1]
+    return whole / max(until - since, 1e-9)
 
 
 def mark(device: torch.device) -> Any:

@@ -8,16 +8,16 @@ import threading
 
 import torch
 
+from ...core.chain import LinkRates
 from ...errors import ExecutionError, OptionError
-from .bandwidth import beside, measure_bandwidth
+from .bandwidth import bidirectional_shares, measure_bandwidth
 from .base import Link
 from .cuda import CudaLink
 from .file import FileLink
 from .half import STAGING_BYTES, CudaHalfLink
 
 logger = logging.getLogger("rotoff")
-DUPLEX = 0.5  # of the shorter copy hidden by the other: from here on two lanes are closer to what happens than one
-_shares: dict[torch.device, float] = {}  # what `beside` found, which is the machine's
+_shares: dict[torch.device, tuple[float, float]] = {}  # what `bidirectional_shares` found, which is the machine's
 
 
 class LinkPool:
@@ -68,10 +68,8 @@ class LinkPool:
                 return
         link.close()
 
-    def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> tuple[float, float, bool]:
-        """(device to host, host to device) in bytes per second for copies of `nbytes`, each alone, and whether both can
-        run at once: where they hinder each other so much that both take nearly as long as one after the other, they are
-        planned so.
+    def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> LinkRates:
+        """Bytes per second for copies of `nbytes`, of each direction alone and while both are busy, where they can be.
 
         step_bytes: as of `measure_bandwidth`. Pinned memory that was taken for it is given back, since plans without
         moves need none.
@@ -81,17 +79,18 @@ class LinkPool:
         try:
             alone = measure_bandwidth(link, nbytes, step_bytes)
             if not (link.duplex and link.queues):
-                return *alone, link.duplex
+                return LinkRates(*alone, link.duplex)
             if device not in _shares:
                 try:
-                    _shares[device] = beside(link)
+                    _shares[device] = bidirectional_shares(link)
                 except ExecutionError:  # a host without room for that has none for a plan that moves much either
-                    return *alone, link.duplex
+                    return LinkRates(*alone)
                 logger.info(
-                    "rotoff: copies to the host and from it, both at once: %.0f %% of the shorter are hidden by the longer",
-                    100 * _shares[device],
+                    "rotoff: while copies run both ways, %.0f %% of the bandwidth to the host are left, and %.0f %% of that"
+                    " from it",
+                    *(100 * share for share in _shares[device]),
                 )
-            return *alone, _shares[device] >= DUPLEX
+            return LinkRates(*alone, True, *(rate * share for rate, share in zip(alone, _shares[device], strict=True)))
         finally:
             if link.queues and not had:
                 with self._lock:

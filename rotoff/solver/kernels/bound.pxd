@@ -8,6 +8,7 @@ cdef struct Problem:
     Py_ssize_t L, K
     bint duplex
     double out_rate, in_rate     # 1 / β in these units
+    double out_share, in_share   # of a direction's β while copies run in the other one too; 1 where not duplex
     const double *room           # [k] limit − what operation k needs itself
     const double *work           # [k] seconds of operation k, in its fastest form
     const double *u_F            # [q]
@@ -31,7 +32,9 @@ cdef struct Second:
 
 
 cdef struct Work:
-    double *whole      # α
+    double *whole      # α, and what a price of copies out, and in, takes of it
+    double *by_out
+    double *by_in
     double *total      # running sums of λ
     double *minus      # their negatives
     double *alpha      # α − α'
@@ -43,6 +46,27 @@ cdef struct Work:
     double *spent      # [k] seconds paid with `own`, with `again`, bytes with `p_made`
     double *redone
     double *left
+
+
+cdef inline double compute_price(Problem *c, double p, double r, double more, double other, double *by_out,
+                                 double *by_in) noexcept nogil:
+    """α where a second's copying alone is worth p out, and r + more in; other: what else is paid of the second.
+
+    In a second the link copies what takes a second, one way, or `out_share` and `in_share` of that both ways.
+    """
+    cdef double both
+    by_out[0] = by_in[0] = 1.0
+    if not c.duplex or (c.out_share == 1.0 and c.in_share == 1.0):
+        return 1.0 - p - (r if c.duplex else 0.0) - more - other
+    r += more
+    both = c.out_share * p + c.in_share * r
+    if both >= p and both >= r:
+        by_out[0], by_in[0] = c.out_share, c.in_share
+    elif p >= r:
+        both, by_in[0] = p, 0.0
+    else:
+        both, by_out[0] = r, 0.0
+    return 1.0 - both - other
 
 
 cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,

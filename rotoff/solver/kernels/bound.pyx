@@ -3,9 +3,9 @@
 
 Interval k of 0..2L-1 starts with F_{k+1} (k < L) or B_{2L-k}. Prices: λ_k of memory when interval k starts, p_k and r_k
 of the link out and in during it; α_k = 1 − p_k − r_k is left for compute (with one lane for both directions p_k = r_k
-and α_k = 1 − p_k). λ, the link in and α have a second part λ', r', α' each (with α_k = 1 − p_k − r_k − r'_k in all),
-that the inputs of what is made again pay: λ_k + λ'_k, r_k + r'_k and α_k are what the machine pays. Seconds are in
-units of the keep-all time, bytes in units of the limit.
+and α_k = 1 − p_k; where the directions slow each other down see `compute_price`). λ, the link in and α have a second
+part λ', r', α' each (with α_k = 1 − p_k − r_k − r'_k in all), that the inputs of what is made again pay: λ_k + λ'_k,
+r_k + r'_k and α_k are what the machine pays. Seconds are in units of the keep-all time, bytes in units of the limit.
 """
 
 import numpy as np
@@ -101,16 +101,16 @@ cdef double _inputs(Problem *c, const Second *x, Second *g) noexcept nogil:
     return value
 
 
-cdef inline void _computes(Problem *c, Py_ssize_t k, double seconds, double *g_p, double *g_r, Second *g,
+cdef inline void _computes(Problem *c, Work *w, Py_ssize_t k, double seconds, double *g_p, double *g_r, Second *g,
                            double *part) noexcept nogil:
     """`seconds` more are paid with α in interval k, or with that of one of its parts."""
     if c.own != NULL:
         part[k] += seconds
         return
-    g_p[k] -= seconds
+    g_p[k] -= w.by_out[k] * seconds
     if c.duplex:
-        g_r[k] -= seconds
-    g.r[k] -= seconds
+        g_r[k] -= w.by_in[k] * seconds
+    g.r[k] -= w.by_in[k] * seconds
 
 
 cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
@@ -125,18 +125,18 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
     cdef const double *p_made = c.p_made if parts else p
     for k in range(n):
         total[k] = lam[k] + (total[k - 1] if k > 0 else 0.0)
-        w.whole[k] = c.own[k] if parts else 1.0 - p[k] - (r[k] if c.duplex else 0.0) - s.r[k]
+        w.whole[k] = c.own[k] if parts else compute_price(c, p[k], r[k], s.r[k], 0.0, &w.by_out[k], &w.by_in[k])
         w.alpha[k] = c.again[k] if parts else w.whole[k] - s.alpha[k]
         w.minus[k] = -total[k]
         w.arrive[k] = (r[k] if two else p[k]) * c.in_rate - total[k]
         w.held[k] = 0.0
         value += w.whole[k] * c.work[k] - (lam[k] + s.lam[k]) * c.room[k]
         g_lam[k] = 0.0
-        g_p[k] = 0.0 if parts else -c.work[k]
-        g_r[k] = -c.work[k] if c.duplex and not parts else 0.0
+        g_p[k] = 0.0 if parts else -c.work[k] * w.by_out[k]
+        g_r[k] = -c.work[k] * w.by_in[k] if c.duplex and not parts else 0.0
         if parts:
             w.spent[k], w.redone[k], w.left[k] = c.work[k], 0.0, 0.0
-        g.lam[k], g.r[k], g.alpha[k] = -c.room[k], -c.work[k], 0.0
+        g.lam[k], g.r[k], g.alpha[k] = -c.room[k], -c.work[k] * (1.0 if parts else w.by_in[k]), 0.0
     w.held[n] = 0.0
     if c.out != NULL:
         value += _inputs(c, s, g)
@@ -209,7 +209,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
         # The supergradient of the way that won.
         x = q * c.K + best_form
         size = c.saved[x]
-        _computes(c, n - q, c.slower[x], g_p, g_r, g, w.spent)
+        _computes(c, w, n - q, c.slower[x], g_p, g_r, g, w.spent)
         made_at = first - 1
         if best_way == STAYS:
             _hold(w, first, last, size)
@@ -226,7 +226,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
                 at = first + _least_sum_at(w.alpha + first, w.minus + first, u, size, last - first)
                 if u * w.alpha[at] + size * w.minus[at] < w.alpha[first - 1] * u + size * w.minus[first - 1] - ends:
                     made_at = at
-            _computes(c, made_at, u, g_p, g_r, g, w.redone)
+            _computes(c, w, made_at, u, g_p, g_r, g, w.redone)
             if best_way != AGAIN_LATE:
                 g.alpha[made_at] -= u
             if best_way != AGAIN_MOVES:
@@ -272,25 +272,28 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
     return value
 
 
-cdef inline void _to_simplex(double *p, double *r, double *r2, double *alpha) noexcept nogil:
-    """The nearest prices at or above 0 with a sum of at most 1."""
+cdef inline void _to_simplex(double *p, double *r, double *r2, double *alpha, double out, double back) noexcept nogil:
+    """The nearest prices at or above 0 whose sum, those of copies times `out` and `back`, is at most 1."""
     cdef double *x[4]
-    cdef double over
-    cdef Py_ssize_t k, left, turn
+    cdef double[4] by
+    cdef double over, squares
+    cdef Py_ssize_t k, turn
     x[0], x[1], x[2], x[3] = p, r, r2, alpha
+    by[0], by[1], by[2], by[3] = out, back, back, 1.0
     for k in range(4):
         if x[k][0] < 0.0:
             x[k][0] = 0.0
     for turn in range(4):
-        over = x[0][0] + x[1][0] + x[2][0] + x[3][0] - 1.0
+        over = by[0] * x[0][0] + by[1] * x[1][0] + by[2] * x[2][0] + x[3][0] - 1.0
         if over <= 0.0:
             return
-        left = 0
+        squares = 0.0
         for k in range(4):
-            left += x[k][0] > 0.0
+            squares += by[k] * by[k] if x[k][0] > 0.0 else 0.0
+        over /= squares
         for k in range(4):
             if x[k][0] > 0.0:
-                x[k][0] = x[k][0] - over / left if x[k][0] > over / left else 0.0
+                x[k][0] = x[k][0] - over * by[k] if x[k][0] > over * by[k] else 0.0
 
 
 cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double goal, Py_ssize_t patience,
@@ -302,6 +305,7 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
     cdef Py_ssize_t n = 2 * c.L, k, v, step, stale = 0, count = 3 if c.out == NULL else 6
     cdef double value, best = -INFINITY, norm, length, s2 = 1.0 / n * (1.0 / n), over, by
     cdef double ahead = goal
+    cdef bint hinder = c.duplex and (c.out_share < 1.0 or c.in_share < 1.0)
     cdef double *lam = x[0]
     cdef double *p = x[1]
     cdef double *r = x[2]
@@ -353,7 +357,13 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
                     x[3][k] = 0.0
                 x[4][k] += length * g[4][k]
                 x[5][k] += length * g[5][k]
-                _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k])
+                if not hinder:
+                    _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k], 1.0, 1.0)
+                    continue
+            if hinder:  # each brings them nearer to all that are allowed, and none further from another's
+                _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k], c.out_share, c.in_share)
+                _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k], 1.0, 0.0)
+                _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k], 0.0, 1.0)
                 continue
             if p[k] < 0.0:
                 p[k] = 0.0
@@ -377,17 +387,18 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
 def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t patience, double shrink, bint duplex,
            double out_rate, double in_rate, const double[::1] room, const double[::1] work, const double[::1] u_F,
            const double[:, ::1] saved, const double[:, ::1] slower, const double[::1] entry, const int32_t[::1] n_forms,
-           const double[::1] out):
+           const double[::1] out, double out_share=1.0, double in_share=1.0):
     """The best dual value within `steps` steps from the prices given, which become those of that value.
 
     prices: rows λ, p, r, λ', r', α'. goal: a first guess of the rise; it shrinks by `shrink` after `patience` steps
-    without progress towards it. out: bytes of outputs, where inputs are to be paid for; else None.
+    without progress towards it. out: bytes of outputs, where inputs are to be paid for; else None. out_share, in_share:
+    as of `Problem`.
     """
     cdef Problem c
     cdef double best
     cdef Py_ssize_t n = prices.shape[1], v
     cdef Work w
-    room_of = np.zeros((20, n + 1))
+    room_of = np.zeros((22, n + 1))
     cdef double[:, ::1] rows = room_of
     at = np.zeros(n, dtype=np.int32)
     cdef int32_t[::1] leave_at = at
@@ -398,6 +409,7 @@ def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t pati
     c.duplex = duplex
     c.out_rate = out_rate
     c.in_rate = in_rate
+    c.out_share, c.in_share = out_share, in_share
     c.room = &room[0]
     c.work = &work[0]
     c.u_F = &u_F[0]
@@ -409,6 +421,7 @@ def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t pati
     c.own = NULL
     w.total, w.minus, w.alpha, w.arrive = &rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0]
     w.leave, w.away, w.held, w.leave_at, w.whole = &rows[4, 0], &rows[5, 0], &rows[6, 0], &leave_at[0], &rows[7, 0]
+    w.by_out, w.by_in = &rows[20, 0], &rows[21, 0]
     for v in range(6):
         x[v], g[v] = &prices[v, 0], &rows[8 + v, 0]
     with nogil:

@@ -6,6 +6,7 @@ end of the step. A step follows a step, so position n + 1 is position 0 of the n
 
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t
 
+from rotoff.solver.kernels.lanes cimport Lanes
 from rotoff.solver.kernels.work cimport Chain, Work
 
 # A group's genes, after the codes of the stages.
@@ -74,8 +75,7 @@ cdef struct Cycle:
     int32_t *use_next
     # values
     int64_t *size
-    double *copy_end
-    double *off_end
+    Lanes lanes
     int32_t *out_gap   # the gap whose free waits for this value's copy out, or -1
     int8_t *on_host
     int32_t *away_from  # of the operations at which a value must be away, the first, or -1, and the last

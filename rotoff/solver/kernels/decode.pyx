@@ -16,6 +16,7 @@ The arithmetic of passes 2 and 4 is that of `rotoff.core.simulator.Machine`; tes
 
 from libc.stdint cimport int16_t, int32_t, int64_t
 
+from rotoff.solver.kernels.lanes cimport BACK_IN, OUT, Lanes, copied, drained, issue, reset
 from rotoff.solver.kernels.operations cimport operations
 from rotoff.solver.kernels.work cimport ALL, BACK, CK, NONE, Chain, Work
 
@@ -191,45 +192,34 @@ cdef inline double _later(double a, double b) noexcept nogil:
     return a if a > b else b
 
 
-cdef inline double _copied(double *lane, double *other, double after, double seconds, bint duplex) noexcept nogil:
-    """When a copy on `lane` ends that begins at `after` or later; one link has both lanes where it is not duplex."""
-    cdef double end = _later(after, lane[0])
-    if not duplex:
-        end = _later(end, other[0])
-    end += seconds
-    lane[0] = end
-    if not duplex:
-        other[0] = end
-    return end
-
-
 cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Result *r) noexcept nogil:
     """Pass 4: when everything happens; rows (kind, stage, form, saved) go to `emitted` where that is not NULL."""
     cdef int32_t v, i, t, g
     cdef Py_ssize_t e = 0, next_free = 0, next_wait = 0
     cdef int64_t peak = 0, host = 0, host_peak = 0
-    cdef double compute = 0.0, out_lane = 0.0, in_lane = 0.0
+    cdef double compute = 0.0
+    cdef Lanes *l = &w.lanes
+    reset(l)
     for t in range(<int32_t>n):
         if w.memory[t] > peak:
             peak = w.memory[t]
         while next_free < m.n_gaps and w.gap_from[next_free] == t:
             v = w.gap_value[next_free]
-            compute = _later(compute, w.copy_end[v])
-            w.copy_end[v] = 0.0
+            compute = _later(compute, copied(l, v))
+            l.copy_end[v] = 0.0
             next_free += 1
             if emitted != NULL:
                 e = _emit(emitted, e, E_FREE, w.level[v], 0, w.vform[v] >= 0)
         g = w.place_head[t]
         while g >= 0:
             v = w.gap_value[g]
-            w.copy_end[v] = _copied(&in_lane, &out_lane, _later(compute, w.off_end[v]), w.size[v] / c.in_bandwidth,
-                                    c.duplex)
+            issue(l, BACK_IN, v, compute, w.size[v] / c.in_bandwidth)
             if emitted != NULL:
                 e = _emit(emitted, e, E_PREFETCH, w.level[v], 0, w.vform[v] >= 0)
             g = w.gap_next[g]
         while next_wait < m.n_reloads and w.gap_to[w.reload[next_wait]] == t:
             v = w.gap_value[w.reload[next_wait]]
-            compute = _later(compute, w.copy_end[v])
+            compute = _later(compute, copied(l, v))
             next_wait += 1
             if emitted != NULL:
                 e = _emit(emitted, e, E_WAIT, w.level[v], 0, w.vform[v] >= 0)
@@ -237,14 +227,14 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
         if w.kind[t] == BACK:
             compute += c.u_B[i * c.K + w.form[t]]
             v = w.saved_set[t]
-            compute = _later(compute, w.copy_end[v])
+            compute = _later(compute, copied(l, v))
             if w.moves[v]:
                 host -= w.size[v]
         else:
             compute += c.u_F[i]
         v = w.gone[t]
         if v >= 0:
-            compute = _later(compute, w.copy_end[v])
+            compute = _later(compute, copied(l, v))
             if w.moves[v]:
                 host -= w.size[v]
         if emitted != NULL:
@@ -258,8 +248,7 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
                 e = _emit(emitted, e, E_DROP, w.level[v], 0, w.vform[v] >= 0)
         v = w.made[t]
         if v >= 0 and w.moves[v]:
-            w.off_end[v] = _copied(&out_lane, &in_lane, compute, w.size[v] / c.out_bandwidth, c.duplex)
-            w.copy_end[v] = w.off_end[v]
+            issue(l, OUT, v, compute, w.size[v] / c.out_bandwidth)
             host += w.size[v]
             if host > host_peak:
                 host_peak = host
@@ -267,7 +256,7 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
                 e = _emit(emitted, e, E_OFFLOAD, w.level[v], 0, w.vform[v] >= 0)
     if c.host_limit >= 0 and host_peak - c.host_limit > r.over:
         r.over = host_peak - c.host_limit
-    r.makespan = _later(_later(compute, out_lane), in_lane)
+    r.makespan = _later(compute, drained(l))
     r.peak = peak
     r.host_peak = host_peak
     r.n_emitted = e

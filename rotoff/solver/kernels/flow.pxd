@@ -5,6 +5,7 @@ from rotoff.solver.kernels.work cimport Chain, Work
 
 cdef enum:
     ROUNDS = 4
+    PERIODS = 4  # as in rotoff.core.steady_step
 
 # Events, as in rotoff.solver.genes.KINDS.
 cdef enum:

@@ -13,11 +13,10 @@ from libc.stdint cimport int8_t, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 from rotoff.solver.kernels.cycle cimport Cycle, Groups
+from rotoff.solver.kernels.lanes cimport BACK_IN, HOST, OUT, Lanes, copied, drained, issue, reset
 from rotoff.solver.kernels.work cimport ALL, BACK, NONE, Chain, Work
 
 cdef double INF = float("inf")
-cdef enum:
-    PERIODS = 4  # as in rotoff.core.steady_step
 
 
 cdef inline double _later(double a, double b) noexcept nogil:
@@ -208,11 +207,12 @@ cdef void _text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
 cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     """Seconds of a steady step; `before` and `out_end` then say when things happened in the last one."""
     cdef Py_ssize_t e, period, x
-    cdef int32_t v, kind, K = <int32_t>p.K
-    cdef double compute = 0.0, out_lane = 0.0, in_lane = 0.0, host = 0.0, begin = 0.0, second = 0.0, now
-    cdef double *copy = s.copy_end
-    memset(copy, 0, (s.base + 3 * K) * sizeof(double))
-    memset(s.off_end, 0, (s.base + 3 * K) * sizeof(double))
+    cdef int32_t v, g, kind, K = <int32_t>p.K
+    cdef double compute = 0.0, begin = 0.0, second = 0.0
+    cdef Lanes *l = &s.lanes
+    reset(l)
+    memset(l.copy_end, 0, (s.base + 3 * K) * sizeof(double))
+    memset(l.off_end, 0, (s.base + 3 * K) * sizeof(double))
     for period in range(PERIODS):
         if period == 2:
             second = compute
@@ -222,43 +222,32 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
             if kind == E_HERE:
                 s.before[v] = compute - begin
             elif kind == E_FREE or kind == E_DROP:
-                compute = _later(compute, copy[v])
-                copy[v] = 0.0
+                compute = _later(compute, copied(l, v))
+                l.copy_end[v] = 0.0
             elif kind == E_WAIT:
-                compute = _later(compute, copy[v])
+                compute = _later(compute, copied(l, v))
             elif kind == E_PREFETCH:
-                now = _later(_later(compute, s.off_end[v]), in_lane)
-                if not c.duplex:
-                    now = _later(now, out_lane)
-                in_lane = now + s.seconds[e]
-                if not c.duplex:
-                    out_lane = in_lane
-                copy[v] = _later(copy[v], in_lane)
+                issue(l, BACK_IN, v, compute, s.seconds[e])
             elif kind == E_OFFLOAD:
-                now = _later(compute, out_lane)
-                if not c.duplex:
-                    now = _later(now, in_lane)
-                out_lane = now + s.seconds[e]
-                if not c.duplex:
-                    in_lane = out_lane
-                copy[v] = _later(copy[v], out_lane)
-                s.off_end[v] = out_lane
-                s.out_end[s.out_gap[v]] = out_lane - begin
+                issue(l, OUT, v, compute, s.seconds[e])
             elif kind == E_U:
-                now = _later(_later(compute, copy[s.base + v]), _later(copy[s.base + K + v], copy[s.base + 2 * K + v]))
-                compute = now + s.seconds[e]
+                for x in range(3):
+                    compute = _later(compute, copied(l, s.base + <int32_t>x * K + v))
+                compute += s.seconds[e]
             elif kind == E_H:
-                now = _later(_later(compute, host), s.off_end[s.base + K + v])
-                host = now + s.seconds[e]
-                s.off_end[s.base + v] = s.off_end[s.base + 2 * K + v] = host
+                issue(l, HOST, s.base + (3 + <int32_t>period) * K + v, compute, s.seconds[e])
             else:
                 compute += s.seconds[e]
                 if kind == E_B:
-                    compute = _later(compute, copy[w.saved_set[v]])
-                    copy[w.saved_set[v]] = 0.0
+                    compute = _later(compute, copied(l, w.saved_set[v]))
+                    l.copy_end[w.saved_set[v]] = 0.0
                 if s.gone[e] >= 0:
-                    compute = _later(compute, copy[s.gone[e]])
-                    copy[s.gone[e]] = 0.0
+                    compute = _later(compute, copied(l, s.gone[e]))
+                    l.copy_end[s.gone[e]] = 0.0
+    drained(l)
+    for g in range(<int32_t>s.n_gaps):
+        if s.copies[g]:
+            s.out_end[g] = l.off_end[s.value[g]] - begin
     for x in range(s.n + 1):
         s.before[s.n + 1 + x] = s.before[x] + (compute - begin)
     return (compute - second) / 2

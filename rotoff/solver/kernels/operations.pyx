@@ -28,8 +28,8 @@ cdef inline int32_t _value(Work *w, Counts *n, int32_t level, int32_t form, int6
     w.head[v] = -1
     w.tail[v] = -1
     w.gap_of[v] = -1
-    w.copy_end[v] = 0.0
-    w.off_end[v] = 0.0
+    w.lanes.copy_end[v] = 0.0
+    w.lanes.off_end[v] = 0.0
     return v
 
 

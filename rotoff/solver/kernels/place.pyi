@@ -11,6 +11,7 @@ class Placer(Evaluator):
         out_bandwidth: float,
         in_bandwidth: float,
         duplex: bool,
+        shares: tuple[float, float],
         limit: int,
         host_limit: int,
         visits: int,

@@ -14,7 +14,7 @@ from libc.string cimport memcmp, memcpy
 from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS,
                                           STATE_LEAVES, Cycle,
                             Groups, cycle)
-from rotoff.solver.kernels.flow cimport E_B, E_HERE, E_OFFLOAD, E_U, ROUNDS, flow, host_peak
+from rotoff.solver.kernels.flow cimport E_B, E_HERE, E_OFFLOAD, E_U, PERIODS, ROUNDS, flow, host_peak
 from rotoff.solver.kernels.moves cimport below, mutate, unit
 from rotoff.solver.kernels.plan cimport Evaluator
 from rotoff.solver.kernels.work cimport Chain, Work
@@ -189,9 +189,9 @@ cdef class Placer(Evaluator):
     cdef Groups p
     cdef Cycle s
 
-    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit,
-                 int64_t host_limit, Py_ssize_t visits, Py_ssize_t cap, groups, bint after):
-        Evaluator.__init__(self, arrays, out_bandwidth, in_bandwidth, duplex, limit, host_limit, visits, cap)
+    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, shares,
+                 int64_t limit, int64_t host_limit, Py_ssize_t visits, Py_ssize_t cap, groups, bint after):
+        Evaluator.__init__(self, arrays, out_bandwidth, in_bandwidth, duplex, shares, limit, host_limit, visits, cap)
         cdef Groups *p = &self.p
         cdef Cycle *s = &self.s
         cdef Py_ssize_t k, n
@@ -228,8 +228,7 @@ cdef class Placer(Evaluator):
         s.base = <int32_t>(cap + 2)
         values = s.base + 3 * p.K + 1
         s.size = <int64_t *>self._room(values, np.int64)
-        s.copy_end = <double *>self._room(values, np.float64)
-        s.off_end = <double *>self._room(values, np.float64)
+        self._lanes(&s.lanes, values + PERIODS * p.K, s.base, p.K)
         s.out_gap = <int32_t *>self._room(values, np.int32)
         s.on_host = <int8_t *>self._room(values, np.int8)
         made = np.full(values, -1, dtype=np.int32)

@@ -1,5 +1,6 @@
 from libc.stdint cimport int32_t
 
+from rotoff.solver.kernels.lanes cimport Lanes
 from rotoff.solver.kernels.work cimport Chain, Work
 
 
@@ -8,7 +9,9 @@ cdef class Evaluator:
     cdef Work w
     cdef readonly Py_ssize_t V
     cdef list keep
+    cdef tuple link
     cdef int32_t[::1] emitted
 
     cdef size_t _input(self, array)
     cdef size_t _room(self, n, dtype)
+    cdef void _lanes(self, Lanes *l, n, base, K)

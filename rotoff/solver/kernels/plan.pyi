@@ -10,6 +10,7 @@ class Evaluator:
         out_bandwidth: float,
         in_bandwidth: float,
         duplex: bool,
+        shares: tuple[float, float],
         limit: int,
         host_limit: int,
         visits: int,

@@ -8,6 +8,7 @@ from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
 from rotoff.solver.kernels.decode cimport Result, judge, write
+from rotoff.solver.kernels.lanes cimport Lanes
 from rotoff.solver.kernels.moves cimport below, mutate, unit
 from rotoff.solver.kernels.work cimport Chain, Work
 
@@ -53,15 +54,16 @@ cdef class Evaluator:
     """Decodes plans of one chain at one limit.
 
     Args:
-        arrays: the chain as `rotoff.solver.bounds.Arrays`. out_bandwidth, in_bandwidth: bytes per second. limit,
-            host_limit: bytes (host_limit < 0 for none). visits: columns V of a plan. cap: the most compute operations a
-            plan may decode to.
+        arrays: the chain as `rotoff.solver.bounds.Arrays`. out_bandwidth, in_bandwidth: bytes per second. duplex,
+            shares: as of `rotoff.core.lanes.Lanes`. limit, host_limit: bytes (host_limit < 0 for none). visits: columns
+            V of a plan. cap: the most compute operations a plan may decode to.
     """
 
-    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, int64_t limit,
-                 int64_t host_limit, Py_ssize_t visits, Py_ssize_t cap):
+    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, shares,
+                 int64_t limit, int64_t host_limit, Py_ssize_t visits, Py_ssize_t cap):
         self.keep = []
         self.V = visits
+        self.link = (duplex, *shares)
         cdef Chain *c = &self.c
         cdef Work *w = &self.w
         c.L = arrays.out.shape[0] - 1
@@ -70,7 +72,6 @@ cdef class Evaluator:
         c.host_limit = host_limit
         c.out_bandwidth = out_bandwidth
         c.in_bandwidth = in_bandwidth
-        c.duplex = duplex
         c.out = <int64_t *>self._input(arrays.out)
         c.grad = <int64_t *>self._input(arrays.grad)
         c.ck_transient = <int64_t *>self._input(arrays.ck_transient)
@@ -101,8 +102,7 @@ cdef class Evaluator:
         w.head = <int32_t *>self._room(n, np.int32)
         w.tail = <int32_t *>self._room(n, np.int32)
         w.gap_of = <int32_t *>self._room(n, np.int32)
-        w.copy_end = <double *>self._room(n, np.float64)
-        w.off_end = <double *>self._room(n, np.float64)
+        self._lanes(&w.lanes, n, 0, 0)
         w.use_op = <int32_t *>self._room(2 * n, np.int32)
         w.use_next = <int32_t *>self._room(2 * n, np.int32)
         # A value is absent at most once before each of its uses.
@@ -129,6 +129,18 @@ cdef class Evaluator:
         made = np.zeros(n, dtype=dtype)
         self.keep.append(made)
         return <size_t>made.ctypes.data
+
+    cdef void _lanes(self, Lanes *l, n, base, K):
+        duplex, l.share[0], l.share[1] = self.link
+        l.back, l.base, l.K, l.apart = 1 if duplex else 0, base, K, l.share[0] == 1.0 and l.share[1] == 1.0
+        l.next = <int32_t *>self._room(n, np.int32)
+        l.ready = <double *>self._room(n, np.float64)
+        l.seconds = <double *>self._room(n, np.float64)
+        l.out = <bint *>self._room(n, np.intc)
+        l.held = <bint *>self._room(n, np.intc)
+        l.update = <int32_t *>self._room(K + 1, np.int32)
+        l.copy_end = <double *>self._room(n, np.float64)
+        l.off_end = <double *>self._room(n, np.float64)
 
     def evaluate(self, const int16_t[:, ::1] codes):
         """(makespan in seconds, peak bytes, host peak bytes, bytes over the limits: 0 where the plan fits)."""

@@ -20,6 +20,7 @@ class Dual:
         begun: np.ndarray,
         earliest: int,
         unpaid: float,
+        shares: tuple[float, float],
     ) -> None: ...
     @property
     def rate(self) -> float: ...

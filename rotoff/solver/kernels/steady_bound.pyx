@@ -16,7 +16,7 @@ import numpy as np
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 
-from rotoff.solver.kernels.bound cimport Problem, Second, Work, dual_value
+from rotoff.solver.kernels.bound cimport Problem, Second, Work, compute_price, dual_value
 
 
 cdef double MOST_PRICE = 1e6  # of memory: where rounding makes a limit too small by a hair, the dual rises without end
@@ -66,6 +66,7 @@ cdef struct Lines:
     double *first_host
     double *g_p
     double *g_r
+    double[2] *by      # of both parts: what a price of copies out, and in, takes of α
 
 
 cdef inline double _min(double x, double y) noexcept nogil:
@@ -438,8 +439,9 @@ cdef void _parts(Problem *a, const double *x, Py_ssize_t N, Lines *t) noexcept n
     cdef double back
     a.p_made = second
     for k in range(N):
-        t.own[k] = 1.0 - first[k] - (first[N + k] if a.duplex else 0.0) - first[2 * N + k]
-        t.alpha[k] = 1.0 - second[k] - (second[N + k] if a.duplex else 0.0) - second[2 * N + k]
+        t.own[k] = compute_price(a, first[k], first[N + k], 0.0, first[2 * N + k], &t.by[k][0], &t.by[k][1])
+        t.alpha[k] = compute_price(a, second[k], second[N + k], 0.0, second[2 * N + k], &t.by[N + k][0],
+                                   &t.by[N + k][1])
         t.p[k], t.r[k], t.host[k] = second[k], (second[N + k] if a.duplex else second[k]), second[2 * N + k]
         t.first_out[k] = t.first_back[k] = t.first_host[k] = 0.0
         if k == N - 1:
@@ -472,13 +474,14 @@ cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work,
     for k in range(N):
         for i in range(3):
             first[i * N + k] = second[i * N + k] = 0.0
-        first[k] -= work.spent[k]
+        size = work.redone[k] + t.updates[k]
+        first[k] -= t.by[k][0] * work.spent[k]
         first[2 * N + k] -= work.spent[k]
-        second[k] -= work.redone[k] + t.updates[k]
-        second[2 * N + k] -= work.redone[k] + t.updates[k]
+        second[k] -= t.by[N + k][0] * size
+        second[2 * N + k] -= size
         if a.duplex:
-            first[N + k] -= work.spent[k]
-            second[N + k] -= work.redone[k] + t.updates[k]
+            first[N + k] -= t.by[k][1] * work.spent[k]
+            second[N + k] -= t.by[N + k][1] * size
         second[k] += work.left[k] + (t.made[k] + t.made[N + k]) * a.out_rate
         part = first if t.first_out[k] > 0.0 else second
         part[k] += t.g_p[k] + (t.out[k] + t.out[N + k]) * a.out_rate
@@ -492,30 +495,41 @@ cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work,
     return value
 
 
-cdef void _project(double *x, Py_ssize_t N, bint duplex) noexcept nogil:
-    """The nearest prices with MOST_PRICE ≥ λ ≥ 0, p, r, η ≥ 0 and p + r + η ≤ 1 in both parts."""
-    cdef Py_ssize_t k, i, n, part
+cdef inline void _lower(double *v, double *by) noexcept nogil:
+    """The nearest prices v at or above 0 with v · by ≤ 1."""
+    cdef double over = by[0] * v[0] + by[1] * v[1] + by[2] * v[2] - 1.0, high, squares
+    cdef Py_ssize_t i
+    while over > 1e-15:
+        squares = 0.0
+        for i in range(3):
+            squares += by[i] * by[i] if v[i] > 0.0 else 0.0
+        high = over / squares
+        over = -1.0
+        for i in range(3):
+            if v[i] > 0.0:
+                v[i] = v[i] - high * by[i] if v[i] > high * by[i] else 0.0
+            over += by[i] * v[i]
+
+
+cdef void _project(Problem *a, double *x, Py_ssize_t N) noexcept nogil:
+    """The nearest prices with MOST_PRICE ≥ λ ≥ 0, p, r, η ≥ 0 and no α below 0 in both parts; where the directions of
+    the link slow each other down, near ones, and further from none of them."""
+    cdef Py_ssize_t k, i, part
     cdef double[3] v
-    cdef double over, high
+    cdef double[3] both = [a.out_share, a.in_share, 1.0]
+    cdef double[3] out = [1.0, 0.0, 1.0]
+    cdef double[3] back = [0.0, 1.0, 1.0]
     for k in range(N):
         x[k] = 0.0 if x[k] < 0.0 else _min(x[k], MOST_PRICE)
     for part in range(2):
         for k in range(N + 3 * part * N, 2 * N + 3 * part * N):
             for i in range(3):
                 v[i] = x[i * N + k]
-                if v[i] < 0.0 or (i == 1 and not duplex):
+                if v[i] < 0.0 or (i == 1 and not a.duplex):
                     v[i] = 0.0
-            over = v[0] + v[1] + v[2] - 1.0
-            while over > 1e-15:
-                n = 0
-                for i in range(3):
-                    n += v[i] > 0.0
-                high = over / n
-                over = -1.0
-                for i in range(3):
-                    if v[i] > 0.0:
-                        v[i] = v[i] - high if v[i] > high else 0.0
-                    over += v[i]
+            _lower(v, both)
+            _lower(v, out)
+            _lower(v, back)
             for i in range(3):
                 x[i * N + k] = v[i]
 
@@ -556,7 +570,7 @@ cdef double _ascend(Problem *a, Groups *c, double *x, double *g, double *kept, P
         length = (best + ahead - value) / norm
         for k in range(7 * N):
             x[k] += length * (scale if k < N else 1.0) * g[k]
-        _project(x, N, a.duplex)
+        _project(a, x, N)
     for k in range(7 * N):
         x[k] = kept[k]
     return best
@@ -576,15 +590,16 @@ cdef class Dual:
                  const double[::1] u_F, const double[:, ::1] saved, const double[:, ::1] slower,
                  const double[::1] entry, const int32_t[::1] n_forms, const double[:, ::1] sizes,
                  const double[:, ::1] times, const int32_t[::1] ends, const int32_t[::1] cuts,
-                 const int32_t[::1] begun, Py_ssize_t earliest, double unpaid):
+                 const int32_t[::1] begun, Py_ssize_t earliest, double unpaid, shares):
         cdef Py_ssize_t L = u_F.shape[0] - 1, N = 2 * L + 1
         at = np.zeros(N, dtype=np.int32)
-        of = np.zeros((41, 2 * N + 1))
+        of = np.zeros((43, 2 * N + 1))
         cdef int32_t[::1] leave_at = at
         cdef double[:, ::1] rows = of
         self.keep = (room, work, u_F, saved, slower, entry, n_forms, sizes, times, ends, cuts, begun, at, of)
         self.a.L, self.a.K, self.a.duplex = L, saved.shape[1], duplex
         self.a.out_rate, self.a.in_rate = out_rate, in_rate
+        self.a.out_share, self.a.in_share = shares
         self.a.room, self.a.work, self.a.u_F, self.a.saved = &room[0], &work[0], &u_F[0], &saved[0, 0]
         self.a.slower, self.a.entry, self.a.n_forms = &slower[0, 0], &entry[0], &n_forms[0]
         self.c.K, self.c.N, self.c.earliest, self.c.unpaid = ends.shape[0], N, earliest, unpaid
@@ -603,6 +618,7 @@ cdef class Dual:
         self.t.p, self.t.r, self.t.host, self.t.own = &rows[32, 0], &rows[33, 0], &rows[34, 0], &rows[35, 0]
         self.t.first_out, self.t.first_back, self.t.first_host = &rows[36, 0], &rows[37, 0], &rows[38, 0]
         self.t.g_p, self.t.g_r = &rows[39, 0], &rows[40, 0]
+        self.t.by = <double[2] *>&rows[41, 0]
         self.t.cum, self.t.X, self.t.Y, self.t.P = &rows[7, 0], &rows[8, 0], &rows[9, 0], &rows[10, 0]
         self.t.alpha, self.t.updates, self.t.host_updates = &rows[11, 0], &rows[12, 0], &rows[20, 0]
         self.t.ends_1, self.t.ends_0 = &rows[13, 0], &rows[14, 0]

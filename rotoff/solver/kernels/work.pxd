@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int8_t, int32_t, int64_t
 
+from rotoff.solver.kernels.lanes cimport Lanes
+
 cdef enum:
     MOVE = 1   # the value made may move to the host
     DROP = 2   # the input is dropped once the stage has run
@@ -21,7 +23,6 @@ cdef struct Chain:
     Py_ssize_t L, K
     int64_t limit, host_limit
     double out_bandwidth, in_bandwidth
-    bint duplex
     int64_t *out
     int64_t *grad
     int64_t *ck_transient
@@ -57,8 +58,7 @@ cdef struct Work:
     int32_t *head
     int32_t *tail
     int32_t *gap_of
-    double *copy_end
-    double *off_end
+    Lanes lanes
     # uses
     int32_t *use_op
     int32_t *use_next

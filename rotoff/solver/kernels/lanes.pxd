@@ -1,0 +1,146 @@
+"""The lanes beside compute, as in `rotoff.core.lanes`, whose arithmetic this is; tests hold them equal.
+
+A job is the number of the value that it copies, which has one at a time. Updates on the host have numbers of their own,
+K for each period, since nobody may wait for them.
+"""
+
+from libc.stdint cimport int32_t
+
+cdef enum:
+    OUT = 0
+    BACK_IN = 1
+    HOST = 2
+
+
+cdef struct Lanes:
+    int32_t back          # the lane of copies in: that of copies out where the link is not duplex
+    double[2] share       # of a direction's bandwidth while the other one is busy
+    bint apart            # whether that is all of it, in both directions
+    int32_t[3] head       # the first job of each lane, or -1
+    int32_t[3] tail
+    bint[3] begun
+    double[3] end         # of the first job if it has begun, else of the last one that ran
+    # values
+    int32_t *next
+    double *ready
+    double *seconds
+    bint *out             # whether the job is a copy out
+    bint *held            # whether what it needs has not ended
+    double *copy_end      # of the value's last copy, below 0 until that is known
+    double *off_end       # of what made the host's copy, likewise: the copy out, or the update on the host
+    int32_t base, K       # from base on: w of K groups, their g, their o, and their updates on the host
+    int32_t *update       # the last one of a group
+
+
+cdef inline void reset(Lanes *l) noexcept nogil:
+    cdef int32_t x
+    for x in range(3):
+        l.head[x] = l.tail[x] = -1
+        l.begun[x] = False
+        l.end[x] = 0.0
+
+
+cdef inline double _begins(Lanes *l, int32_t lane, int32_t job) noexcept nogil:
+    """When the first job of a lane may begin; below 0 while that is not known."""
+    if l.held[job]:
+        return -1.0
+    return l.ready[job] if l.ready[job] > l.end[lane] else l.end[lane]
+
+
+cdef inline void _release(Lanes *l, int32_t job, double now) noexcept nogil:
+    if l.held[job]:
+        l.held[job] = False
+        l.ready[job] = now if now > l.ready[job] else l.ready[job]
+
+
+cdef inline void _ended(Lanes *l, int32_t lane, int32_t job, double now) noexcept nogil:
+    cdef int32_t w
+    l.end[lane] = now
+    if lane == HOST:
+        w = l.base + (job - l.base) % l.K
+        l.off_end[w] = l.off_end[w + 2 * l.K] = now
+        _release(l, w, now)
+        return
+    l.copy_end[job] = now
+    if l.out[job]:
+        l.off_end[job] = now
+        w = job - l.K
+        if l.base <= w < l.base + l.K:
+            _release(l, l.update[w - l.base], now)
+
+
+cdef inline void issue(Lanes *l, int32_t direction, int32_t job, double ready, double seconds) noexcept nogil:
+    """A job on a lane that begins at `ready` or later, and not before what it needs has ended."""
+    cdef int32_t lane = l.back if direction == BACK_IN else direction, w = job
+    cdef double after = 0.0
+    if direction == HOST:
+        w = l.base + (job - l.base) % l.K
+        l.update[w - l.base] = job
+        after = l.off_end[w + l.K]
+    elif direction == BACK_IN:
+        after = l.off_end[job]
+    l.ready[job], l.out[job], l.held[job] = after if after > ready else ready, direction == OUT, after < 0.0
+    if l.apart:  # what is issued later changes nothing
+        _ended(l, lane, job, _begins(l, lane, job) + seconds)
+        return
+    l.seconds[job], l.next[job] = seconds, -1
+    if direction == HOST:
+        l.off_end[w] = l.off_end[w + 2 * l.K] = -1.0
+    else:
+        l.copy_end[job] = -1.0
+        if direction == OUT:
+            l.off_end[job] = -1.0
+    if l.head[lane] < 0:
+        l.head[lane] = job
+    else:
+        l.next[l.tail[lane]] = job
+    l.tail[lane] = job
+
+
+cdef inline double _scaled(double end, double now, double by) noexcept nogil:
+    return end if by == 1.0 else now + (end - now) * by
+
+
+cdef inline void _step(Lanes *l) noexcept nogil:
+    """The next job begins or ends."""
+    cdef int32_t x, at = -1, job, other
+    cdef double when, now = 0.0
+    cdef bint beside
+    for x in range(3):
+        job = l.head[x]
+        if job < 0:
+            continue
+        when = l.end[x] if l.begun[x] else _begins(l, x, job)
+        if when < 0.0:
+            continue
+        if at < 0 or when < now:
+            at, now = x, when
+    other = 1 - at
+    beside = at < 2 and l.begun[other]
+    job = l.head[at]
+    if not l.begun[at]:
+        l.begun[at] = True
+        l.end[at] = now + l.seconds[job]
+        if beside:
+            l.end[at] = _scaled(l.end[at], now, 1.0 / l.share[at])
+            l.end[other] = _scaled(l.end[other], now, 1.0 / l.share[other])
+        return
+    l.begun[at] = False
+    l.head[at] = l.next[job]
+    _ended(l, at, job, now)
+    if beside:
+        l.end[other] = _scaled(l.end[other], now, l.share[other])
+
+
+cdef inline double copied(Lanes *l, int32_t v) noexcept nogil:
+    """When the copy of v has ended, if nothing is issued before that."""
+    while l.copy_end[v] < 0.0:
+        _step(l)
+    return l.copy_end[v]
+
+
+cdef inline double drained(Lanes *l) noexcept nogil:
+    """When all jobs have ended: the later of the ends of both directions."""
+    while l.head[0] >= 0 or l.head[1] >= 0 or l.head[2] >= 0:
+        _step(l)
+    return l.end[0] if l.end[0] > l.end[1] else l.end[1]
