@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,15 +34,19 @@ def undone(model: nn.Module) -> Iterator[None]:
 class _Before:
     def __init__(self, model: nn.Module) -> None:
         self._drawn = other_generators()
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._held: dict[nn.Module, dict[int, tuple[Any, Any]]] = {}
         for module in model.modules():
             if not compiled(module):
-                _note(vars(module), self._held, 0)
+                _note(vars(module), self._held.setdefault(module, {}), 0)
 
     def put_back(self) -> None:
-        for held, content in self._held.values():
-            _put_back(held, content)
+        self._put_back(self._held)
         put_other_generators(self._drawn)
+
+    def _put_back(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for held, content in self._held.get(module, {}).values():
+                _put_back(held, content)
 
 
 class BeforeStep(_Before):
@@ -58,6 +62,12 @@ class BeforeStep(_Before):
         super().put_back()
         self._generators.put(self._states)
         self._buffers.put_back()
+
+    def put_back_of(self, modules: Collection[nn.Module]) -> None:
+        """Of the model, put back only what is held by some `modules`, and by those within them."""
+        inner = {one for module in modules for one in module.modules()}
+        self._put_back(inner)
+        self._buffers.put_back(inner)
 
 
 def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:

@@ -379,7 +379,12 @@ class Specializations:
         captured = strategy.capture(self._model, value, device, self._options.stages, run, known, like, taped)
         try:
             taped.let_go(captured.tape)
-        except UntapedError:
+        except UntapedError as error:
+            logger.warning(
+                "rotoff: the forward runs once more to measure this step, since %s; what it changes outside of the model (globals,"
+                " iterators, files) it changes twice in this step",
+                error,
+            )
             taped.put_back()
             with undone(self._model):
                 return self._captured(value, device, known, like, None)
@@ -497,9 +502,7 @@ class Specializations:
 
         def measured_here(also: deque[Specialization] | None = None) -> Specialization:
             nonlocal taped
-            closed = any(compiled(module) or gathers(module) for module in self._model.modules())
-            if not (self._placed or self.device is not None or closed):
-                taped = TapedForward(self._model, value, device_of(self._model, value))
+            taped = TapedForward(self._model, value, self.device or device_of(self._model, value))
             return self._made_one(value, also, taped) if also else self.measure(value, None, None, False, (), taped)
 
         try:
@@ -552,11 +555,6 @@ class Specializations:
             course.plan = make_plan(course.profile, self.request, self._group, near)
         self.latest = course
         return course
-
-    @property
-    def _placed(self) -> bool:
-        """Whether parameters are not where a forward finds them by itself."""
-        return self.request is not None and self.request.planner is not None
 
     def _look_at_loop(self, course: Specialization) -> None:
         """Plan the course anew where its last backward showed another loop, and keeping everything fits in only one."""

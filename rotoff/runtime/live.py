@@ -345,7 +345,7 @@ class LiveForward(EagerFunctionMode):
     ) -> Any:
         if not self._is_whole(module):
             return original(module, *args, **kwargs)
-        if module in self._course.opaque or compiled(module):
+        if self._is_opaque(module):
             for tensor in (*module.parameters(), *module.buffers()):
                 self.reads.note_resident(tensor)
             return self.call(module, args, kwargs)
@@ -428,6 +428,9 @@ class LiveForward(EagerFunctionMode):
 
     def _is_whole(self, module: nn.Module) -> bool:
         return module in self._whole or compiled(module)
+
+    def _is_opaque(self, module: nn.Module) -> bool:
+        return module in self._course.opaque or compiled(module)
 
     def applied(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a custom Function's or a scripted function's call."""

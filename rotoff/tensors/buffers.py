@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,9 +57,12 @@ class BufferCopies:
     def __init__(self, buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
         self._saved = [(module, name, one, one.detach().clone(), _version(one)) for module, name, one in buffers]
 
-    def put_back(self) -> None:
+    def put_back(self, of: Collection[nn.Module] | None = None) -> None:
+        """of: the modules whose buffers they are; None: all."""
         with torch.no_grad():
             for module, name, buffer, content, version in self._saved:
+                if of is not None and module not in of:
+                    continue
                 if not same_content(buffer, content):
                     buffer.copy_(content)
                 if _version(buffer) != version:
