@@ -125,9 +125,9 @@ class Around(nn.Module):
         return self.last(self.norm(x)).sum(1)
 
 
-def steps(model: nn.Module, run: nn.Module, world: dict[str, Any]) -> list[Any]:
+def steps(model: nn.Module, run: nn.Module, world: dict[str, Any], optimizer: Any = None) -> list[Any]:
     shown: list[Any] = []
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     for n in range(4):
         torch.manual_seed(n)
         loss = run(torch.randn(64, WIDTH)).square().mean()
@@ -150,30 +150,53 @@ PARTS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
 }
 
 
+def made(part: str, sequential: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    world = {"calls": 0, "numbers": itertools.count(), "random": random.Random(0)}
+    model: nn.Module = Around(world, PARTS[part])
+    if sequential:
+        model = nn.Sequential(*model.parts, model.norm, model.last)  # type: ignore[misc, arg-type]
+    return model, world
+
+
+def check_same(ours: list[Any], theirs: list[Any]) -> None:
+    for got, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(got, wanted) if isinstance(got, torch.Tensor) else got == wanted
+
+
 @pytest.mark.filterwarnings("ignore:.*non-full backward hook:FutureWarning")
 @pytest.mark.parametrize("mode", ["remat", "joint"])
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("part", PARTS)
 def test_outside_of_the_model_all_is_as_under_the_plain_one(part: str, sequential: bool, mode: str) -> None:
-    def made() -> tuple[nn.Module, dict[str, Any]]:
-        torch.manual_seed(0)
-        world = {"calls": 0, "numbers": itertools.count(), "random": random.Random(0)}
-        model: nn.Module = Around(world, PARTS[part])
-        if sequential:
-            model = nn.Sequential(*model.parts, model.norm, model.last)  # type: ignore[misc, arg-type]
-        return model, world
-
-    probe = rotoff.Checkpointable(made()[0], cache_directory=None).measure(torch.randn(64, WIDTH), repeats=1)
+    probe = rotoff.Checkpointable(made(part, sequential)[0], cache_directory=None)
+    probe.measure(torch.randn(64, WIDTH), repeats=1)
     limit = probe.min_mem_limit(mode)
     limit += (probe.keep_all_memory - limit) // 4
     assert limit < probe.keep_all_memory
     probe.close()
-    model, world = made()
+    model, world = made(part, sequential)
     run = rotoff.Checkpointable(model, cache_directory=None).compute_sequence(limit, mode=mode)
     ours = steps(model, run, world)
     assert not run._plan.keeps_all
     run.close()
-    model, world = made()
-    theirs = steps(model, model, world)
-    for got, wanted in zip(ours, theirs, strict=True):
-        assert torch.equal(got, wanted) if isinstance(got, torch.Tensor) else got == wanted
+    model, world = made(part, sequential)
+    check_same(ours, steps(model, model, world))
+
+
+@pytest.mark.filterwarnings("ignore:.*non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("part", PARTS)
+def test_so_it_is_where_parameters_move(part: str) -> None:
+    probe, _ = made(part)
+    run = rotoff.Checkpointable(probe, cache_directory=None).measure(torch.randn(64, WIDTH), repeats=1)
+    with pytest.raises(rotoff.InfeasibleError) as least:
+        run.compute_sequence(device_limit=1, optimizer=torch.optim.SGD(probe.parameters(), 0.05, momentum=0.9))
+    run.close()
+    model, world = made(part)
+    run, optimizer = rotoff.Checkpointable(model, cache_directory=None), torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    run.compute_sequence(device_limit=int(1.1 * least.value.min_mem_limit), optimizer=optimizer)
+    ours = steps(model, run, world, optimizer)
+    assert run._plan.placed is not None
+    run.close()
+    model, world = made(part)
+    check_same(ours, steps(model, model, world))

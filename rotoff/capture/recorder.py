@@ -517,7 +517,7 @@ def check_arguments(value: Any) -> None:
 
 def one_call(module: nn.Module) -> bool:
     """Whether a call of `module` is to be one operation."""
-    return compiled(module) or bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module)
+    return compiled(module) or (bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module))
 
 
 def _torch_hooks(module: nn.Module) -> bool:

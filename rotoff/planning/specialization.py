@@ -27,10 +27,9 @@ from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.outside import without_checkpoints
 from ..capture.recording import same_calls
-from ..capture.sharding import gathers, refuse_tensor_parallel
+from ..capture.sharding import refuse_tensor_parallel
 from ..capture.tape import Tape
 from ..capture.undo import undone
-from ..capture.unrepeatable import compiled
 from ..core.chain import Stage
 from ..core.sequence import OpKind
 from ..core.sizes import format_bytes
@@ -171,7 +170,7 @@ class Specializations:
         self._rounded: dict[Any, Specialization] = {}  # by that and sizes that were rounded up
         self._known: OrderedDict[Any, deque[Specialization]] = OrderedDict()
         self._warned = False
-        self._told_sizes = False
+        self._told_sizes = self._told_whole = False
         self._ceiling: tuple[Any, Sizes] | None = None  # the largest input that was announced
 
     def __iter__(self) -> Iterator[Specialization]:
@@ -321,6 +320,7 @@ class Specializations:
             like, times = self._other_sizes(value) if self._varies and not timed and not also else (None, None)
             tape = None if like is None else like.captured.tape
             captured = self._captured(value, device, known, tape, taped)
+            self._say_called_again(captured.tape)
             captured = captured.starting(read_backward_from(self._options.backward_from))
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same
@@ -607,6 +607,23 @@ class Specializations:
             "rotoff: the input's sizes vary (%s). Most are planned from those that were measured; larger ones may have to be"
             " measured, too, so announce the largest, by compute_sequence(limit, up_to=largest)",
             told,
+        )
+
+    def _say_called_again(self, tape: Tape) -> None:
+        """In the log, once: which modules are run by their own code more often than in the plain model."""
+        names = {module: name for name, module in self._model.named_modules()}
+        again = [
+            op.function for op in tape.operations if isinstance(op.function, nn.Module) and id(op) not in tape.inner
+        ]
+        if not again or self._told_whole:
+            return
+        self._told_whole = True
+        told = sorted({repr(names.get(module)) for module in again})
+        logger.warning(
+            "rotoff: %s%s (compiled, sharded, mapped by torch.func) cannot be looked into, and is called again to be measured and in replays;"
+            " what such code changes outside of the model (globals, iterators, files) changes more often than in the plain model",
+            ", ".join(told[:4]),
+            ", ..." if len(told) > 4 else "",
         )
 
     def plans(self) -> list[PlannedSize]:

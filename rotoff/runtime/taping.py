@@ -120,9 +120,7 @@ class Taping(LiveForward):
     call each.
     """
 
-    def __init__(
-        self, replay: ReplayState, surroundings: Surroundings, given: list[Tensor], tape: StageTape
-    ) -> None:
+    def __init__(self, replay: ReplayState, surroundings: Surroundings, given: list[Tensor], tape: StageTape) -> None:
         super().__init__(NOTHING_EXPECTED, _Unstaged(), surroundings.generators, given)
         self.reads: _Reads = _Reads()
         for tensor in given:
@@ -225,7 +223,7 @@ class Node:
         self._tensor = tensor  # that it made; None where it was reached by another node
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]
         return type(self._node)
 
     def __getattr__(self, name: str) -> Any:
