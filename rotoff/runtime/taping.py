@@ -222,8 +222,8 @@ class Node:
         self._live, self._node = live, node
         self._tensor = tensor  # that it made; None where it was reached by another node
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return type(self._node)
 
     def __getattr__(self, name: str) -> Any:
