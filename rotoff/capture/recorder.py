@@ -20,6 +20,7 @@ from ..tensors.dataclass_trees import look_into
 from ..tensors.eager_mode import without
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
+from ..tensors.storage import versions_of
 from ..tensors.tree import refuse_packed
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
@@ -96,11 +97,12 @@ class UnrecordableError(MeasureError):
 
 
 class _HiddenError(Exception):
-    """What the call of a module does is not to be looked at any further."""
+    """What the call of a module does is not to be looked at any further. made: what the call under way has returned."""
 
-    def __init__(self, call: ModuleCall) -> None:
+    def __init__(self, call: ModuleCall, made: tuple[Any, ...] = ()) -> None:
         super().__init__()
         self.call = call
+        self.made = made
 
 
 class Recorder(TorchFunctionMode):
@@ -244,10 +246,10 @@ class Recorder(TorchFunctionMode):
         try:
             return self._noted(function, args, kwargs, run or function)
         except _HiddenError as hidden:
-            self._hidden = hidden.call
+            self._hidden, made = hidden.call, hidden.made
         finally:
             self._inside = False
-        return (run or function)(*args, **kwargs)
+        return made[0] if made else (run or function)(*args, **kwargs)
 
     def _passes(self) -> bool:
         """Whether what is called now is not looked at."""
@@ -282,7 +284,7 @@ class Recorder(TorchFunctionMode):
             self._refuse(*objection, UnrepeatableError)
         if (hooks := foreign_hooks()) is not None:
             self._refuse(hooks[0], hooks[1], UnrepeatableError)
-        versions = [t._version for t in tensors] if made is None else made.versions
+        versions = versions_of(tensors) if made is None else made.versions
         references = substitute((args, kwargs), self._reference)
         if self._sizes.packs(name, references):
             self._varies(f"packs sequences by lengths that are in a tensor ({name})", cure=PACK_INSIDE)
@@ -293,7 +295,9 @@ class Recorder(TorchFunctionMode):
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
-        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if any(map(is_functorch_wrapped_tensor, returned)):
+            self._hide_transformed(name, result)
+        changed = [t for t, old, new in zip(tensors, versions, versions_of(tensors), strict=True) if old != new]
         self._refuse_changed(changed)
         self.tape.changed_bytes += sum(t.nbytes for t in changed if any(t is table for table in self._tensors.tables))
         expected = NOTHING
@@ -353,7 +357,8 @@ class Recorder(TorchFunctionMode):
         name = self._names.get(module)
         if self._passes() or name is None:
             return original(module, *args, **kwargs)
-        call = self._begun(module, name, args, kwargs)
+        with torch._C.DisableTorchFunction():  # no calls of the model's own
+            call = self._begun(module, name, args, kwargs)
         whole = module in self.tape.opaque or one_call(module)
         try:
             result = self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs)
@@ -381,7 +386,7 @@ class Recorder(TorchFunctionMode):
             begin=len(self.tape.operations),
             made=self._made,
             given=tuple(n for t in given if (n := self._tensors.number(t)) is not None),
-            versions=[] if transformed else [t._version for t in given],
+            versions=[] if transformed else versions_of(given),
             transformed=transformed,
             drawn=self._generators.states(),
             grad=torch.is_grad_enabled(),
@@ -486,12 +491,12 @@ class Recorder(TorchFunctionMode):
         elif what:
             self._refuse(what, cure, kind)
 
-    def _hide_transformed(self, name: str) -> None:
+    def _hide_transformed(self, name: str, *made: Any) -> None:
         """Look no further at the innermost module around that is not itself transformed."""
         for call in reversed(self._open):
             if call.name and not call.transformed:
                 self.tape.opaque.add(call.module)
-                raise _HiddenError(call)
+                raise _HiddenError(call, made)
         what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
         self._refuse(what, kind=UnrecordableError)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..tensors.buffers import BufferCopies, buffers_of
 from ..tensors.rng import Generators
+from ..tensors.storage import version_of
 from .outside import other_generators, put_other_generators
 from .unrepeatable import compiled
 
@@ -82,7 +83,7 @@ def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
             and value.layout is torch.strided
             and not value.is_meta
         ):
-            before[id(value)] = value, (value._version, value.detach().clone())
+            before[id(value)] = value, (version_of(value), value.detach().clone())
     elif isinstance(value, torch.Generator):
         before[id(value)] = value, value.get_state()
     elif isinstance(value, dict):
@@ -113,7 +114,7 @@ def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
 def _put_back(held: Any, content: Any) -> None:
     if isinstance(held, torch.Tensor):
         version, numbers = content
-        if held._version != version:
+        if version_of(held) != version:
             with torch.no_grad():
                 held.copy_(numbers)
     elif isinstance(held, torch.Generator):

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ..capture import strategy
 from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
-from ..capture.outside import without_checkpoints
+from ..capture.outside import own_function, without_checkpoints
 from ..capture.recording import same_calls
 from ..capture.sharding import refuse_tensor_parallel
 from ..capture.tape import Tape
@@ -610,18 +610,17 @@ class Specializations:
         )
 
     def _say_called_again(self, tape: Tape) -> None:
-        """In the log, once: which modules are run by their own code more often than in the plain model."""
-        names = {module: name for name, module in self._model.named_modules()}
-        again = [
-            op.function for op in tape.operations if isinstance(op.function, nn.Module) and id(op) not in tape.inner
-        ]
-        if not again or self._told_whole:
+        """In the log, once: which modules and Functions are run by their own code more often than in the plain model."""
+        names = {module: repr(name) for name, module in self._model.named_modules()}
+        functions = {one.function for op in tape.operations for one in tape.inner.get(id(op), (op,))}
+        told = sorted({names.get(one, "") if isinstance(one, nn.Module) else own_function(one) for one in functions})
+        told = [name for name in told if name]
+        if not told or self._told_whole:
             return
         self._told_whole = True
-        told = sorted({repr(names.get(module)) for module in again})
         logger.warning(
-            "rotoff: %s%s (compiled, sharded, mapped by torch.func) cannot be looked into, and is called again to be measured and in replays;"
-            " what such code changes outside of the model (globals, iterators, files) changes more often than in the plain model",
+            "rotoff: the code of %s%s (compiled, sharded, mapped by torch.func, or a torch.autograd.Function) runs again when it is measured and"
+            " in replays; what it changes outside of the model (globals, iterators, files) changes more often than in the plain model",
             ", ".join(told[:4]),
             ", ..." if len(told) > 4 else "",
         )

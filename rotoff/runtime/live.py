@@ -26,6 +26,7 @@ from ..capture.unrepeatable import compiled
 from ..tensors.convolutions import Algorithms, forward_by
 from ..tensors.eager_mode import EagerFunctionMode, without
 from ..tensors.rng import Generators
+from ..tensors.storage import versions_of
 from .hollowing import GEOMETRY, empty, key_of, whole_base
 from .placed.lending import Lender
 from .reads import Reads
@@ -265,7 +266,7 @@ class LiveForward(EagerFunctionMode):
             self.lender.lend(function.parameters())
         if self.instead or self.brought or self.lender:
             args, kwargs = self._with_aliases(args, kwargs)
-        versions = [t._version for t in given] if known.watched else ()
+        versions = versions_of(given) if known.watched else ()
         written: Sequence[Tensor] = ()
         if known.writes or self.reads.changing or "out" in kwargs:
             written = self.reads.before_writing(known, args, kwargs, given, stage)
@@ -282,7 +283,7 @@ class LiveForward(EagerFunctionMode):
             raise
         finally:
             self.seen = self.dead = False
-        if versions and versions != [t._version for t in given]:
+        if versions and versions != versions_of(given):
             written = self.reads.note_changed(known, given, versions, written)
         if draws:
             self._drawn = self._mark()

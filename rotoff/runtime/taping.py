@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..capture.outside import other_generators, put_other_generators
 from ..capture.recorder import one_call
-from ..tensors.storage import storage_key
+from ..tensors.storage import storage_key, version_of
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
 from .replay import ReplayState, Surroundings
@@ -64,12 +65,13 @@ class _Reads(Reads):
 
     def __init__(self) -> None:
         super().__init__()
+        self._guesses: Sequence[Tensor] = ()  # what the present call may change
         self._guessed: list[tuple[int | Var, Tensor, int]] = []  # what is kept, and the version of what it was kept of
 
     def constant(self, tensor: Tensor) -> Tensor:
         """A tensor that was there before the forward, with its graph, which the tape goes on from."""
         if id(tensor) not in self.tape.constants:
-            self.pending.append((tensor, tensor._version))
+            self.pending.append((tensor, version_of(tensor)))
             self.note_resident(tensor)
         return tensor
 
@@ -79,29 +81,30 @@ class _Reads(Reads):
         if known.owner is None or known.owner in WRITERS:
             return super().before_writing(known, args, kwargs, given, stage)
         before = set(self.tape.before)
-        WRITERS.add(known.owner)
+        WRITERS[known.owner] = {n for n, tensor in enumerate(given) if not isinstance(tensor, nn.Parameter)}
         try:
-            super().before_writing(known, args, kwargs, given, stage)
+            self._guesses = super().before_writing(known, args, kwargs, given, stage)
         finally:
-            WRITERS.discard(known.owner)
+            del WRITERS[known.owner]
         for key in self.tape.before.keys() - before:
             what = self.tape.before[key][0]
             if (tensor := what.tensor() if isinstance(what, Var) else what) is not None:
-                self._guessed.append((key, tensor, tensor._version))
+                self._guessed.append((key, tensor, version_of(tensor)))
         return ()
 
     def note_changed(
         self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
     ) -> Sequence[Tensor]:
+        super().note_changed(known, given, versions, [*expected, *self._guesses])
+        changed = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
         if known.owner is not None:
-            WRITERS.add(known.owner)
-            expected = [*expected, *(t for t in given if not isinstance(t, nn.Parameter))]
-        return super().note_changed(known, given, versions, expected)
+            WRITERS.setdefault(known.owner, set()).update(changed)
+        return [*expected, *(given[n] for n in changed)]
 
     def let_go(self) -> None:
         """What was not changed after all need not be kept."""
         for key, tensor, version in self._guessed:
-            if tensor._version == version:
+            if version_of(tensor) == version:
                 self.tape.before.pop(key, None)
         self._guessed.clear()
 
@@ -163,7 +166,7 @@ class Taping(LiveForward):
         var: Var | None = vars(tensor).get(TAG)
         if var is None or var.step is not self._token or var.stage != FIRST:
             return node  # of the caller's graph
-        if sys._getframe(3).f_globals.get("__name__") == "torch.autograd.graph":  # which gives it to C++
+        if _asks() == "torch.autograd.graph":  # which gives it to C++
             self.untaped = "it asks for nodes of its graph"
             return node
         return Node(self, node, tensor)
@@ -256,6 +259,14 @@ class Node:
             register = partial(_register_on_node, name)
             self._live.registered(partial(_hook, register, handle), (self._tensor, hook), {}, handle)
         return handle
+
+
+def _asks() -> str:
+    """The name of the module whose code has called torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"].startswith(("rotoff.", "torch._dynamo.")):
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals["__name__"])
 
 
 def _register_on_node(name: str, tensor: Tensor, hook: Callable[..., Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .rng import Generators
+from .storage import version_of
 
 
 def restorable(value: Any) -> bool:
@@ -22,10 +23,6 @@ def restorable(value: Any) -> bool:
 def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal; fake ones have no content that could differ."""
     return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # which those do not have
 
 
 @contextmanager
@@ -55,7 +52,7 @@ class BufferCopies:
     """What is in `buffers`, each with its module and name, to be put back there in place."""
 
     def __init__(self, buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
-        self._saved = [(module, name, one, one.detach().clone(), _version(one)) for module, name, one in buffers]
+        self._saved = [(module, name, one, one.detach().clone(), version_of(one)) for module, name, one in buffers]
 
     def put_back(self, of: Collection[nn.Module] | None = None) -> None:
         """of: the modules whose buffers they are; None: all."""
@@ -65,7 +62,7 @@ class BufferCopies:
                     continue
                 if not same_content(buffer, content):
                     buffer.copy_(content)
-                if _version(buffer) != version:
+                if version_of(buffer) != version:
                     torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
                 module._buffers[name] = buffer
 
