@@ -299,7 +299,9 @@ class Recorder(TorchFunctionMode):
             self._hide_transformed(name, result)
         changed = [t for t, old, new in zip(tensors, versions, versions_of(tensors), strict=True) if old != new]
         self._refuse_changed(changed)
-        self.tape.changed_bytes += sum(t.nbytes for t in changed if any(t is table for table in self._tensors.tables))
+        for table in (t for t in changed if any(t is one for one in self._tensors.tables)):
+            self.tape.changed_bytes += table.nbytes
+            self.tape.changed[id(table)] = table
         expected = NOTHING
         effect = name in _EFFECTS or isinstance(function, nn.Module)
         if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:
@@ -338,7 +340,7 @@ class Recorder(TorchFunctionMode):
             grad=grad,
             autocast=() if autocast == self._ambient else autocast,
             expected=expected,
-            effect=effect,
+            effect=effect or any(self._tensors.lasts(t) for t in changed),
             place=self._place(),
             casts=tuple(casts),
             saves=tuple(self._saves),

@@ -121,7 +121,8 @@ class Tape:
     before), the number of operations before it that make or change tensors. modules: those of the model. random:
     whether a forward makes some of the operations by chance, and others not. held: the storages that stay when all that
     is saved and returned goes, since an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global
-    has them. changed_bytes: of `tables`, as often as an operation changes one: a step copies it before."""
+    has them. changed: those of `tables` that some operation changes, by id. changed_bytes: of these, as often as it does:
+    a step copies it before."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -138,6 +139,7 @@ class Tape:
     random: bool = False
     modules: frozenset[nn.Module] = frozenset()
     held: frozenset[int] = frozenset()
+    changed: dict[int, torch.Tensor] = field(default_factory=dict)
     changed_bytes: int = 0
 
     def result_variables(self) -> list[int]:

@@ -122,6 +122,7 @@ class _Union:
         if alone is not None:
             self._hand_on(alone)
         self._tape.held = frozenset(self._storage(side, s) for side in self._sides for s in side.tape.held)
+        self._tape.changed = one.tape.changed | other.tape.changed
         self._tape.changed_bytes = max(one.tape.changed_bytes, other.tape.changed_bytes)
         self._tape.result = substitute(one.tape.result, lambda leaf: self._renamed(one, leaf))
         return self._tape

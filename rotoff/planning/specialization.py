@@ -48,6 +48,7 @@ from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
 from ..runtime.placed.lending import Lender, settle_buffers
 from ..runtime.taped_forward import TapedForward, UntapedError
+from ..tensors.buffers import contents_preserved
 from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
@@ -677,11 +678,11 @@ class Specializations:
 
 @contextmanager
 def _unchanged(model: nn.Module, captured: strategy.Captured) -> Iterator[None]:
-    """After the block the model, and the generators that its forward uses, are as before it."""
+    """After the block the model, and the generators and tensors that its forward uses, are as before it."""
     generators = [generator for generator, _ in captured.tape.generators]
     states = [generator.get_state() for generator in generators]
     try:
-        with undone(model):
+        with undone(model), contents_preserved([*captured.tape.changed.values()]):
             yield
     finally:
         for generator, state in zip(generators, states, strict=True):

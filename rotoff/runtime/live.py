@@ -302,6 +302,7 @@ class LiveForward(EagerFunctionMode):
         if self.reads.pending and not written:
             self.reads.note()
         if dead:
+            self.tape.needs_dead |= bool(written)  # others may read what it has changed
             for var in made:
                 if var is not None:
                     var.dead = True

@@ -60,11 +60,27 @@ class BufferCopies:
             for module, name, buffer, content, version in self._saved:
                 if of is not None and module not in of:
                     continue
-                if not same_content(buffer, content):
-                    buffer.copy_(content)
-                if version_of(buffer) != version:
-                    torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+                _put_back(buffer, content, version)
                 module._buffers[name] = buffer
+
+
+@contextmanager
+def contents_preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """`preserved`, of tensors that are no buffers."""
+    saved = [(one, one.detach().clone(), version_of(one)) for one in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for one, content, version in saved:
+                _put_back(one, content, version)
+
+
+def _put_back(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None:
+    if not same_content(tensor, content):
+        tensor.copy_(content)
+    if version_of(tensor) != version:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
