@@ -74,7 +74,8 @@ class Specialization:
     """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its
     input. measure_again: whether steps have become others than this one; left: whether the last step that was to take
     it did not; missed: how many did not, and patience: after how many all courses known are made one. loose: how many
-    times what its steps may take the profile charges, where it follows from other sizes."""
+    times what its steps may take the profile charges, where it follows from other sizes. seen: what steps did that
+    chance has taken elsewhere, to be planned for as well."""
 
     profile: Profile
     captured: strategy.Captured
@@ -88,6 +89,7 @@ class Specialization:
     missed: int = 0
     patience: int = 4
     loose: float = 1.0
+    seen: list[Tape] = field(default_factory=list)
 
     @property
     def planned(self) -> Profile:
@@ -97,6 +99,11 @@ class Specialization:
         if self._planned is None or self._planned[0] != seen:
             self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether to note what steps do, since chance takes them elsewhere."""
+        return self.captured.random and self.missed > 0 and len(self.seen) < _SEEN
 
     def miss(self, astray: int) -> None:
         """A step did not take this course, as it was to; `astray` tells the one that it took."""
@@ -116,6 +123,7 @@ class Specialization:
 
 
 _OTHERS = 64  # other courses that are remembered
+_SEEN = 8  # of those, whose calls are noted
 _TWICE = 2  # times that a step takes the same other course before that is measured, too
 
 
@@ -317,7 +325,7 @@ class Specializations:
         if not was_training:
             self._model.train()
         try:
-            known = [one.captured.tape for one in also]
+            known = [tape for one in also for tape in (one.captured.tape, *one.seen)]
             like, times = self._other_sizes(value) if self._varies and not timed and not also else (None, None)
             tape = None if like is None else like.captured.tape
             captured = self._captured(value, device, known, tape, taped)
@@ -390,6 +398,13 @@ class Specializations:
             with undone(self._model):
                 return self._captured(value, device, known, like, None)
         return captured
+
+    def _record(self, course: Specialization, value: Any, taped: TapedForward) -> None:
+        """Note what the forward of a step does that may take another way than `course`, by chance; its plan is made when
+        there are more."""
+        device = self.device or device_of(self._model, value)
+        with _MEASURING, without_checkpoints(), self._lender():
+            course.seen.append(self._captured(value, device, (), None, taped).tape)
 
     def _other_sizes(self, value: Any) -> tuple[Specialization | None, KnownTimes | None]:
         """What was measured last at other sizes, and the times that it and others tell of; from the third size on only of
@@ -508,6 +523,9 @@ class Specializations:
 
         try:
             course = self._taken(value, measured_here)
+            if taped is None and course is not None and self._group is None and course.wants_more:
+                taped = TapedForward(self._model, value, self.device or device_of(self._model, value))
+                self._record(course, value, taped)
             return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:
