@@ -7,7 +7,7 @@ then measured and planned, and the planned step runs the tape in place of the mo
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,9 +33,13 @@ class UntapedError(Exception):
 
 
 class _WholeTape(StageTape):
-    """The tape of a forward; modules that the plan knows as one call are called as such."""
+    """The tape of a forward, whose calls are made within calls of the modules that made them.
+
+    spans: those, as they began. whole: modules that the plan knows as one call.
+    """
 
     spans: Sequence[Span] = ()
+    whole: Collection[Any] = ()
 
     def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
         with torch._C.DisableTorchFunction():  # no calls of the model's own
@@ -47,21 +51,43 @@ class _WholeTape(StageTape):
         values: dict[Var, torch.Tensor],
         changed: dict[int, torch.Tensor],
     ) -> None:
-        at = 0
-        for span in self.spans:
-            super()._make(calls[at : span.begin], values, changed)
-            at = span.end
+        def run(begin: int, end: int, held: Collection[Var]) -> None:
+            own = [(call, [var for var in dying if var not in held]) for call, dying in calls[begin:end]]
+            super(_WholeTape, self)._make(own, values, changed)
 
-            def run(span: Span = span) -> list[torch.Tensor]:
-                own = [
-                    (call, [var for var in dying if var not in span.outputs])
-                    for call, dying in calls[span.begin : span.end]
-                ]
-                super(_WholeTape, self)._make(own, values, changed)
-                return [values[var] for var in span.outputs]
+        self._call(self.spans, 0, len(calls), (), run, values)
 
-            as_call_of(span.module, run)
-        super()._make(calls[at:], values, changed)
+    def _call(
+        self,
+        spans: Sequence[Span],
+        begin: int,
+        end: int,
+        held: Collection[Var],
+        run: Callable[[int, int, Collection[Var]], None],
+        values: dict[Var, torch.Tensor],
+    ) -> None:
+        """Make the calls from `begin` to `end` by `run`, within `spans`; keep those `held` of what they make."""
+        n = 0
+        while n < len(spans):
+            span, first = spans[n], n + 1
+            n = next((k for k in range(first, len(spans)) if spans[k].number >= span.until), len(spans))
+            run(begin, span.begin, held)
+            as_call_of(span.module, partial(self._within, span, spans[first:n], held, run, values))
+            begin = span.end
+        run(begin, end, held)
+
+    def _within(
+        self,
+        span: Span,
+        inner: Sequence[Span],
+        held: Collection[Var],
+        run: Callable[[int, int, Collection[Var]], None],
+        values: dict[Var, torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Make the calls of a module; returns what it returned, where it is one call."""
+        outputs = span.outputs if span.module in self.whole else []
+        self._call(inner, span.begin, span.end, {*held, *outputs}, run, values)
+        return [values[var] for var in outputs]
 
 
 class TapedForward:
@@ -139,8 +165,8 @@ class TapedForward:
             gc.collect()
         self._stashed = live.left()
         tape.calls = [_as_called(call) for call in tape.calls]
-        whole = {op.function for op in recorded.operations if isinstance(op.function, nn.Module)}
-        tape.spans = _outermost([span for span in live.spans if span.module in whole])
+        tape.whole = {op.function for op in recorded.operations if isinstance(op.function, nn.Module)}
+        tape.spans = sorted(live.spans, key=lambda span: span.number)
         live.forget()
         self._live = None
 
@@ -210,12 +236,3 @@ def _as_called(call: Call) -> Call:
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     return function.apply(*args, **kwargs)
-
-
-def _outermost(spans: Sequence[Span]) -> list[Span]:
-    """Those that are within no other, in order; calls that are modules themselves need none."""
-    found: list[Span] = []
-    for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
-        if span.begin < span.end and (not found or span.begin >= found[-1].end):
-            found.append(span)
-    return found

@@ -27,9 +27,12 @@ _HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "reta
 
 
 class Span(NamedTuple):
-    """A call of a module: the calls on the tape that it made, and what it returned."""
+    """A call of a module: its number, that of the next one after it, the calls on the tape that it made, and what it
+    returned."""
 
     module: nn.Module
+    number: int
+    until: int
     begin: int
     end: int
     outputs: list[Var]
@@ -133,6 +136,7 @@ class Taping(LiveForward):
         self.hooks: list[tuple[Call, RemovableHandle | None]] = []
         self.untaped = ""
         self.opaque: set[nn.Module] = set()
+        self._entered = 0  # calls of modules
         self._around: list[_Around] = []
         self._hidden: _Around | None = None  # of which nothing more is looked at
         tape.inputs = [vars(tensor)[TAG] for tensor in given]
@@ -173,7 +177,8 @@ class Taping(LiveForward):
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """In place of ``nn.Module.__call__``."""
-        begin, drawn = len(self.tape.calls), other_generators()
+        begin, drawn, number = len(self.tape.calls), other_generators(), self._entered
+        self._entered += 1
         given = tensors_of((args, kwargs))
         around = _Around(module, any(map(is_functorch_wrapped_tensor, given)))
         opaque = self._is_opaque(module)
@@ -187,6 +192,7 @@ class Taping(LiveForward):
         if hidden:
             self.opaque.add(module)
             del self.tape.calls[begin:]
+            self.spans = [span for span in self.spans if span.number < number]
             reference = partial(self._reference, [], FIRST)
             made, _ = self._made(tensors_of(result), given, FIRST)
             self.tape.calls.append(Call(module, replaced(args, reference), replaced(kwargs, reference), made, None))
@@ -194,7 +200,8 @@ class Taping(LiveForward):
             self.tape.calls[-1].function = Once(module, drawn)
             return result
         found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
-        self.spans.append(Span(module, begin, len(self.tape.calls), [var for var in found if var is not None]))
+        outputs = [var for var in found if var is not None]
+        self.spans.append(Span(module, number, self._entered, begin, len(self.tape.calls), outputs))
         return result
 
     def _is_whole(self, module: nn.Module) -> bool:
