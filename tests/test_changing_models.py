@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import pytest
 from changing_models import TABLE
+from odd_models import ODD
 from step_by_step import MODES, Row, is_right, verdict
+
+ROWS = [*TABLE, *ODD]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 def test_what_changes_between_steps_is_followed_or_refused(row: Row, mode: str) -> None:
     said = verdict(row, mode)
     assert is_right(row, said), said
@@ -19,4 +22,4 @@ def test_what_changes_between_steps_is_followed_or_refused(row: Row, mode: str) 
 
 
 def test_names_tell_rows_apart() -> None:
-    assert len({row.name for row in TABLE}) == len(TABLE)
+    assert len({row.name for row in ROWS}) == len(ROWS)

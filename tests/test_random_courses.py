@@ -166,6 +166,30 @@ def test_a_layer_that_is_left_out_for_good_is_planned_for(rotoff: Any) -> None:
     assert len(wrapped.sequence.ops) < stages
 
 
+def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptureFixture, rotoff: Any) -> None:
+    torch.manual_seed(0)
+    plain, x = LayerDrop(12, 0.3), torch.randn(8, 64, 64)
+    model = LayerDrop(12, 0.3)
+    model.load_state_dict(plain.state_dict())
+    probe = rotoff.Checkpointable(LayerDrop(12, 0.3)).measure(x, repeats=1)
+    least = probe.min_mem_limit()
+    wrapped = rotoff.Checkpointable(model).compute_sequence(least + (probe.keep_all_memory - least) // 3)
+
+    def trained(run: nn.Module, own: nn.Module) -> list[torch.Tensor]:
+        for seed in range(12):
+            torch.manual_seed(seed)
+            run(x).pow(2).sum().backward()
+        return [p.grad for p in own.parameters() if p.grad is not None]
+
+    with caplog.at_level("INFO", logger="rotoff"):
+        assert all(map(torch.equal, trained(wrapped, model), trained(plain, plain)))
+    assert sum("rotoff: measured" in record.message for record in caplog.records) == 2
+    caplog.clear()
+    _, _, peaks = steps(wrapped, x, range(12, 20))
+    assert max(peaks) <= wrapped.get_expected_memory() <= wrapped.mem_limit
+    assert not caplog.records
+
+
 class Phases(Branches):
     """Goes one of two ways, as its caller says."""
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import MeasureError
 from ..tensors.buffers import preserved
 from ..tensors.stage import Copy, StageModule
-from ..tensors.storage import copied, storage_key
+from ..tensors.storage import copied, storage_key, version_of
 from ..tensors.tree import flatten
 from .unrepeatable import refusing
 
@@ -44,11 +44,11 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
         lasting = set(watches)
         for stage in stages:
             source, value = value, None
-            inputs = [(t, t._version) for t in flatten(source)[0]]
+            inputs = [(t, version_of(t)) for t in flatten(source)[0]]
             keys = {storage_key(t) for t, _ in inputs}
             value = _run(stage, source, device)
             outputs = flatten(value)[0]
-            changed = {storage_key(t) for t, version in inputs if t._version != version}
+            changed = {storage_key(t) for t, version in inputs if version_of(t) != version}
             aliases = all(storage_key(t) in keys for t in outputs)
             at_start = not groups or first_aliases
             if changed and at_start:

@@ -47,7 +47,8 @@ class KnownTensors:
             return owned
         if (number := self.number(tensor)) is not None:
             return Ref(number)
-        if tensor.grad_fn is not None or storage_key(tensor) in self._storages:
+        made_here = storage_key(tensor) in self._storages and not isinstance(tensor, nn.Parameter)
+        if tensor.grad_fn is not None or made_here:
             return None
         self._lasting.add(storage_key(tensor))
         if not any(tensor is table for table in self.tables):

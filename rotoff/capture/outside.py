@@ -20,6 +20,13 @@ _APPLY: Any = torch.autograd.Function.__dict__["apply"]
 _SCRIPTED: Any = torch.jit.ScriptFunction.__call__
 
 
+def own_function(function: Any) -> str:
+    """The name of a custom Function, not torch's own, whose call `function` is; "" where it is none."""
+    of: Any = getattr(function, "__self__", None)
+    custom = isinstance(of, type) and issubclass(of, torch.autograd.Function) and not of.__module__.startswith("torch.")
+    return str(of.__name__) if custom else ""
+
+
 @contextmanager
 def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Iterator[None]:
     """Within, calls go through `called(original, module, *args)` and `applied(function, original, of, *args)`: `function`

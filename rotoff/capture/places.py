@@ -60,6 +60,11 @@ class Places:
         return (frame.entry, frame.last, name, names[frame.first :].count(name)), (frame.entry, name, names.count(name))
 
 
+def alone(entry: Entry, module: nn.Module) -> tuple[Hashable, Hashable]:
+    """What `module` is known by as the one call that its call `entry` makes."""
+    return (entry, entry, name_of(module), 0), (entry, name_of(module), 0)
+
+
 def is_exact(key: Any) -> bool:
     """Whether a key tells by itself which call it is."""
     return len(key) == _EXACT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -20,14 +20,16 @@ from ..tensors.dataclass_trees import look_into
 from ..tensors.eager_mode import without
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
+from ..tensors.storage import versions_of
 from ..tensors.tree import refuse_packed
 from .known_tensors import KnownTensors
+from .module_calls import ModuleCall, as_one, pinned
 from .outside import unseen_calls
 from .partition.data_sizes import PACK_INSIDE, DataSizes
 from .partition.weight_casts import WeightCasts
-from .places import Places
+from .places import Places, alone
 from .sharding import gathers
-from .tape import NOTHING, Operation, Ref, Tape, leaves, substitute
+from .tape import NOTHING, Operation, Ref, Tape, leaves, name_of, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 
 # Answers about a tensor that do not depend on its contents.
@@ -91,35 +93,41 @@ _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a 
 
 
 class UnrecordableError(MeasureError):
-    """What a module does cannot be written down; modules: those that might be taken whole instead. None: the model does
-    it itself, outside of its submodules. opaque: whether their calls cannot be told apart in a step either."""
+    """The model itself does, outside of its submodules, what cannot be written down."""
 
-    def __init__(self, message: str, modules: Collection[nn.Module] = (), opaque: bool = False) -> None:
-        super().__init__(message)
-        self.modules = tuple(modules)
-        self.opaque = opaque
+
+class _HiddenError(Exception):
+    """What the call of a module does is not to be looked at any further. made: what the call under way has returned."""
+
+    def __init__(self, call: ModuleCall, made: tuple[Any, ...] = ()) -> None:
+        super().__init__()
+        self.call = call
+        self.made = made
 
 
 class Recorder(TorchFunctionMode):
     """Notes every call while it is active.
 
     Args:
-        whole, varying: modules that are not to be looked into; the work of those `varying` depends on data. in_step:
-            whether what the forward leaves behind is to stay.
+        named: modules that are called as a whole where what they do cannot be written down. in_step: whether what the
+            forward leaves behind is to stay.
     """
 
     def __init__(
         self,
         model: nn.Module,
         device: torch.device,
-        whole: Collection[nn.Module],
-        varying: Collection[nn.Module],
+        named: Collection[nn.Module],
         in_step: bool = False,
     ) -> None:
         super().__init__()
         self._in_step = in_step
-        self._varying = frozenset(varying)
-        self._whole = self._varying.union(whole)
+        self._named = frozenset(named)
+        self._varying: set[nn.Module] = set()
+        self._hidden: ModuleCall | None = None
+        self._open: list[ModuleCall] = []  # calls of modules under way, outermost first
+        self._modules: list[ModuleCall] = []  # all of them
+        self._pinned: dict[int, Operation] = {}  # by number, what takes an operation's place within them
         self._sizes = DataSizes()
         self.trouble: MeasureError | None = None
         self._model = model
@@ -127,12 +135,10 @@ class Recorder(TorchFunctionMode):
         self._names = {module: name for name, module in model.named_modules()}
         self._tensors = KnownTensors(model)
         self._parameters = Parameters([model])
-        self.tape = Tape(variables=self._tensors.variables, varying=self._varying, tables=self._tensors.tables)
+        self.tape = Tape(variables=self._tensors.variables, tables=self._tensors.tables)
         self.tape.modules = frozenset(self._names)
         self._inside = False
         self._thread = threading.get_ident()
-        self._place: list[tuple[str, int]] = []
-        self._calls = 0
         self._places = Places()
         self._made = 0  # operations that make or change tensors
         self._generators = Generators(device)
@@ -160,6 +166,8 @@ class Recorder(TorchFunctionMode):
                     " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache, the parameters of a distribution)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        self.tape.varying = frozenset(self._varying | self.tape.opaque)
+        as_one(self.tape, self._modules, self._varying, self._pinned)
 
     def finish(self) -> None:
         """Take what is still there, where what was returned counts as gone; the caller has the graph."""
@@ -220,7 +228,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or threading.get_ident() != self._thread:
+        if self._passes():
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
             return iter(self.call(torch.unbind, args, {}))
@@ -237,24 +245,38 @@ class Recorder(TorchFunctionMode):
         self._inside = True
         try:
             return self._noted(function, args, kwargs, run or function)
+        except _HiddenError as hidden:
+            self._hidden, made = hidden.call, hidden.made
         finally:
             self._inside = False
+        return made[0] if made else (run or function)(*args, **kwargs)
+
+    def _passes(self) -> bool:
+        """Whether what is called now is not looked at."""
+        return self._inside or self._hidden is not None or threading.get_ident() != self._thread
 
     def _noted(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
+        made: ModuleCall | None = None,
     ) -> Any:
+        """made: the call, where it has been made."""
         name = getattr(function, "__name__", "")
         self._note_gone()
-        generated = self._generators.states()
+        generated = self._generators.states() if made is None else made.drawn
         if name in _HOOKS:
             handle = function(*args, **kwargs)  # a matter of the step's own graph
             self._hooks += [] if handle is None else [handle]
             return handle
-        tensors = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
-        if any(is_functorch_wrapped_tensor(t) for t in tensors):
-            what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
-            self._leave_to_module(what, [at for at in self._place if not self._taken_whole(at[0])], opaque=True)
-            self._refuse(what, kind=UnrecordableError)
+        given_leaves = _all_leaves(args, kwargs)
+        if not isinstance(function, nn.Module) and any(isinstance(leaf, nn.Module) for leaf in given_leaves):
+            self._refuse(f"runs modules inside of a custom autograd Function ({name_of(function)})")
+        tensors = [leaf for leaf in given_leaves if isinstance(leaf, torch.Tensor)]
+        if any(map(is_functorch_wrapped_tensor, tensors)):
+            self._hide_transformed(name)
         for one in (*args, *kwargs.values()):
             if isinstance(one, torch.Generator) and all(one is not known for known, _ in self.tape.generators):
                 self.tape.generators.append((one, one.get_state()))
@@ -262,20 +284,24 @@ class Recorder(TorchFunctionMode):
             self._refuse(*objection, UnrepeatableError)
         if (hooks := foreign_hooks()) is not None:
             self._refuse(hooks[0], hooks[1], UnrepeatableError)
-        versions = [t._version for t in tensors]
+        versions = versions_of(tensors) if made is None else made.versions
         references = substitute((args, kwargs), self._reference)
         if self._sizes.packs(name, references):
-            self._leave_to_module(f"packs sequences by lengths that are in a tensor ({name})")
-            self._refuse(f"packs sequences by lengths that are in a tensor ({name})", PACK_INSIDE, UnrepeatableError)
+            self._varies(f"packs sequences by lengths that are in a tensor ({name})", cure=PACK_INSIDE)
         grad, autocast = torch.is_grad_enabled(), _autocast()
-        self._saves.clear()
+        if made is None:
+            self._saves.clear()
         with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
-        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if any(map(is_functorch_wrapped_tensor, returned)):
+            self._hide_transformed(name, result)
+        changed = [t for t, old, new in zip(tensors, versions, versions_of(tensors), strict=True) if old != new]
         self._refuse_changed(changed)
-        self.tape.changed_bytes += sum(t.nbytes for t in changed if any(t is table for table in self._tensors.tables))
+        for table in (t for t in changed if any(t is one for one in self._tensors.tables)):
+            self.tape.changed_bytes += table.nbytes
+            self.tape.changed[id(table)] = table
         expected = NOTHING
         effect = name in _EFFECTS or isinstance(function, nn.Module)
         if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:
@@ -292,18 +318,16 @@ class Recorder(TorchFunctionMode):
                 if not self._sizes.asked(function, name, reads):
                     return result
                 if computed:
-                    self._leave_to_module(f"goes by the size of a tensor, which follows from what it computed ({name})")
+                    self._varies()
             elif name == "backward":
                 self._refuse("differentiates (backward), which is for the training loop to do", kind=UnrepeatableError)
             elif computed and not isinstance(result, bool):
-                self._leave_to_module(f"goes on with a number made from what it computed ({name})")
+                self._varies()
             expected = result
         elif computed and self._sizes.counted(name, reads):
-            self._leave_to_module(f"goes through a tensor, the size of which follows from what it computed ({name})")
+            self._varies()
         random = self._drawn is not generated
         self._sizes.note(function, name, references, tensors, reads, outputs, random)
-        if function in self._varying:
-            self._check_handed_on(result)
         one = Operation(
             function=function,
             args=references[0],
@@ -316,11 +340,13 @@ class Recorder(TorchFunctionMode):
             grad=grad,
             autocast=() if autocast == self._ambient else autocast,
             expected=expected,
-            effect=effect,
-            place=tuple(self._place),
+            effect=effect or any(self._tensors.lasts(t) for t in changed),
+            place=self._place(),
             casts=tuple(casts),
             saves=tuple(self._saves),
         )
+        if self._sizes.picks(name, references, tensors):
+            self._pinned[len(self.tape.operations)] = pinned(one, tensors, returned)
         if one.makes:
             one = replace(one, keys=self._places.keys(function))
             self._places.note(function)
@@ -331,26 +357,86 @@ class Recorder(TorchFunctionMode):
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """In place of ``nn.Module.__call__``."""
         name = self._names.get(module)
-        if self._inside or name is None or threading.get_ident() != self._thread:
+        if self._passes() or name is None:
             return original(module, *args, **kwargs)
-        self._calls += 1
-        self.tape.called.add(module)
-        self._place.append((name, self._calls))
-        self.tape.entries[self._places.enter(module)] = self._made
+        with torch._C.DisableTorchFunction():  # no calls of the model's own
+            call = self._begun(module, name, args, kwargs)
+        whole = module in self.tape.opaque or one_call(module)
         try:
-            if module not in self._whole and not one_call(module):
-                return original(module, *args, **kwargs)
-            if module is self._model:
-                self._refuse(
-                    "is that of a model that is compiled, or has backward hooks, as a whole; do so with the rotoff.Checkpointable around it,"
-                    " or use rotoff.attach",
-                    kind=UncuttableError,
-                )
-            check_arguments((args, kwargs))
-            return self.call(module, args, kwargs, partial(self._compiled, module) if compiled(module) else None)
+            result = self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs)
+            if self._hidden is call:
+                self._unseen(call, args, kwargs, result)
+            elif not whole:
+                self._ended(call, result)
+            return result
         finally:
-            self._place.pop()
+            if self._hidden is call:
+                self._hidden = None
+            self._open.pop()
             self._places.leave()
+
+    def _begun(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
+        entry = self._places.enter(module)
+        self.tape.entries[entry] = self._made
+        given = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
+        transformed = any(map(is_functorch_wrapped_tensor, given))
+        call = ModuleCall(
+            module=module,
+            name=name,
+            number=len(self._modules) + 1,
+            entry=entry,
+            begin=len(self.tape.operations),
+            made=self._made,
+            given=tuple(n for t in given if (n := self._tensors.number(t)) is not None),
+            versions=[] if transformed else versions_of(given),
+            transformed=transformed,
+            drawn=self._generators.states(),
+            grad=torch.is_grad_enabled(),
+            autocast=() if (autocast := _autocast()) == self._ambient else autocast,
+        )
+        self._modules.append(call)
+        self._open.append(call)
+        call.place = self._place()
+        return call
+
+    def _whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module as one operation."""
+        if module is self._model:
+            self._refuse(
+                "is that of a model that is compiled, or sharded with hooks, as a whole; do so with the rotoff.Checkpointable around it,"
+                " or use rotoff.attach",
+                kind=UncuttableError,
+            )
+        check_arguments((args, kwargs))
+        return self.call(module, args, kwargs, partial(self._compiled, module) if compiled(module) else None)
+
+    def _ended(self, call: ModuleCall, result: Any) -> None:
+        """A call of a module that was looked into has returned."""
+        call.until, call.end = len(self._modules), len(self.tape.operations)
+        returned = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        call.outputs = tuple(map(self._tensors.number, returned))
+        if call.module in self._varying:
+            self._sizes.taken_whole(call.given, call.outputs)
+            self._check_handed_on(result)
+
+    def _unseen(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A call of a module has returned, what it did not being for anybody to see: it is one operation."""
+        seen = self.tape.operations[call.begin :]
+        self._pinned = {n: one for n, one in self._pinned.items() if n < call.begin}
+        del self.tape.operations[call.begin :]
+        for inner in self._modules[call.number :]:
+            self.tape.entries.pop(inner.entry, None)
+        del self._modules[call.number :]
+        self._hidden, self._made = None, call.made
+        self._saves[:0] = [one for op in seen for one in op.saves]
+        self._inside = True
+        try:
+            self._noted(call.module, args, kwargs, lambda *_, **__: result, call)
+        finally:
+            self._inside = False
+        last = self.tape.operations[-1]
+        ends = tuple(n for op in seen for n in op.ends)
+        self.tape.operations[-1] = replace(last, ends=ends + last.ends, keys=alone(call.entry, call.module))
 
     def _compiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call `module`; the compiler sees none of this."""
@@ -361,11 +447,8 @@ class Recorder(TorchFunctionMode):
         self, apply: Callable[..., Any], original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """In place of a custom Function's or a scripted function's call."""
-        if self._inside or threading.get_ident() != self._thread:
+        if self._passes():
             return original(*args, **kwargs)
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, nn.Module):
-                self._refuse(f"runs modules inside of a custom autograd Function ({function.__name__})")
         return self.call(apply, args, kwargs, original)
 
     def _reference(self, leaf: Any) -> Any:
@@ -386,26 +469,46 @@ class Recorder(TorchFunctionMode):
                 self._refuse("changes a parameter", ONCE_MORE, UnrepeatableError)
 
     def _check_handed_on(self, result: Any) -> None:
-        """Refuse what a module whose work depends on data hands on beside tensors."""
+        """What a module whose work depends on data hands on beside tensors is for the module around it."""
         for leaf in pytree.tree_leaves(result):
             if not isinstance(leaf, (torch.Tensor, type(None), bool, str)):
                 what = f"hands on a {type(leaf).__name__}, which follows from data or cannot be looked into"
-                self._leave_to_module(what, self._place[:-1])
-                self._refuse(what, kind=UnrecordableError)
+                self._varies(what, self._open[:-1], UnrecordableError)
 
-    def _leave_to_module(self, what: str, place: list[tuple[str, int]] | None = None, opaque: bool = False) -> None:
-        """Refuse, if there is a module at `place` that could be taken whole instead."""
-        for name, _ in reversed(self._place if place is None else place):
-            if name:
-                message = f"the forward of {type(self._model).__name__} {what} in module {name!r}"
-                self.trouble = UnrecordableError(message, [self._model.get_submodule(name)], opaque)
-                raise self.trouble
+    def _varies(
+        self,
+        what: str = "",
+        around: Sequence[ModuleCall] | None = None,
+        kind: type[MeasureError] = UnrepeatableError,
+        cure: str = "",
+    ) -> None:
+        """The innermost of the modules `around`, of all where there are none, does what depends on data; where the model
+        itself does, `what` is refused."""
+        around = self._open if around is None else around
+        if any(call.module in self._varying for call in around):
+            return
+        inner = next((call for call in reversed(around) if call.name), None)
+        if inner is not None:
+            self._varying.add(inner.module)
+        elif what:
+            self._refuse(what, cure, kind)
 
-    def _taken_whole(self, name: str) -> bool:
-        return bool(name) and self._model.get_submodule(name) in self._whole
+    def _hide_transformed(self, name: str, *made: Any) -> None:
+        """Look no further at the innermost module around that is not itself transformed."""
+        for call in reversed(self._open):
+            if call.name and not call.transformed:
+                self.tape.opaque.add(call.module)
+                raise _HiddenError(call, made)
+        what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
+        self._refuse(what, kind=UnrecordableError)
+
+    def _place(self) -> tuple[tuple[str, int], ...]:
+        return tuple((call.name, call.number) for call in self._open)
 
     def _refuse(self, what: str, cure: str = "", kind: type[MeasureError] = MeasureError) -> None:
-        where = f" in module {self._place[-1][0]!r}" if self._place and self._place[-1][0] else ""
+        if kind is MeasureError and (call := next((c for c in self._open if c.module in self._named), None)):
+            raise _HiddenError(call)
+        where = f" in module {self._open[-1].name!r}" if self._open and self._open[-1].name else ""
         self.trouble = kind(f"the forward of {type(self._model).__name__} {what}{where}{cure}")
         raise self.trouble
 
@@ -421,9 +524,7 @@ def check_arguments(value: Any) -> None:
 
 def one_call(module: nn.Module) -> bool:
     """Whether a call of `module` is to be one operation."""
-    if compiled(module) or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    return bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module)
+    return compiled(module) or (bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module))
 
 
 def _torch_hooks(module: nn.Module) -> bool:

@@ -65,20 +65,20 @@ class Call(NamedTuple):
     in_step: InStep | None = None
 
 
-def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn.Module] = ()) -> Tape:
+def record(call: Call, named: Collection[nn.Module] = ()) -> Tape:
     """What `call` does; generators are left as they were.
 
     Args:
-        whole: modules that are not to be looked into. varying: others of that sort, whose work depends on data.
+        named: modules that are called as a whole where what they do cannot be written down.
 
     Raises:
-        MeasureError: where its forward fails, or does what cannot be measured. An `UnrecordableError` where that might
-            be well if some modules were taken whole.
+        MeasureError: where its forward fails, or does what cannot be measured. An `UnrecordableError` where that would
+            be well in a submodule.
     """
     drawn = other_generators()
     if call.in_step:
         try:
-            tape = _once(call, whole, varying)
+            tape = _once(call, named)
         except BaseException:
             call.in_step.put_back()
             raise
@@ -88,29 +88,29 @@ def record(call: Call, whole: Collection[nn.Module] = (), varying: Collection[nn
         return tape
     with preserved((), call.device):
         try:
-            tape = _every_call(call, whole, varying)
+            tape = _every_call(call, named)
         finally:
             put_other_generators(drawn)
     share(tape)
     return tape
 
 
-def _every_call(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Module]) -> Tape:
+def _every_call(call: Call, named: Collection[nn.Module]) -> Tape:
     """What the forward does, with all that it may do by chance."""
     generators = Generators(call.device)
     python = other_generators()
-    tape = _once(call, whole, varying)
+    tape = _once(call, named)
     if call.like is not None and not call.like.random and same_calls(call.like, tape):
         return tape
     for _ in range(TRIES):  # the first runs may fill caches
         drawn = generators.copies(), other_generators()
-        before, tape = tape, _once(call, whole, varying)
+        before, tape = tape, _once(call, named)
         if alike := same_calls(before, tape):
             break
     if not alike:
         generators.put_copies(drawn[0])
         put_other_generators(drawn[1])
-        again = _once(call, whole, varying)
+        again = _once(call, named)
         if not same_calls(tape, again):
             return again  # it goes by what the runs before have left, and not by chance
     tape = _with_known(call, tape)
@@ -119,7 +119,7 @@ def _every_call(call: Call, whole: Collection[nn.Module], varying: Collection[nn
     draws = 0
     while calm < CALM and draws < DRAWS:
         draws += 1
-        both = union(tape, _once(call, whole, varying), _order(call.model))
+        both = union(tape, _once(call, named), _order(call.model))
         if both is None:
             break
         if same_calls(tape, both):
@@ -157,7 +157,7 @@ def same_calls(one: Tape, other: Tape) -> bool:
     return [op.function for op in one.operations] == [op.function for op in other.operations]
 
 
-def _once(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Module]) -> Tape:
+def _once(call: Call, named: Collection[nn.Module]) -> Tape:
     model, forward, args, kwargs, device, *_ = call
     given, rebuild = flatten((args, kwargs))
     check_arguments((args, kwargs))
@@ -165,7 +165,7 @@ def _once(call: Call, whole: Collection[nn.Module], varying: Collection[nn.Modul
         given = [copied(t).requires_grad_(t.requires_grad) for t in given]
         args, kwargs = rebuild(given)
     with nullcontext() if call.in_step else buffers_preserved(buffers_of(model)), torch.enable_grad():
-        recorder = Recorder(model, device, whole, varying, call.in_step is not None)
+        recorder = Recorder(model, device, named, call.in_step is not None)
         recorder.begin(given)
         try:
             with (

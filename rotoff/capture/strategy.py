@@ -1,9 +1,8 @@
 """How a model is cut into stages: its forward is recorded (`recording`), and cut (`partition.cuts`).
 
 The modules of an ``nn.Sequential``, and those that the user names, end stages; any other model is cut where few bytes
-cross. Modules that cannot be looked into are taken whole: where a recording that looks into the named ones fails, those;
-and the innermost ones whose work depends on data (a loop over the experts in use, a number computed that sets a shape).
-The chain's input is (args, kwargs) of the call.
+cross. Modules that cannot be looked into are taken whole: named ones that do what cannot be written down; and the
+innermost ones whose work depends on data (a loop over the experts in use, a number computed that sets a shape). The chain's input is (args, kwargs) of the call.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .partition import cuts
 from .recorder import UnrecordableError, check_arguments, one_call
 from .recording import Call, InStep, record
 from .tape import Tape
-from .unrepeatable import IN_A_SUBMODULE, UncuttableError, UnrepeatableError
+from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
 CURE = 'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole'
 Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are
@@ -231,13 +230,13 @@ def capture(
     try:
         with switched_off(cached):
             call = Call(model, forward or model, args, kwargs, device, known, like, in_step)
-            tape = _recorded(call, [model.get_submodule(name) for name in names])
+            tape = record(call, [model.get_submodule(name) for name in names])
     except (UncuttableError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model's own forward may fail in any way
         reason = str(error).strip().splitlines()
         said = reason[0] if reason else type(error).__name__
-        cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) and not error.modules else CURE
+        cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) else CURE
         if not isinstance(error, MeasureError):  # most often the model's own, on a sample that is not for it
             said, cure = (
                 f"{type(error).__name__}: {said}",
@@ -247,38 +246,6 @@ def capture(
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     found = cuts.stages(tape, count, names)
     return Captured(found, how, tape, cached, bool(tape.attributes))
-
-
-def _recorded(call: Call, named: Sequence[nn.Module]) -> Tape:
-    """A recording; where one that looks into the modules `named` fails, one that takes them whole."""
-    try:
-        return _looked_into(call, ())
-    except UnrepeatableError:  # which nobody would see there
-        raise
-    except MeasureError:
-        if not named:
-            raise
-    return _looked_into(call, named)
-
-
-def _looked_into(call: Call, whole: Sequence[nn.Module]) -> Tape:
-    """A recording, in which modules whose work depends on data are taken whole: the innermost ones with which it
-    succeeds."""
-    varying: list[nn.Module] = []
-    opaque: set[nn.Module] = set()
-    while True:
-        try:
-            tape = record(call, whole, varying)
-            tape.opaque = opaque
-            return tape
-        except UnrecordableError as error:
-            inner = {m for outer in (*whole, *varying) for m in outer.modules()} | {call.model}
-            further = [m for m in dict.fromkeys(error.modules) if m not in inner]
-            if not further:
-                raise
-            varying += further
-            if error.opaque:
-                opaque.update(further)
 
 
 def named(model: nn.Module, wanted: Wanted) -> list[str]:

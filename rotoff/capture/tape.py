@@ -33,6 +33,13 @@ class Owned(NamedTuple):
         return getattr(self.module, self.table)[self.name]
 
 
+class Pinned:
+    """In an argument: a copy of this tensor, whatever the values are that a run goes by. It waits on the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.device = tensor.detach().to("cpu", copy=True), tensor.device
+
+
 class Variable(NamedTuple):
     """storage: number of its storage, equal for tensors that share bytes; None where a parameter's or constant's bytes
     are its own. nbytes: of that storage. owners: the parameters and buffers that lie there."""
@@ -109,12 +116,13 @@ class Tape:
     their structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it
     returns and a list of what they hold. varying: modules taken whole of which the work depends on data. generators:
     those that calls were given, each in the state in which it was found. tables: tensors among the arguments that were there before and are neither parameters
-    nor buffers. called: the modules that were called, those within modules taken whole left out.  opaque: those of the
-    modules taken whole whose calls cannot be told apart. entries: of each call of a module (and how many of it came
+    nor buffers. opaque: those of the modules taken whole whose calls cannot be told apart. inner: of an operation (its
+    id) that is a call of a module, the operations that are to be made in its place while it is measured. entries: of each call of a module (and how many of it came
     before), the number of operations before it that make or change tensors. modules: those of the model. random:
     whether a forward makes some of the operations by chance, and others not. held: the storages that stay when all that
     is saved and returned goes, since an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global
-    has them. changed_bytes: of `tables`, as often as an operation changes one: a step copies it before."""
+    has them. changed: those of `tables` that some operation changes, by id. changed_bytes: of these, as often as it does:
+    a step copies it before."""
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
@@ -125,12 +133,13 @@ class Tape:
     varying: frozenset[nn.Module] = frozenset()
     generators: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
     tables: list[torch.Tensor] = field(default_factory=list)
-    called: set[nn.Module] = field(default_factory=set)
+    inner: dict[int, tuple[Operation, ...]] = field(default_factory=dict)
     opaque: set[nn.Module] = field(default_factory=set)
     entries: dict[tuple[nn.Module | None, int], int] = field(default_factory=dict)
     random: bool = False
     modules: frozenset[nn.Module] = frozenset()
     held: frozenset[int] = frozenset()
+    changed: dict[int, torch.Tensor] = field(default_factory=dict)
     changed_bytes: int = 0
 
     def result_variables(self) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from ..tensors.buffers import BufferCopies, buffers_of
 from ..tensors.rng import Generators
+from ..tensors.storage import version_of
 from .outside import other_generators, put_other_generators
 from .unrepeatable import compiled
 
@@ -34,15 +35,19 @@ def undone(model: nn.Module) -> Iterator[None]:
 class _Before:
     def __init__(self, model: nn.Module) -> None:
         self._drawn = other_generators()
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._held: dict[nn.Module, dict[int, tuple[Any, Any]]] = {}
         for module in model.modules():
             if not compiled(module):
-                _note(vars(module), self._held, 0)
+                _note(vars(module), self._held.setdefault(module, {}), 0)
 
     def put_back(self) -> None:
-        for held, content in self._held.values():
-            _put_back(held, content)
+        self._put_back(self._held)
         put_other_generators(self._drawn)
+
+    def _put_back(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for held, content in self._held.get(module, {}).values():
+                _put_back(held, content)
 
 
 class BeforeStep(_Before):
@@ -59,6 +64,12 @@ class BeforeStep(_Before):
         self._generators.put(self._states)
         self._buffers.put_back()
 
+    def put_back_of(self, modules: Collection[nn.Module]) -> None:
+        """Of the model, put back only what is held by some `modules`, and by those within them."""
+        inner = {one for module in modules for one in module.modules()}
+        self._put_back(inner)
+        self._buffers.put_back(inner)
+
 
 def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
     if id(value) in before or depth > _DEPTH:
@@ -72,7 +83,7 @@ def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
             and value.layout is torch.strided
             and not value.is_meta
         ):
-            before[id(value)] = value, (value._version, value.detach().clone())
+            before[id(value)] = value, (version_of(value), value.detach().clone())
     elif isinstance(value, torch.Generator):
         before[id(value)] = value, value.get_state()
     elif isinstance(value, dict):
@@ -103,7 +114,7 @@ def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
 def _put_back(held: Any, content: Any) -> None:
     if isinstance(held, torch.Tensor):
         version, numbers = content
-        if held._version != version:
+        if version_of(held) != version:
             with torch.no_grad():
                 held.copy_(numbers)
     elif isinstance(held, torch.Generator):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .places import is_exact
-from .tape import Operation, Ref, Tape, Variable, leaves, substitute
+from .tape import Operation, Ref, Tape, Variable, substitute
 
 
 def union(one: Tape, other: Tape, order: Mapping[str, int]) -> Tape | None:
@@ -100,10 +100,10 @@ class _Side:
 class _Union:
     def __init__(self, one: Tape, other: Tape) -> None:
         self._sides = _Side(one), _Side(other)
-        self._tape = replace(one, inputs=[], variables=[], operations=[], result=[], entries={}, random=True)
+        self._tape = replace(one, inputs=[], variables=[], operations=[], result=[], entries={}, inner={}, random=True)
+        self._tape.varying, self._tape.opaque = one.varying | other.varying, one.opaque | other.opaque
         self._tape.generators = [*one.generators, *other.generators]
         self._tape.tables = list({id(t): t for t in (*one.tables, *other.tables)}.values())
-        self._tape.called = one.called | other.called
         self._storages = 0
         self._calls = 0  # of `Operation.makes`
 
@@ -122,6 +122,7 @@ class _Union:
         if alone is not None:
             self._hand_on(alone)
         self._tape.held = frozenset(self._storage(side, s) for side in self._sides for s in side.tape.held)
+        self._tape.changed = one.tape.changed | other.tape.changed
         self._tape.changed_bytes = max(one.tape.changed_bytes, other.tape.changed_bytes)
         self._tape.result = substitute(one.tape.result, lambda leaf: self._renamed(one, leaf))
         return self._tape
@@ -133,32 +134,36 @@ class _Union:
                 self._tape.entries.setdefault(side.entered.pop()[1], self._calls)
             side.position = n + 1
             side.calls += makes
-        side, n = using[0]
-        op = side.tape.operations[n]
+        every = [(each, each.tape.operations[k]) for each, k in using]
+        side, op = every[0]
+        inner = tuple(self._as_one([(side, one)]) for one in side.tape.inner.get(id(op), ()))
+        op = self._as_one(every)
+        if inner:
+            self._tape.inner[id(op)] = inner
+        self._calls += op.makes
+        self._tape.operations.append(op)
+
+    def _as_one(self, every: list[tuple[_Side, Operation]]) -> Operation:
+        """What stands for operations that are the same one."""
+        side, op = every[0]
         args, kwargs = substitute((op.args, op.kwargs), lambda leaf: self._renamed(side, leaf))
+        reads = dict.fromkeys(side.variables[n] for n in op.reads)
         outputs = []
         for place in range(len(op.outputs)):
-            mine = [
-                (each, number) for each, k in using if (number := each.tape.operations[k].outputs[place]) is not None
-            ]
+            mine = [(each, number) for each, one in every if (number := one.outputs[place]) is not None]
             outputs.append(self._new(mine) if mine else None)
-        reads = dict.fromkeys(leaf.variable for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref))
-        every = [(each, each.tape.operations[k]) for each, k in using]
-        self._calls += op.makes
-        self._tape.operations.append(
-            replace(
-                op,
-                args=args,
-                kwargs=kwargs,
-                outputs=tuple(outputs),
-                reads=tuple(reads),
-                writes=frozenset(self._storage(side, s) for s in op.writes),
-                saves=tuple((self._storage(side, s), nbytes) for s, nbytes in op.saves),
-                ends=tuple(
-                    dict.fromkeys(self._storage(each, s) for each, one in every for s in one.ends if s in each.storages)
-                ),
-                keys=tuple(dict.fromkeys(key for _, one in every for key in one.keys)),
-            )
+        return replace(
+            op,
+            args=args,
+            kwargs=kwargs,
+            outputs=tuple(outputs),
+            reads=tuple(reads),
+            writes=frozenset(self._storage(side, s) for s in op.writes),
+            saves=tuple((self._storage(side, s), nbytes) for s, nbytes in op.saves),
+            ends=tuple(
+                dict.fromkeys(self._storage(each, s) for each, one in every for s in one.ends if s in each.storages)
+            ),
+            keys=tuple(dict.fromkeys(key for _, one in every for key in one.keys)),
         )
 
     def _new(self, numbers: list[tuple[_Side, int]]) -> int:

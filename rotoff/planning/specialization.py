@@ -25,12 +25,11 @@ from torch.utils._pytree import tree_leaves
 from ..capture import strategy
 from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
-from ..capture.outside import without_checkpoints
+from ..capture.outside import own_function, without_checkpoints
 from ..capture.recording import same_calls
-from ..capture.sharding import gathers, refuse_tensor_parallel
+from ..capture.sharding import refuse_tensor_parallel
 from ..capture.tape import Tape
 from ..capture.undo import undone
-from ..capture.unrepeatable import compiled
 from ..core.chain import LinkRates, Stage
 from ..core.sequence import OpKind
 from ..core.sizes import format_bytes
@@ -50,6 +49,7 @@ from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
 from ..runtime.placed.lending import Lender, settle_buffers
 from ..runtime.taped_forward import TapedForward, UntapedError
+from ..tensors.buffers import contents_preserved
 from ..tensors.convolutions import flags, other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
 from .distributed import agree_on_profile, refuse_root_shards
@@ -78,7 +78,8 @@ class Specialization:
     """One course of the forward. plan: None until there is a request for one. hint: what was beside the tensors of its
     input. measure_again: whether steps have become others than this one; left: whether the last step that was to take
     it did not; missed: how many did not, and patience: after how many all courses known are made one. loose: how many
-    times what its steps may take the profile charges, where it follows from other sizes."""
+    times what its steps may take the profile charges, where it follows from other sizes. seen: what steps did that
+    chance has taken elsewhere, to be planned for as well."""
 
     profile: Profile
     captured: strategy.Captured
@@ -92,6 +93,7 @@ class Specialization:
     missed: int = 0
     patience: int = 4
     loose: float = 1.0
+    seen: list[Tape] = field(default_factory=list)
 
     @property
     def planned(self) -> Profile:
@@ -101,6 +103,11 @@ class Specialization:
         if self._planned is None or self._planned[0] != seen:
             self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether to note what steps do, since chance takes them elsewhere."""
+        return self.captured.random and self.missed > 0 and len(self.seen) < _SEEN
 
     def miss(self, astray: int) -> None:
         """A step did not take this course, as it was to; `astray` tells the one that it took."""
@@ -120,6 +127,7 @@ class Specialization:
 
 
 _OTHERS = 64  # other courses that are remembered
+_SEEN = 8  # of those, whose calls are noted
 _TWICE = 2  # times that a step takes the same other course before that is measured, too
 
 
@@ -175,7 +183,7 @@ class Specializations:
         self._rounded: dict[Any, Specialization] = {}  # by that and sizes that were rounded up
         self._known: OrderedDict[Any, deque[Specialization]] = OrderedDict()
         self._warned = False
-        self._told_sizes = False
+        self._told_sizes = self._told_whole = False
         self._ceiling: tuple[Any, Sizes] | None = None  # the largest input that was announced
 
     def __iter__(self) -> Iterator[Specialization]:
@@ -321,10 +329,11 @@ class Specializations:
         if not was_training:
             self._model.train()
         try:
-            known = [one.captured.tape for one in also]
+            known = [tape for one in also for tape in (one.captured.tape, *one.seen)]
             like, times = self._other_sizes(value) if self._varies and not timed and not also else (None, None)
             tape = None if like is None else like.captured.tape
             captured = self._captured(value, device, known, tape, taped)
+            self._say_called_again(captured.tape)
             captured = captured.starting(read_backward_from(self._options.backward_from))
             refuse_root_shards(self._model if root is None else root, captured.stages)
             # processes that measure together must all do the same
@@ -391,11 +400,23 @@ class Specializations:
         captured = strategy.capture(self._model, value, device, self._options.stages, run, known, like, taped)
         try:
             taped.let_go(captured.tape)
-        except UntapedError:
+        except UntapedError as error:
+            logger.warning(
+                "rotoff: the forward runs once more to measure this step, since %s; what it changes outside of the model (globals,"
+                " iterators, files) it changes twice in this step",
+                error,
+            )
             taped.put_back()
             with undone(self._model):
                 return self._captured(value, device, known, like, None)
         return captured
+
+    def _record(self, course: Specialization, value: Any, taped: TapedForward) -> None:
+        """Note what the forward of a step does that may take another way than `course`, by chance; its plan is made when
+        there are more."""
+        device = self.device or device_of(self._model, value)
+        with _MEASURING, without_checkpoints(), self._lender():
+            course.seen.append(self._captured(value, device, (), None, taped).tape)
 
     def _other_sizes(self, value: Any) -> tuple[Specialization | None, KnownTimes | None]:
         """What was measured last at other sizes, and the times that it and others tell of; from the third size on only of
@@ -509,13 +530,14 @@ class Specializations:
 
         def measured_here(also: deque[Specialization] | None = None) -> Specialization:
             nonlocal taped
-            closed = any(compiled(module) or gathers(module) for module in self._model.modules())
-            if not (self._placed or self.device is not None or closed):
-                taped = TapedForward(self._model, value, device_of(self._model, value))
+            taped = TapedForward(self._model, value, self.device or device_of(self._model, value))
             return self._made_one(value, also, taped) if also else self.measure(value, None, None, False, (), taped)
 
         try:
             course = self._taken(value, measured_here)
+            if taped is None and course is not None and self._group is None and course.wants_more:
+                taped = TapedForward(self._model, value, self.device or device_of(self._model, value))
+                self._record(course, value, taped)
             return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:
@@ -564,11 +586,6 @@ class Specializations:
             course.plan = make_plan(course.profile, self.request, self._group, near)
         self.latest = course
         return course
-
-    @property
-    def _placed(self) -> bool:
-        """Whether parameters are not where a forward finds them by itself."""
-        return self.request is not None and self.request.planner is not None
 
     def _look_at_loop(self, course: Specialization) -> None:
         """Plan the course anew where its last backward showed another loop, and keeping everything fits in only one."""
@@ -623,6 +640,22 @@ class Specializations:
             told,
         )
 
+    def _say_called_again(self, tape: Tape) -> None:
+        """In the log, once: which modules and Functions are run by their own code more often than in the plain model."""
+        names = {module: repr(name) for name, module in self._model.named_modules()}
+        functions = {one.function for op in tape.operations for one in tape.inner.get(id(op), (op,))}
+        told = sorted({names.get(one, "") if isinstance(one, nn.Module) else own_function(one) for one in functions})
+        told = [name for name in told if name]
+        if not told or self._told_whole:
+            return
+        self._told_whole = True
+        logger.warning(
+            "rotoff: the code of %s%s (compiled, sharded, mapped by torch.func, or a torch.autograd.Function) runs again when it is measured and"
+            " in replays; what it changes outside of the model (globals, iterators, files) changes more often than in the plain model",
+            ", ".join(told[:4]),
+            ", ..." if len(told) > 4 else "",
+        )
+
     def plans(self) -> list[PlannedSize]:
         """One row for each signature that has a plan."""
         measured = {id(one) for several in self._sizes.values() for one in several}
@@ -675,11 +708,11 @@ class Specializations:
 
 @contextmanager
 def _unchanged(model: nn.Module, captured: strategy.Captured) -> Iterator[None]:
-    """After the block the model, and the generators that its forward uses, are as before it."""
+    """After the block the model, and the generators and tensors that its forward uses, are as before it."""
     generators = [generator for generator, _ in captured.tape.generators]
     states = [generator.get_state() for generator in generators]
     try:
-        with undone(model):
+        with undone(model), contents_preserved([*captured.tape.changed.values()]):
             yield
     finally:
         for generator, state in zip(generators, states, strict=True):

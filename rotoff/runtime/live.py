@@ -26,6 +26,7 @@ from ..capture.unrepeatable import compiled
 from ..tensors.convolutions import Algorithms, forward_by
 from ..tensors.eager_mode import EagerFunctionMode, without
 from ..tensors.rng import Generators
+from ..tensors.storage import versions_of
 from .hollowing import GEOMETRY, empty, key_of, whole_base
 from .placed.lending import Lender
 from .reads import Reads
@@ -265,7 +266,7 @@ class LiveForward(EagerFunctionMode):
             self.lender.lend(function.parameters())
         if self.instead or self.brought or self.lender:
             args, kwargs = self._with_aliases(args, kwargs)
-        versions = [t._version for t in given] if known.watched else ()
+        versions = versions_of(given) if known.watched else ()
         written: Sequence[Tensor] = ()
         if known.writes or self.reads.changing or "out" in kwargs:
             written = self.reads.before_writing(known, args, kwargs, given, stage)
@@ -282,7 +283,7 @@ class LiveForward(EagerFunctionMode):
             raise
         finally:
             self.seen = self.dead = False
-        if versions and versions != [t._version for t in given]:
+        if versions and versions != versions_of(given):
             written = self.reads.note_changed(known, given, versions, written)
         if draws:
             self._drawn = self._mark()
@@ -301,6 +302,7 @@ class LiveForward(EagerFunctionMode):
         if self.reads.pending and not written:
             self.reads.note()
         if dead:
+            self.tape.needs_dead |= bool(written)  # others may read what it has changed
             for var in made:
                 if var is not None:
                     var.dead = True
@@ -345,7 +347,7 @@ class LiveForward(EagerFunctionMode):
     ) -> Any:
         if not self._is_whole(module):
             return original(module, *args, **kwargs)
-        if module in self._course.opaque or compiled(module):
+        if self._is_opaque(module):
             for tensor in (*module.parameters(), *module.buffers()):
                 self.reads.note_resident(tensor)
             return self.call(module, args, kwargs)
@@ -428,6 +430,9 @@ class LiveForward(EagerFunctionMode):
 
     def _is_whole(self, module: nn.Module) -> bool:
         return module in self._whole or compiled(module)
+
+    def _is_opaque(self, module: nn.Module) -> bool:
+        return module in self._course.opaque or compiled(module)
 
     def applied(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a custom Function's or a scripted function's call."""

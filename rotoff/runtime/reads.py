@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.course import OUTSIDE
-from ..tensors.storage import copied
+from ..tensors.storage import copied, version_of
 from .hollowing import key_of, whole_base
 from .stage_tape import StageTape
 from .torch_calls import WRITERS, Known
@@ -52,8 +52,8 @@ class Reads:
         written: Sequence[Tensor] = known.written(args, kwargs) if known.written is not None else ()
         watched: Sequence[Tensor] = ()
         if known.watched and stage != OUTSIDE:
-            if known.owner is not None and known.owner in WRITERS:
-                written = [*written, *(t for t in given if not isinstance(t, nn.Parameter))]
+            if known.owner is not None and (places := WRITERS.get(known.owner)):
+                written = [*written, *(t for n, t in enumerate(given) if n in places)]
             if self.changing:
                 watched = [t for t in given if id(t) in self.changing]  # which the call may change, or only read
         if written or watched:
@@ -69,7 +69,7 @@ class Reads:
         if tensor.grad_fn is not None:  # of a graph that the replay must not reach
             tensor = tensor.detach().requires_grad_(tensor.requires_grad)
         if id(tensor) not in self.tape.constants:
-            self.pending.append((tensor, tensor._version))
+            self.pending.append((tensor, version_of(tensor)))
             self.note_resident(tensor)
         return tensor
 
@@ -108,10 +108,11 @@ class Reads:
     ) -> Sequence[Tensor]:
         """A call has changed some of the tensors that it was given; returns all that it wrote. What was in those that
         nobody `expected` it to change, replays may miss."""
-        changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+        places = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
+        changed = [given[n] for n in places]
         unknown = [t for t in changed if not _is_among(t, expected)]
         if unknown and known.owner is not None:
-            WRITERS.add(known.owner)
+            WRITERS.setdefault(known.owner, set()).update(places)
         for key in {key_of(t) for t in unknown}:
             for tape in (self.tape, *(tape for tape, _ in self._readers_of(key))):
                 if tape is not self.tape or key in self.places or any(key_of(t) == key for t, _ in self.pending):

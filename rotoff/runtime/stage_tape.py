@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import ExecutionError
-from ..tensors.storage import copied
+from ..tensors.storage import copied, version_of
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 TAG = "_rotoff_var"  # the attribute of a tensor that holds its `Var`
@@ -184,7 +184,7 @@ class StageTape:
         for tensor, version, needs in self.constants.values():
             if needs is not None and tensor.requires_grad is not needs:
                 switched.append((tensor, needs))
-            if tensor._version != version and id(tensor) not in self.before:
+            if version_of(tensor) != version and id(tensor) not in self.before:
                 what = f"{type(tensor).__name__.lower()} of shape {tuple(tensor.shape)}"
                 raise ExecutionError(
                     f"a {what} was changed in place between the forward and the backward, and stage {self.name!r} recomputes from it;"

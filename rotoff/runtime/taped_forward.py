@@ -7,114 +7,39 @@ then measured and planned, and the planned step runs the tape in place of the mo
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from ..capture.tape import Tape
 from ..capture.undo import BeforeStep
 from ..errors import MeasureError
-from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .call_interception import as_call_of, following
-from .live import NOTHING_EXPECTED, LiveForward
-from .reads import Reads
 from .replay import ReplayState, Surroundings
-from .stage_tape import TAG, Call, StageTape, Var, autocast_now, tensors_of
+from .stage_tape import TAG, Call, StageTape, Var, autocast_now
+from .taping import Span, Taping
 
-FIRST = 1  # the one stage that there is
-_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 CURE = "; measure the model before training, by model.measure(*sample)"
 
 
 class UntapedError(Exception):
-    """A forward did what no tape holds: it has to be run again."""
-
-
-class _Span(NamedTuple):
-    """A call of a module: the calls on the tape that it made, and what it returned."""
-
-    module: nn.Module
-    begin: int
-    end: int
-    outputs: list[Var]
-
-
-class _Unstaged:
-    """What a forward asks of a step without stages."""
-
-    def enter(self, stage: int) -> None:
-        raise AssertionError(f"there is no stage {stage}")
-
-    def restore(self, var: Var) -> torch.Tensor:
-        raise AssertionError("nothing has been hollowed")
-
-
-class _Reads(Reads):
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that was there before the forward, with its graph, which the tape goes on from."""
-        if id(tensor) not in self.tape.constants:
-            self.pending.append((tensor, tensor._version))
-            self.note_resident(tensor)
-        return tensor
-
-
-class _Taping(LiveForward):
-    """Puts one forward on one tape, and notes which calls each module made."""
-
-    def __init__(
-        self,
-        replay: ReplayState,
-        surroundings: Surroundings,
-        given: list[torch.Tensor],
-        tape: StageTape,
-    ) -> None:
-        super().__init__(NOTHING_EXPECTED, _Unstaged(), surroundings.generators, given)
-        self.reads = _Reads()
-        for tensor in given:
-            self.reads.note_resident(tensor)
-        self.reads.places = {storage_key(tensor): n for n, tensor in enumerate(given)}
-        self.spans: list[_Span] = []
-        self.hooks: list[tuple[Call, RemovableHandle | None]] = []
-        self.asked_nodes = False  # of the graph: hooks on them, and backward hooks of modules, are on no tape
-        tape.inputs = [vars(tensor)[TAG] for tensor in given]
-        self.begin_stage(FIRST, tape, replay.mark)
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = super().call(function, args, kwargs)
-        if isinstance(result, torch.autograd.graph.Node) and not self.inside:
-            self.asked_nodes = True
-        if not self.inside and getattr(function, "__name__", "") in _HOOKS:
-            named = [self._reference([], FIRST, one) for one in args]
-            self.tape.calls.append(Call(partial(_hook, function, result), named, kwargs, (), None))
-            self.hooks.append((self.tape.calls[-1], result))
-        return result
-
-    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """In place of ``nn.Module.__call__``."""
-        begin = len(self.tape.calls)
-        result = super().called(original, module, *args, **kwargs)
-        if not self.inside:
-            found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
-            self.spans.append(_Span(module, begin, len(self.tape.calls), [var for var in found if var is not None]))
-        return result
-
-    def left(self) -> list[Var]:
-        """The tensors of its graph that somebody still holds."""
-        vars_here = [var for var in self._vars if var.stage == FIRST]
-        return [var for var in vars_here if (tensor := var.tensor()) is not None and tensor.requires_grad]
+    """A forward did what no tape holds, for the reason that is told: it has to be run again."""
 
 
 class _WholeTape(StageTape):
-    """The tape of a forward; modules that the plan knows as one call are called as such."""
+    """The tape of a forward, whose calls are made within calls of the modules that made them.
 
-    spans: Sequence[_Span] = ()
+    spans: those, as they began. whole: modules that the plan knows as one call.
+    """
+
+    spans: Sequence[Span] = ()
+    whole: Collection[Any] = ()
 
     def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
         with torch._C.DisableTorchFunction():  # no calls of the model's own
@@ -126,21 +51,43 @@ class _WholeTape(StageTape):
         values: dict[Var, torch.Tensor],
         changed: dict[int, torch.Tensor],
     ) -> None:
-        at = 0
-        for span in self.spans:
-            super()._make(calls[at : span.begin], values, changed)
-            at = span.end
+        def run(begin: int, end: int, held: Collection[Var]) -> None:
+            own = [(call, [var for var in dying if var not in held]) for call, dying in calls[begin:end]]
+            super(_WholeTape, self)._make(own, values, changed)
 
-            def run(span: _Span = span) -> list[torch.Tensor]:
-                own = [
-                    (call, [var for var in dying if var not in span.outputs])
-                    for call, dying in calls[span.begin : span.end]
-                ]
-                super(_WholeTape, self)._make(own, values, changed)
-                return [values[var] for var in span.outputs]
+        self._call(self.spans, 0, len(calls), (), run, values)
 
-            as_call_of(span.module, run)
-        super()._make(calls[at:], values, changed)
+    def _call(
+        self,
+        spans: Sequence[Span],
+        begin: int,
+        end: int,
+        held: Collection[Var],
+        run: Callable[[int, int, Collection[Var]], None],
+        values: dict[Var, torch.Tensor],
+    ) -> None:
+        """Make the calls from `begin` to `end` by `run`, within `spans`; keep those `held` of what they make."""
+        n = 0
+        while n < len(spans):
+            span, first = spans[n], n + 1
+            n = next((k for k in range(first, len(spans)) if spans[k].number >= span.until), len(spans))
+            run(begin, span.begin, held)
+            as_call_of(span.module, partial(self._within, span, spans[first:n], held, run, values))
+            begin = span.end
+        run(begin, end, held)
+
+    def _within(
+        self,
+        span: Span,
+        inner: Sequence[Span],
+        held: Collection[Var],
+        run: Callable[[int, int, Collection[Var]], None],
+        values: dict[Var, torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Make the calls of a module; returns what it returned, where it is one call."""
+        outputs = span.outputs if span.module in self.whole else []
+        self._call(inner, span.begin, span.end, {*held, *outputs}, run, values)
+        return [values[var] for var in outputs]
 
 
 class TapedForward:
@@ -158,7 +105,8 @@ class TapedForward:
         self._before = BeforeStep(model, device)
         self._device = device
         self._given = flatten(value)[0]
-        self._live: _Taping | None = None
+        self._live: Taping | None = None
+        self._opaque: Collection[nn.Module] = ()
         self._leaves: list[Any] = []
         self._told: dict[Var, dict[str, Any]] = {}  # attributes that the model's own code gave to what it returns
         self._spec: pytree.TreeSpec | None = None
@@ -176,7 +124,7 @@ class TapedForward:
         surroundings = Surroundings(self._device)
         self._replay = ReplayState(surroundings, ())
         self._tape = _WholeTape("of the whole model")
-        self._live = _Taping(self._replay, surroundings, self._given, self._tape)
+        self._live = Taping(self._replay, surroundings, self._given, self._tape)
         if torch._C._is_any_autocast_enabled():
             self._live.autocast_before = autocast_now()
         with following(self._live):
@@ -190,14 +138,17 @@ class TapedForward:
         """
         live, tape = self._live, self._tape
         assert live is not None
-        for call, handle in live.hooks:
-            if handle is not None and handle.id not in (handle.hooks_dict_ref() or ()):
-                call.function = _removed
-        changed = any(isinstance(what, Var) and now.requires_grad for what, now in tape.before.values())
-        drawn_elsewhere = any(generator.device.type != "cpu" for generator, _ in recorded.generators)
-        if tape.lost or changed or live.asked_nodes or recorded.opaque or drawn_elsewhere:
-            raise UntapedError
-        self.usable = True
+        live.settle()
+        why = live.untaped
+        if tape.lost:
+            why = f"{tape.lost} changes in place what others read"
+        if any(isinstance(what, Var) and now.requires_grad for what, now in tape.before.values()):
+            why = "it changes an input in place that needs a gradient"
+        if any(generator.device.type != "cpu" for generator, _ in recorded.generators):
+            why = "it draws from a generator of its own on the device"
+        if why:
+            raise UntapedError(why)
+        self.usable, self._opaque = True, live.opaque
         self._attributes = attributes = recorded.attributes
         left = self.result, [vars(module)[name] for module, name in attributes]
         self.result = None
@@ -214,13 +165,14 @@ class TapedForward:
             gc.collect()
         self._stashed = live.left()
         tape.calls = [_as_called(call) for call in tape.calls]
-        whole = {op.function for op in recorded.operations if isinstance(op.function, nn.Module)}
-        tape.spans = _outermost([span for span in live.spans if span.module in whole])
+        tape.whole = {op.function for op in recorded.operations if isinstance(op.function, nn.Module)}
+        tape.spans = sorted(live.spans, key=lambda span: span.number)
         live.forget()
         self._live = None
 
     def again(self) -> Any:
         """Make the calls again, as they were; returns what the model's own code returned."""
+        self._before.put_back_of(self._opaque)
         wanted = list(dict.fromkeys([*(leaf for leaf in self._leaves if isinstance(leaf, Var)), *self._stashed]))
         with self._replay:
             made = dict(zip(wanted, self._tape.run(self._given, wanted), strict=True))
@@ -269,19 +221,6 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_rotoff")}
 
 
-def _hook(
-    register: Callable[..., Any], handle: RemovableHandle | None, tensor: torch.Tensor, *args: Any, **kwargs: Any
-) -> None:
-    """Register a hook again; who holds its `handle` removes this one by it."""
-    new = register(tensor, *args, **kwargs)
-    if handle is not None:
-        vars(handle).update(vars(new))
-
-
-def _removed(*_: Any, **__: Any) -> None:
-    """In place of a hook that the forward has removed."""
-
-
 def _as_called(call: Call) -> Call:
     """The same, where a custom or scripted Function is called as the model's own code calls it."""
     function: Any = call.function
@@ -297,12 +236,3 @@ def _as_called(call: Call) -> Call:
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     return function.apply(*args, **kwargs)
-
-
-def _outermost(spans: Sequence[_Span]) -> list[_Span]:
-    """Those that are within no other, in order; calls that are modules themselves need none."""
-    found: list[_Span] = []
-    for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
-        if span.begin < span.end and (not found or span.begin >= found[-1].end):
-            found.append(span)
-    return found

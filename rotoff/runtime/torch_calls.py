@@ -214,9 +214,8 @@ def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     return (args[place] if len(args) > place else kwargs.get(name, place != 4)) != 0
 
 
-WRITERS: weakref.WeakSet[Any] = (
-    weakref.WeakSet()
-)  # custom Functions and their like that were seen to change an argument
+# custom Functions and their like that were seen to change an argument, and which of the tensors given that is
+WRITERS: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
 
 def find(function: Any) -> Known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .rng import Generators
+from .storage import version_of
 
 
 def restorable(value: Any) -> bool:
@@ -22,10 +23,6 @@ def restorable(value: Any) -> bool:
 def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal; fake ones have no content that could differ."""
     return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # which those do not have
 
 
 @contextmanager
@@ -55,16 +52,35 @@ class BufferCopies:
     """What is in `buffers`, each with its module and name, to be put back there in place."""
 
     def __init__(self, buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
-        self._saved = [(module, name, one, one.detach().clone(), _version(one)) for module, name, one in buffers]
+        self._saved = [(module, name, one, one.detach().clone(), version_of(one)) for module, name, one in buffers]
 
-    def put_back(self) -> None:
+    def put_back(self, of: Collection[nn.Module] | None = None) -> None:
+        """of: the modules whose buffers they are; None: all."""
         with torch.no_grad():
             for module, name, buffer, content, version in self._saved:
-                if not same_content(buffer, content):
-                    buffer.copy_(content)
-                if _version(buffer) != version:
-                    torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+                if of is not None and module not in of:
+                    continue
+                _put_back(buffer, content, version)
                 module._buffers[name] = buffer
+
+
+@contextmanager
+def contents_preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """`preserved`, of tensors that are no buffers."""
+    saved = [(one, one.detach().clone(), version_of(one)) for one in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for one, content, version in saved:
+                _put_back(one, content, version)
+
+
+def _put_back(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None:
+    if not same_content(tensor, content):
+        tensor.copy_(content)
+    if version_of(tensor) != version:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

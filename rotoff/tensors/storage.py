@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from ..errors import MeasureError
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` has been changed in place; 0 where nobody counts, as of those made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`version_of` each."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

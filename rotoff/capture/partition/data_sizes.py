@@ -14,6 +14,7 @@ import torch
 from ..tape import Owned, Ref, leaves
 
 _PICK = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_return_output", "nms"])
+_INDEXED = frozenset(["__setitem__", "index_put", "index_put_", "masked_scatter", "masked_scatter_"])
 _TELL = frozenset(["size", "numel", "nelement", "__len__"])
 _COUNT = frozenset(["unbind", "split", "chunk", "tensor_split"])
 _MASKS = (torch.bool, torch.uint8)
@@ -59,6 +60,22 @@ class DataSizes:
             self._constant.difference_update(list(reads)[:1])
         if _picks(name, references, tensors) or not self._varying.isdisjoint(reads):
             self._varying |= made
+
+    def taken_whole(self, given: Collection[int], outputs: Sequence[int | None]) -> None:
+        """A module whose work depends on data has returned `outputs`, of constant sizes where what it was given is."""
+        made = {n for n in outputs if n is not None}
+        self.computed |= made
+        self._constant -= made
+        if self._varying.isdisjoint(given):
+            self._varying -= made
+
+    def picks(self, name: str, references: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the sizes that a call gives, or has to be given, follow from the contents of its arguments."""
+        return (
+            _picks(name, references, tensors)
+            or name == "_pack_padded_sequence"
+            or (name in _INDEXED and any(t.dtype in _MASKS for t in tensors[1:]))
+        )
 
     def asked(self, function: Any, name: str, reads: Collection[int]) -> bool:
         """Whether this call asks for a size that follows from data."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...tensors.tree import flatten
-from ..tape import Operation, Owned, Ref, Tape
+from ..tape import Operation, Owned, Pinned, Ref, Tape
 
 
 class Segment(nn.Module):
@@ -34,7 +34,8 @@ class Segment(nn.Module):
         self, tape: Tape, operations: Sequence[Operation], enters: Sequence[int], leaves: Sequence[int] | None
     ) -> None:
         super().__init__()
-        owned = [o for operation in operations for o in operation.owned()]
+        made = [one for operation in operations for one in tape.inner.get(id(operation), (operation,))]
+        owned = [o for operation in (*operations, *made) for o in operation.owned()]
         last = tape.result if leaves is None else []
         owned += [leaf for leaf in last if isinstance(leaf, Owned)]
         whole = [operation.function for operation in operations if isinstance(operation.function, nn.Module)]
@@ -44,7 +45,7 @@ class Segment(nn.Module):
         self._whole = tuple(whole)
         self.varying = any(module in tape.varying for module in whole)
         self._owned = tuple(dict.fromkeys((o.module, o.table, o.name) for o in owned))
-        self._run = _Writer(tape, operations, enters, leaves).compiled()
+        self._run = _Writer(tape, made, enters, leaves).compiled()
 
     def forward(self, value: Any) -> Any:
         return self._run(flatten(value)[0])
@@ -174,6 +175,8 @@ class _Writer:
         kind = type(value)
         if kind is Ref:
             return f"v{value.variable}"
+        if kind is Pinned:
+            return f"{self._named(value.tensor)}.to({self._named(value.device)}, copy=True)"
         if kind is Owned:
             return f"{self._named(getattr(value.module, value.table))}[{value.name!r}]"
         if value is None or kind in (bool, int, str) or value is Ellipsis:

@@ -155,7 +155,12 @@ class DeviceAllocator:
         mark(name)
 
     def address(self, tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage().data_ptr()
+        try:
+            return tensor.untyped_storage().data_ptr()
+        except RuntimeError as error:
+            raise MeasureError(
+                f"the model works on a {type(tensor).__name__}, whose bytes rotoff cannot see; use plain tensors"
+            ) from error
 
     def rounded(self, nbytes: int) -> int:
         return rounded(nbytes, block_bytes(self._device))

@@ -1,0 +1,137 @@
+"""Calls of modules in a recorded forward, those of which become one operation each: modules whose work depends on data.
+
+That it does shows while such a module runs, so its calls are recorded like all others, and made one at the end. To
+measure the operation its own calls are made again, not the module: what the module's code changes outside of the model
+stays as the one forward left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from .places import Entry, alone
+from .tape import NOTHING, Operation, Owned, Pinned, Ref, Tape, substitute
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """A call of a module under way, or made.
+
+    number: of this call among all, from 1. entry: as of `places`. given: the variables among its arguments. versions: of
+    the tensors among them; transformed: whether one is so, by torch.func. drawn: the generators' states. begin, end: its
+    operations. made: operations before it that make or change tensors. until: how many calls of modules had begun when
+    it ended. place, outputs, grad, autocast: as of `Operation`.
+    """
+
+    module: nn.Module
+    name: str
+    number: int
+    entry: Entry
+    begin: int
+    made: int
+    given: tuple[int, ...]
+    versions: list[int]
+    transformed: bool
+    drawn: Any
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    place: tuple[tuple[str, int], ...] = ()
+    end: int = 0
+    until: int = 0
+    outputs: tuple[int | None, ...] = ()
+
+
+def as_one(
+    tape: Tape, calls: Sequence[ModuleCall], modules: Collection[nn.Module], instead: Mapping[int, Operation]
+) -> None:
+    """Have `calls` of `modules` be one operation each; of those within one another, the outermost.
+
+    Args:
+        instead: what takes the place of operations within them, by number.
+    """
+    operations: list[Operation] = []
+    before = list(accumulate((op.makes for op in tape.operations), initial=0))
+    renumbered: dict[int, int] = {}  # how many operations that make something come before an entry
+    made = at = until = 0
+
+    def take(end: int) -> None:
+        nonlocal made, at
+        for n in range(at, end):
+            renumbered.setdefault(before[n], made)
+            operations.append(tape.operations[n])
+            made += tape.operations[n].makes
+        at = end
+        renumbered.setdefault(before[at], made)
+
+    for n, call in enumerate(calls):
+        if n < until:
+            tape.entries.pop(call.entry, None)
+        elif call.module in modules and call.begin < call.end:
+            take(call.begin)
+            inner = tape.operations[call.begin : call.end]
+            operations.append(_joined(tape, call, inner))
+            tape.inner[id(operations[-1])] = tuple(instead.get(n, op) for n, op in enumerate(inner, start=at))
+            made, at, until = made + 1, call.end, call.until
+    take(len(tape.operations))
+    tape.entries.update({entry: renumbered[count] for entry, count in tape.entries.items()})
+    tape.operations = operations
+
+
+def _joined(tape: Tape, call: ModuleCall, inner: Sequence[Operation]) -> Operation:
+    """What stands for the operations that a call has made."""
+    reads, born = dict.fromkeys(call.given), set[int]()
+    for op in inner:
+        reads.update(dict.fromkeys(n for n in op.reads if n not in born))
+        born.update(n for n in op.outputs if n is not None and n not in reads)
+    saves = tuple(dict.fromkeys(one for op in inner for one in op.saves))
+    seen = {tape.variables[n].storage for n in (*reads, *call.outputs) if n is not None} | {n for n, _ in saves}
+    unseen = {tape.variables[n].storage for n in born} - seen
+    return Operation(
+        function=call.module,
+        args=tuple(map(Ref, call.given)),
+        kwargs={},
+        outputs=call.outputs,
+        reads=tuple(reads),
+        writes=frozenset().union(*(op.writes for op in inner)),
+        writes_owned=tuple(dict.fromkeys(owned for op in inner for owned in op.writes_owned)),
+        draws=any(op.draws for op in inner),
+        grad=call.grad,
+        autocast=call.autocast,
+        expected=NOTHING,
+        effect=True,
+        place=call.place,
+        saves=saves,
+        ends=tuple(dict.fromkeys(n for op in inner for n in op.ends if n not in unseen)),
+        keys=alone(call.entry, call.module),
+    )
+
+
+def pinned(operation: Operation, tensors: Sequence[torch.Tensor], returned: Sequence[torch.Tensor]) -> Operation:
+    """`operation`, of which the sizes follow from numbers, so that it always gives the sizes that it gave: measuring
+    draws other random numbers than the step. Whole numbers that it returned are kept, or else those that it was given.
+
+    Args:
+        tensors: its arguments, in order.
+    """
+    if not any(t.is_floating_point() or t.is_complex() for t in returned):
+        return replace(operation, function=_given, args=([*map(Pinned, returned)],), kwargs={}, reads=())
+    waiting = iter(tensors)
+
+    def kept(leaf: Any) -> Any:
+        tensor = next(waiting) if isinstance(leaf, (Ref, Owned, torch.Tensor)) else None
+        if not isinstance(leaf, Ref) or tensor is None or tensor.is_floating_point() or tensor.is_complex():
+            return leaf
+        return Pinned(tensor)
+
+    args, kwargs = substitute((operation.args, operation.kwargs), kept)
+    return replace(operation, args=args, kwargs=kwargs)
+
+
+def _given(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors

@@ -1,0 +1,293 @@
+"""Puts one whole forward of the model's own code on one tape, with the hooks that it registers in its graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..capture.outside import other_generators, put_other_generators
+from ..capture.recorder import one_call
+from ..tensors.storage import storage_key, version_of
+from .live import NOTHING_EXPECTED, LiveForward
+from .reads import Reads
+from .replay import ReplayState, Surroundings
+from .stage_tape import TAG, Call, StageTape, Var, replaced, tensors_of
+from .torch_calls import WRITERS, Known
+
+FIRST = 1  # the one stage that there is
+_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
+
+
+class Span(NamedTuple):
+    """A call of a module: its number, that of the next one after it, the calls on the tape that it made, and what it
+    returned."""
+
+    module: nn.Module
+    number: int
+    until: int
+    begin: int
+    end: int
+    outputs: list[Var]
+
+
+class Once:
+    """On the tape: a call of a module that is made as a whole, with what Python and NumPy draw as they did."""
+
+    def __init__(self, module: nn.Module, drawn: list[Any]) -> None:
+        self.module, self._drawn = module, drawn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now = other_generators()
+        put_other_generators(self._drawn)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            put_other_generators(now)
+
+
+class _Unstaged:
+    """What a forward asks of a step without stages."""
+
+    def enter(self, stage: int) -> None:
+        raise AssertionError(f"there is no stage {stage}")
+
+    def restore(self, var: Var) -> Tensor:
+        raise AssertionError("nothing has been hollowed")
+
+
+class _Reads(Reads):
+    """Before a call that may change what it is given, with nothing to tell, all of that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guesses: Sequence[Tensor] = ()  # what the present call may change
+        self._guessed: list[tuple[int | Var, Tensor, int]] = []  # what is kept, and the version of what it was kept of
+
+    def constant(self, tensor: Tensor) -> Tensor:
+        """A tensor that was there before the forward, with its graph, which the tape goes on from."""
+        if id(tensor) not in self.tape.constants:
+            self.pending.append((tensor, version_of(tensor)))
+            self.note_resident(tensor)
+        return tensor
+
+    def before_writing(
+        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
+    ) -> Sequence[Tensor]:
+        if known.owner is None or known.owner in WRITERS:
+            return super().before_writing(known, args, kwargs, given, stage)
+        before = set(self.tape.before)
+        WRITERS[known.owner] = {n for n, tensor in enumerate(given) if not isinstance(tensor, nn.Parameter)}
+        try:
+            self._guesses = super().before_writing(known, args, kwargs, given, stage)
+        finally:
+            del WRITERS[known.owner]
+        for key in self.tape.before.keys() - before:
+            what = self.tape.before[key][0]
+            if (tensor := what.tensor() if isinstance(what, Var) else what) is not None:
+                self._guessed.append((key, tensor, version_of(tensor)))
+        return ()
+
+    def note_changed(
+        self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        super().note_changed(known, given, versions, [*expected, *self._guesses])
+        changed = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
+        if known.owner is not None:
+            WRITERS.setdefault(known.owner, set()).update(changed)
+        return [*expected, *(given[n] for n in changed)]
+
+    def let_go(self) -> None:
+        """What was not changed after all need not be kept."""
+        for key, tensor, version in self._guessed:
+            if version_of(tensor) == version:
+                self.tape.before.pop(key, None)
+        self._guessed.clear()
+
+
+class _Around(NamedTuple):
+    """A module whose call is under way. transformed: whether it is given tensors within a transform of torch.func."""
+
+    module: nn.Module
+    transformed: bool
+
+
+class Taping(LiveForward):
+    """Puts one forward on one tape, and notes which calls each module made.
+
+    untaped: why the tape does not have all that the forward did; "" where it does. opaque: modules whose calls are one
+    call each.
+    """
+
+    def __init__(self, replay: ReplayState, surroundings: Surroundings, given: list[Tensor], tape: StageTape) -> None:
+        super().__init__(NOTHING_EXPECTED, _Unstaged(), surroundings.generators, given)
+        self.reads: _Reads = _Reads()
+        for tensor in given:
+            self.reads.note_resident(tensor)
+        self.reads.places = {storage_key(tensor): n for n, tensor in enumerate(given)}
+        self.spans: list[Span] = []
+        self.hooks: list[tuple[Call, RemovableHandle | None]] = []
+        self.untaped = ""
+        self.opaque: set[nn.Module] = set()
+        self._entered = 0  # calls of modules
+        self._around: list[_Around] = []
+        self._hidden: _Around | None = None  # of which nothing more is looked at
+        tape.inputs = [vars(tensor)[TAG] for tensor in given]
+        self.begin_stage(FIRST, tape, replay.mark)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.inside:
+            return function(*args, **kwargs)
+        if any(is_functorch_wrapped_tensor(t) for t in tensors_of((args, kwargs))):
+            self._hidden = next((one for one in reversed(self._around) if not one.transformed), None)
+            if self._hidden is not None:
+                self.inside = True
+                return function(*args, **kwargs)
+        result = super().call(function, args, kwargs)
+        if getattr(function, "__name__", "") in _HOOKS:
+            self.registered(partial(_hook, function, result), args, kwargs, result)
+        if isinstance(result, torch.autograd.graph.Node):
+            return self._node(result, args[0])
+        return result
+
+    def registered(
+        self, again: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], handle: RemovableHandle | None
+    ) -> None:
+        """A hook has been registered in the graph; `again` does so in another."""
+        named = [self._reference([], FIRST, one) for one in args]
+        self.tape.calls.append(Call(again, named, kwargs, (), None))
+        self.hooks.append((self.tape.calls[-1], handle))
+
+    def _node(self, node: Any, tensor: Tensor) -> Any:
+        """What stands for the node that made `tensor`."""
+        var: Var | None = vars(tensor).get(TAG)
+        if var is None or var.step is not self._token or var.stage != FIRST:
+            return node  # of the caller's graph
+        if _asks() == "torch.autograd.graph":  # which gives it to C++
+            self.untaped = "it asks for nodes of its graph"
+            return node
+        return Node(self, node, tensor)
+
+    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """In place of ``nn.Module.__call__``."""
+        begin, drawn, number = len(self.tape.calls), other_generators(), self._entered
+        self._entered += 1
+        given = tensors_of((args, kwargs))
+        around = _Around(module, any(map(is_functorch_wrapped_tensor, given)))
+        opaque = self._is_opaque(module)
+        self._around.append(around)
+        try:
+            result = super().called(original, module, *args, **kwargs)
+        finally:
+            self._around.pop()
+            if hidden := self._hidden is around:
+                self._hidden, self.inside = None, False
+        if hidden:
+            self.opaque.add(module)
+            del self.tape.calls[begin:]
+            self.spans = [span for span in self.spans if span.number < number]
+            reference = partial(self._reference, [], FIRST)
+            made, _ = self._made(tensors_of(result), given, FIRST)
+            self.tape.calls.append(Call(module, replaced(args, reference), replaced(kwargs, reference), made, None))
+        if opaque or hidden:
+            self.tape.calls[-1].function = Once(module, drawn)
+            return result
+        found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
+        outputs = [var for var in found if var is not None]
+        self.spans.append(Span(module, number, self._entered, begin, len(self.tape.calls), outputs))
+        return result
+
+    def _is_whole(self, module: nn.Module) -> bool:
+        return self._is_opaque(module)
+
+    def _is_opaque(self, module: nn.Module) -> bool:
+        if one_call(module):
+            self.opaque.add(module)
+        return module in self.opaque
+
+    def left(self) -> list[Var]:
+        """The tensors of its graph that somebody still holds."""
+        vars_here = [var for var in self._vars if var.stage == FIRST]
+        return [var for var in vars_here if (tensor := var.tensor()) is not None and tensor.requires_grad]
+
+    def settle(self) -> None:
+        """The forward has ended: of the hooks that it has removed nothing is to be done."""
+        for call, handle in self.hooks:
+            if handle is not None and handle.id not in (handle.hooks_dict_ref() or ()):
+                call.function = _removed
+        self.reads.let_go()
+
+
+class Node:
+    """A node of a graph that is only watched: hooks on it are put on the tape. To Python it is the node."""
+
+    def __init__(self, live: Taping, node: Any, tensor: Tensor | None) -> None:
+        self._live, self._node = live, node
+        self._tensor = tensor  # that it made; None where it was reached by another node
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._node)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._node is (other._node if type(other) is Node else other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    @property
+    def next_functions(self) -> Any:
+        """Those of the node."""
+        return tuple((node and Node(self._live, node, None), n) for node, n in self._node.next_functions)
+
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As of the node."""
+        return self._register("register_hook", hook)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As of the node."""
+        return self._register("register_prehook", hook)
+
+    def _register(self, name: str, hook: Callable[..., Any]) -> RemovableHandle:
+        handle: RemovableHandle = getattr(self._node, name)(hook)
+        if self._tensor is None:
+            self._live.untaped = "it registers hooks on nodes of its graph that made none of its tensors"
+        else:
+            register = partial(_register_on_node, name)
+            self._live.registered(partial(_hook, register, handle), (self._tensor, hook), {}, handle)
+        return handle
+
+
+def _asks() -> str:
+    """The name of the module whose code has called torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"].startswith(("rotoff.", "torch._dynamo.")):
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals["__name__"])
+
+
+def _register_on_node(name: str, tensor: Tensor, hook: Callable[..., Any]) -> Any:
+    return getattr(tensor.grad_fn, name)(hook)
+
+
+def _hook(
+    register: Callable[..., Any], handle: RemovableHandle | None, tensor: Tensor, *args: Any, **kwargs: Any
+) -> None:
+    """Register a hook again; who holds its `handle` removes this one by it."""
+    new = register(tensor, *args, **kwargs)
+    if handle is not None:
+        vars(handle).update(vars(new))
+
+
+def _removed(*_: Any, **__: Any) -> None:
+    """In place of a hook that the forward has removed."""
