@@ -462,7 +462,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: fl
         "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),
         format_bytes(expected_bytes(profile, plan)),
         trace.makespan,
-        100 * (trace.makespan / base - 1) if base else 0.0,
+        round(100 * (trace.makespan / base - 1), 1) + 0.0 if base else 0.0,  # never -0.0
         format_bytes(trace.d2h_bytes),
         trace.recompute_time,
         in_words(plan.sequence),
