@@ -11,7 +11,7 @@ import rotoff
 ROOT = Path(__file__).parent.parent
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]*)\]\(\.\./([^)]*)\)")  # links to files of the repository that are no pages
 GROUPS = {
-    "Training": ("Checkpointable", "attach", "detach", "RotoffConfig"),
+    "Training": ("Checkpointable", "attach", "detach", "attach_schedule", "RotoffConfig"),
     "Asking before training": (
         "plan",
         "PlannedModes",
@@ -22,7 +22,7 @@ GROUPS = {
         "estimate",
         "stages",
     )
-    + ("Device", "devices", "register_device"),
+    + ("PlacedStep", "PlannedPipeline", "PlannedRank", "Device", "devices", "register_device"),
     "Planning": ("solve", "sweep", "Sweep", "Row", "keep_all", "min_mem_limit", "lower_bound", "simulate", "Machine"),
     "Chains and plans": ("Chain", "Stage", "Form", "ParameterGroup", "Sequence", "Op", "OpKind", "Value", "parse")
     + ("Trace", "parse_bytes", "format_bytes"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -151,6 +152,11 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert names["plain"] == names["planned"]
     assert names["model"].get_expected_memory() <= names["everything"] // 2
     assert "fits: parameters" in capsys.readouterr().out
+
+
+def test_the_reference_has_a_place_for_every_public_name() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "conf.py"))["reference"]()  # raises where it has none
+    assert ".. autofunction:: rotoff.attach_schedule" in page
 
 
 @pytest.mark.slow

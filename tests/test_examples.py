@@ -79,6 +79,17 @@ def test_train_transformer_reaches_the_plain_losses() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_loop_as_torchtitans_reaches_the_plain_losses() -> None:
+    pytest.importorskip("yaml")
+    runs = [run(EXAMPLES / "titan_loop.py", EXAMPLES / "titan_loop.yaml", *more) for more in (["--plain"], [])]
+    assert [one.returncode for one in runs] == [0, 0], runs[1].stderr
+    plain, planned = ([line for line in one.stdout.splitlines() if line.startswith("step")] for one in runs)
+    assert plain == planned
+    assert len(plain) == 4
+    assert "recomputed:" in runs[1].stdout or "moved to the host:" in runs[1].stdout
+
+
 def test_planning_without_a_device_writes_what_it_prints(tmp_path: Path) -> None:
     result = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "6 GiB", "--out", tmp_path / "plans")
     assert result.returncode == 0, result.stderr

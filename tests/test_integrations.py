@@ -89,6 +89,13 @@ def works_hard(planned: rotoff.Checkpointable | None) -> bool:
     return any(op.kind.value in ("F_ck", "F_none", "offload") for op in planned.sequence)
 
 
+def configured(folder: Path, **said: Any) -> rotoff.RotoffConfig:
+    """As read from a YAML file that has settings of others, too."""
+    yaml = pytest.importorskip("yaml")
+    (folder / "train.yaml").write_text(yaml.safe_dump({"learning_rate": 0.1, "rotoff": said}))
+    return rotoff.RotoffConfig.load(folder / "train.yaml")
+
+
 # -- Hugging Face
 
 
@@ -148,6 +155,25 @@ def test_trainer_inside_a_device_limit(tmp_path: Path) -> None:
     resumed = hugging_face(tmp_path / "resumed", max_grad_norm=0.5)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # made while parameters were placed
     assert same(list(resumed.model.parameters()), list(plain.model.parameters()))
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_trainer_with_one_argument_from_a_file(tmp_path: Path, placed: bool) -> None:
+    plain = hugging_face(tmp_path / "plain")
+    plain.train()
+    from rotoff.integrations.transformers import RotoffCallback
+
+    limit = (
+        {"device_limit": a_device_limit(), "updates": "after"} if placed else {"mem_limit": a_limit(), "mode": "remat"}
+    )
+    callback = RotoffCallback(configured(tmp_path, **limit, stages=5, options={"refine": False}))
+    trainer = hugging_face(tmp_path / "planned", callback)
+    trainer.train()
+    assert (moves_parameters if placed else works_hard)(callback.planned)
+    assert placed or not any(op.kind is rotoff.OpKind.OFFLOAD for op in callback.planned.sequence)
+    assert len(callback.planned.chain) == 5
+    assert losses(trainer) == losses(plain)
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
 
 
 def test_trainer_of_a_language_model(tmp_path: Path) -> None:
@@ -248,6 +274,17 @@ def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
     assert same(list(other.parameters()), list(plain.parameters()))
 
 
+def test_accelerate_with_one_argument_from_a_file(tmp_path: Path) -> None:
+    expected, _, plain = accelerated(build(), "no")
+    model = build()
+    planned = rotoff.attach(model, configured(tmp_path, mem_limit=a_limit(), options={"refine": False}))
+    found, _, prepared = accelerated(model, "no")
+    assert works_hard(planned)
+    assert found == expected
+    assert prepared is model
+    assert same(list(model.parameters()), list(plain.parameters()))
+
+
 # -- Lightning
 
 
@@ -321,6 +358,22 @@ def test_lightning_inside_a_device_limit(tmp_path: Path, lightning: Any) -> None
     module, callback = lit(lightning), RotoffCallback(device_limit=a_device_limit(), refine=False)
     fit(lightning, module, tmp_path, callback)
     assert moves_parameters(callback.planned)
+    assert module.seen == plain.seen
+    assert same(list(module.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("placed", [False, True])
+def test_lightning_with_one_argument_from_a_file(tmp_path: Path, lightning: Any, placed: bool) -> None:
+    plain = lit(lightning)
+    fit(lightning, plain, tmp_path)
+    from rotoff.integrations.lightning import RotoffCallback
+
+    limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}
+    module = lit(lightning)
+    callback = RotoffCallback(configured(tmp_path, **limit, options={"refine": False}), module="net")
+    fit(lightning, module, tmp_path, callback)
+    assert (moves_parameters if placed else works_hard)(callback.planned)
     assert module.seen == plain.seen
     assert same(list(module.parameters()), list(plain.parameters()))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 import rotoff
 from rotoff.cli import main
 from rotoff.errors import InfeasibleError, OptionError
+from rotoff.tools.largest import _searched
 
 WIDTH = 64
 SMALL = rotoff.Device("small", 2**24, 1e10, {"float32": 1e10}, 1e9, 1e9)
@@ -38,6 +41,7 @@ def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -
     assert found.size > 0 and found.size % step == 0 and found.refused == found.size + step
     assert found.proven and found.planned is not None and found.planned.fits and found.planned.keeps_limit
     assert f"{found.size} works; {found.refused} cannot work: " in str(found)
+    assert len(found.tried) <= 8  # halving what is open asks twice as often
     model, sample = build(found.refused)
     sample = sample if isinstance(sample, tuple) else (sample,)
     try:
@@ -62,6 +66,24 @@ def test_a_time_bounds_it_as_well() -> None:
     nothing = rotoff.largest(rows, device=SMALL, step_time=1e-12)
     assert (nothing.size, nothing.refused, nothing.planned) == (0, 1, None)
     assert str(nothing).startswith("nothing works; 1 cannot work: no plan within")
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 1000])
+@pytest.mark.parametrize("power", [0, 0.5, 1, 2, 3])
+def test_the_search_ends_beside_the_largest_for_any_shape_of_what_is_left(power: float, last: int) -> None:
+    for largest in (0, 1, 2, 5, 37, 999, 5000):
+        asked: list[int] = []
+
+        def ask(n: int, asked: list[int] = asked, largest: int = largest) -> Any:
+            asked.append(n)
+            left = (largest + 0.5) ** power - n**power if power else 0.5 - (n > largest)
+            return SimpleNamespace(works=left >= 0, margins={"bytes": left})
+
+        tried = _searched(ask, last)
+        assert len(asked) == len(set(asked)) <= 3 * math.log2(last + 1) + 3
+        low = max((n for n in tried if tried[n].works), default=0)
+        assert low == min(largest, last)
+        assert low == last or low + 1 in tried
 
 
 def test_all_that_was_asked_for_may_work() -> None:

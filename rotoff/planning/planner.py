@@ -27,6 +27,7 @@ from ..runtime.form_replays import replay_forms
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.overhead import Upkeep
 from ..solver import keep_all
+from ..solver.anneal import Budget
 from ..solver.bounds import largest_operation, least_time_of, min_mem_limit
 from ..solver.in_flight import least_in_flight, resting_bytes
 from ..solver.search import parse_host_limit
@@ -37,6 +38,8 @@ from .request import Request
 logger = logging.getLogger("rotoff")
 GOOD = 1.005  # times the seconds of compute: a plan of other sizes that is taken as it is
 EFFORT = 0.1  # of a step's seconds, for the search where none is
+SHORT = 0.1  # of the effort: what each way gets, before the best ones get all of it
+WORTH = 1.005  # times the seconds of the best way: others that get all of it too
 UNPRICED = 0.01  # of a step: what tails may come to before the plan is asked for twice
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 PLAIN = "plain_model"  # likewise: whether it is the plain model that runs
@@ -101,9 +104,12 @@ class PlanVariant:
         sequence = replace(found, ops=tuple(operations))
         return expected_step(self.chain, sequence, self.tail_times, self.upkeep, sequence.mem_limit).makespan
 
-    def bound(self, asked: int) -> float:
-        """Seconds that no sequence within the user's limit `asked` can beat."""
-        return least_time_of(self.chain, asked + self.more, self.tail_times)
+    def shortened(self) -> PlanVariant:
+        """The same with a share of the effort."""
+        effort = SHORT * Budget.of(self.request.options.get("refine", True)).seconds
+        if self.request.policy is not None or not effort:
+            return self
+        return replace(self, request=replace(self.request, options={**self.request.options, "refine": effort}))
 
 
 Known = tuple[Profile, ExecutionPlan]
@@ -331,33 +337,42 @@ def _unpriced(profile: Profile) -> bool:
 
 def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
     """The fastest sequence of all ways; its meta says which skip connections it keeps in place, and whether it copies
-    gradients.
+    gradients. A short search of each way tells which of them are worth the whole effort.
 
     Raises:
         InfeasibleError: where none fits; `min_mem_limit` is in the user's terms.
     """
-    best: tuple[float, Sequence] | None = None
+    found: list[tuple[float, int, Sequence]] = []
+    short = [way.shortened() for way in ways]
+    if len(ways) > 1 and short != ways:
+        found, _ = _solved(asked, short)
+    near = [n for seconds, n, _ in found if seconds <= WORTH * min(one[0] for one in found)] or range(len(ways))
+    longer, least = _solved(asked, [ways[n] for n in near])
+    found += [(seconds, near[n], sequence) for seconds, n, sequence in longer]
+    if not found:
+        raise InfeasibleError("", min(least))
+    _, n, sequence = min(found, key=lambda one: one[0])
+    return _meant(sequence, {KEPT: list(ways[n].kept), COMPACT: ways[n].compact})
+
+
+def _solved(asked: int, ways: list[PlanVariant]) -> tuple[list[tuple[float, int, Sequence]], list[int]]:
+    """Of each way that fits: the seconds expected of a step, its place among `ways`, its sequence. Of others: the
+    smallest limit, in the user's terms."""
+    found, least = [], []
     least_on_lanes = math.inf  # of those solved, without upkeep
-    least: list[int] = []
-    for way in ways:
+    for n, way in enumerate(ways):
         if least_on_lanes <= way.chain.compute_time:
             break  # nothing can be faster but by upkeep
         try:
             if asked + way.more <= 0:
                 raise InfeasibleError("", way.least + way.more)
-            if best is not None and way.bound(asked) >= best[0]:
-                continue
             sequence = way.solve(asked)
         except InfeasibleError as error:
             least.append(error.min_mem_limit - way.more)
             continue
-        time = expected_step(way.chain, sequence, way.tail_times, way.upkeep).makespan
+        found.append((expected_step(way.chain, sequence, way.tail_times, way.upkeep).makespan, n, sequence))
         least_on_lanes = min(least_on_lanes, expected_step(way.chain, sequence, way.tail_times).makespan)
-        if best is None or time < best[0]:
-            best = time, _meant(sequence, {KEPT: list(way.kept), COMPACT: way.compact})
-    if best is None:
-        raise InfeasibleError("", min(least))
-    return best[1]
+    return found, least
 
 
 def _room(profile: Profile, group: Any) -> int | None:
@@ -447,7 +462,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: fl
         "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),
         format_bytes(expected_bytes(profile, plan)),
         trace.makespan,
-        100 * (trace.makespan / base - 1) if base else 0.0,
+        round(100 * (trace.makespan / base - 1), 1) + 0.0 if base else 0.0,  # never -0.0
         format_bytes(trace.d2h_bytes),
         trace.recompute_time,
         in_words(plan.sequence),

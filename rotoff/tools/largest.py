@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,10 +15,13 @@ from ..errors import InfeasibleError, LimitError, OptionError
 from ..planning.planner import least_limit, least_time, make_plan
 from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
+from ..profile.profile import Profile
 from .estimate import estimated
-from .mode_comparison import PlannedModes, plan, resident_bytes, usable_bytes
+from .mode_comparison import PlannedModes, plan, planned_modes, resident_bytes, usable_bytes
 
 MOST = 2**20
+GROWTH = 16  # times the largest that works: the next to try, at most, while nothing is refused
+PATIENCE = 2  # answers in a row that do not halve what is open
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,21 @@ class Largest:
 
 
 @dataclass(frozen=True)
+class _Answer:
+    """Whether a size works. margins: bytes, and seconds where they were asked for, that are left; below 0 it does not
+    work. why: makes the sentence that says why not. proven: whether no plan can make it work."""
+
+    margins: dict[str, float]
+    planned: Callable[[], PlannedModes]
+    why: Callable[[], str] = str
+    proven: bool = True
+
+    @property
+    def works(self) -> bool:
+        return min(self.margins.values()) >= 0
+
+
+@dataclass(frozen=True)
 class _Question:
     build: Callable[[int], Any]
     device: Device
@@ -54,31 +74,38 @@ class _Question:
     step_time: float | None
     mem_slots: int
 
-    def ask(self, n: int) -> tuple[str, bool]:
-        """Why size n does not work, and whether that is proven; an empty sentence if it does."""
+    def ask(self, n: int) -> _Answer:
+        """Whether size n works."""
         model, args, kwargs = read_built(self.build(n), n)
         profile = estimated(model, args, kwargs, self.device)
         resident = resident_bytes(profile, self.optimizer)
         room = usable_bytes(self.device.memory_bytes) - sum(resident.values())
         limit = room if self.mem_limit is None else min(room, self.mem_limit)
+        planned = partial(planned_modes, profile, self.device, self.mem_limit, resident, (), ("joint",), self.mem_slots)
         if limit <= 0:
-            return f"what is resident takes {format_bytes(sum(resident.values()))} of {self.device.name}'s memory", True
+            why = f"what is resident takes {format_bytes(sum(resident.values()))} of {self.device.name}'s memory"
+            return _Answer({"bytes": limit - 1}, planned, lambda: why)
         request = Request(limit, "joint", self.mem_slots, {})
-        if (least := least_limit(profile, request)) > limit:
-            try:
-                make_plan(profile, request)
-            except InfeasibleError as error:
-                return str(error), True
-            raise AssertionError(f"a plan within {limit} bytes, where {least} are needed")
+        margins: dict[str, float] = {"bytes": limit - least_limit(profile, request)}
+        if margins["bytes"] < 0:
+            return _Answer(margins, planned, partial(_refusal, profile, request))
         if self.step_time is None:
-            return "", False
+            return _Answer(margins, planned)
         bound = least_time(profile, request)
         if bound > self.step_time:
-            return f"no plan within {format_bytes(limit)} is faster than {bound:.4g} s a step", True
-        if (found := make_plan(profile, request).trace.makespan) > self.step_time:
-            took = f"takes {found:.4g} s a step, the bound is {bound:.4g} s"
-            return f"the best plan found within {format_bytes(limit)} {took}", False
-        return "", False
+            why = f"no plan within {format_bytes(limit)} is faster than {bound:.4g} s a step"
+            return _Answer({**margins, "seconds": self.step_time - bound}, planned, lambda: why)
+        found = make_plan(profile, request).trace.makespan
+        why = f"the best plan found within {format_bytes(limit)} takes {found:.4g} s a step, the bound is {bound:.4g} s"
+        return _Answer({**margins, "seconds": self.step_time - found}, planned, lambda: why, proven=False)
+
+
+def _refusal(profile: Profile, request: Request) -> str:
+    try:
+        make_plan(profile, request)
+    except InfeasibleError as error:
+        return str(error)
+    raise AssertionError(f"a plan within {request.mem_limit} bytes, which are too few")
 
 
 def largest(
@@ -95,7 +122,7 @@ def largest(
     """Find the largest batch, context or depth that trains on a device, without the device and without memory.
 
     ``rotoff.largest(lambda n: (model, torch.empty(n, 1024, device="meta")), device="RTX 4090")`` is the largest batch.
-    Sizes are doubled and then bisected, so a larger one must need more.
+    A larger size must need more.
 
     Args:
         build: called with a size, returns (model, sample), as the command line's function does; it may change the
@@ -115,36 +142,51 @@ def largest(
         raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger one")
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     question = _Question(build, find(device), asked, optimizer, step_time, mem_slots)
-    low, high, tried = _bisected(lambda times: question.ask(times * step), most // step)
-    size, refused = low * step, None if high is None else high * step
-    planned = None
-    if size:
-        model, args, kwargs = read_built(build(size), size)
-        named: dict[str, Any] = {"mem_limit": asked, "device": device, "optimizer": optimizer, "mem_slots": mem_slots}
-        planned = plan(model, *args, **named, modes="joint", **kwargs)
-    assert planned is None or isinstance(planned, PlannedModes)  # of one device
-    why, proven = tried[high] if high is not None else ("", True)
-    return Largest(size, refused, proven, why, planned, {n * step: not said for n, (said, _) in sorted(tried.items())})
+    tried = _searched(lambda times: question.ask(times * step), most // step)
+    low = max((n for n, answer in tried.items() if answer.works), default=0)
+    refused = tried.get(low + 1)
+    return Largest(
+        size=low * step,
+        refused=None if refused is None else (low + 1) * step,
+        proven=refused is None or refused.proven,
+        binds="" if refused is None else refused.why(),
+        planned=tried[low].planned() if low else None,
+        tried={n * step: answer.works for n, answer in sorted(tried.items())},
+    )
 
 
-def _bisected(ask: Callable[[int], tuple[str, bool]], last: int) -> tuple[int, int | None, dict[int, tuple[str, bool]]]:
-    """The largest number up to `last` that works, the smallest known not to, and all answers. ask: as of
-    `_Question`."""
-    tried: dict[int, tuple[str, bool]] = {}
+def _searched(ask: Callable[[int], _Answer], last: int) -> dict[int, _Answer]:
+    """Answers, among them those of the largest number up to `last` that works and of the next.
 
-    def works(n: int) -> bool:
-        tried[n] = ask(n)
-        return not tried[n][0]
-
-    low, high = 0, 1
-    while works(high):
-        if high == last:
-            return last, None, tried
-        low, high = high, min(2 * high, last)
+    What is left of bytes and seconds falls about as a line or a parabola, so the next number is where a line through
+    two answers meets 0; where that closes in slowly, the middle.
+    """
+    tried = {1: ask(1)}
+    low, high = (1, last + 1) if tried[1].works else (0, 1)
+    slow = 0
     while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low, high, tried
+        most = high - 1 if high in tried else min(GROWTH * low, last)
+        guess = (low + most + 1) // 2 if slow == PATIENCE else min(_roots(tried), default=most)
+        guess = max(low + 1, min(guess, most)) if len(tried) > 1 else 2
+        tried[guess] = ask(guess)
+        before = high - low
+        low, high = (guess, high) if tried[guess].works else (low, guess)
+        slow = 0 if 2 * (high - low) <= before or slow == PATIENCE else slow + 1
+    return tried
+
+
+def _roots(tried: dict[int, _Answer]) -> Iterator[int]:
+    """For each margin: the largest number at which it is not below 0 yet, by the line through the two answers that are
+    nearest to that."""
+    for name in {name for answer in tried.values() for name in answer.margins}:
+        known = [
+            (abs(found), n, found) for n, answer in tried.items() if (found := answer.margins.get(name)) is not None
+        ]
+        if len(known) > 1:
+            (_, n, found), (_, other, there) = sorted(known)[:2]
+            slope = (there - found) / (other - n)
+            if slope < 0:
+                yield math.floor(n - found / slope)
 
 
 def cheapest(

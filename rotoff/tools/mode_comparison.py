@@ -246,10 +246,10 @@ def plan(
         chain, constant = with_parameters(profile, target, optimizer, host_bandwidth)
         placed = _placed_steps(chain, constant, usable, _batch(sample, kwargs))
     resident = resident_bytes(profile, optimizer)
-    return _planned(profile, target, asked, resident, placed, wanted, mem_slots)
+    return planned_modes(profile, target, asked, resident, placed, wanted, mem_slots)
 
 
-def _planned(
+def planned_modes(
     profile: Profile,
     target: Device,
     asked: int | None,
