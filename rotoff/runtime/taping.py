@@ -68,7 +68,6 @@ class _Reads(Reads):
 
     def __init__(self) -> None:
         super().__init__()
-        self._guesses: Sequence[Tensor] = ()  # what the present call may change
         self._guessed: list[tuple[int | Var, Tensor, int]] = []  # what is kept, and the version of what it was kept of
 
     def constant(self, tensor: Tensor) -> Tensor:
@@ -81,14 +80,16 @@ class _Reads(Reads):
     def before_writing(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
     ) -> Sequence[Tensor]:
-        if known.owner is None or known.owner in WRITERS:
+        if known.owner is None:
             return super().before_writing(known, args, kwargs, given, stage)
-        before = set(self.tape.before)
+        before, places = set(self.tape.before), WRITERS.pop(known.owner, None)
         WRITERS[known.owner] = {n for n, tensor in enumerate(given) if not isinstance(tensor, nn.Parameter)}
         try:
-            self._guesses = super().before_writing(known, args, kwargs, given, stage)
+            super().before_writing(known, args, kwargs, given, stage)
         finally:
             del WRITERS[known.owner]
+            if places is not None:
+                WRITERS[known.owner] = places
         for key in self.tape.before.keys() - before:
             what = self.tape.before[key][0]
             if (tensor := what.tensor() if isinstance(what, Var) else what) is not None:
@@ -98,7 +99,8 @@ class _Reads(Reads):
     def note_changed(
         self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        super().note_changed(known, given, versions, [*expected, *self._guesses])
+        kept = [] if known.owner is None else [t for t in given if not isinstance(t, nn.Parameter)]
+        super().note_changed(known, given, versions, [*expected, *kept])
         changed = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
         if known.owner is not None:
             WRITERS.setdefault(known.owner, set()).update(changed)
