@@ -53,8 +53,8 @@ def test_what_takes_long_is_not_repeated_past_the_time_that_it_has(monkeypatch: 
 
         return time
 
-    assert count(wavering(0.51), Repeats()) == 3
-    assert count(wavering(0.14), Repeats()) == 5
+    assert count(wavering(0.06), Repeats()) == 3
+    assert count(wavering(0.02), Repeats()) == 5
     assert count(wavering(0.001), Repeats()) == 15
 
 
