@@ -147,11 +147,6 @@ class Held:
         self._sources = []
         self.on_device = self.usable = False
 
-    def pass_on(self) -> None:
-        """Let go of the outputs: nobody asks for them again, and what the graph saved of them is its own."""
-        for slot in self.outputs:
-            slot.put(None)
-
     def storages(self) -> list[torch.UntypedStorage]:
         """Every storage on the device, once."""
         found = {storage_key(s.tensor): s.tensor.untyped_storage() for s in self.slots() if s.tensor is not None}
