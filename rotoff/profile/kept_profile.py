@@ -82,9 +82,11 @@ def keep_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[Stag
 
 
 def tells_bytes(stages: Sequence[StageModule]) -> bool:
-    """Whether a kept profile of these stages holds in full: all that they call is PyTorch's own. What other code takes
-    may be another number of bytes once that was edited."""
+    """Whether a kept profile of these stages holds in full: all that they call is PyTorch's own, and no bytes follow
+    from data. What other code takes may be another number of bytes once that was edited."""
     for module in (module for stage in stages for module in stage.modules):
+        if getattr(module, "varying", False):
+            return False
         if isinstance(module, Segment):
             met = [value for name, value in module.written()[1].items() if re.fullmatch(r"c\d+", name)]
             if not all(_of_torch(value) for value in met if callable(value)):
