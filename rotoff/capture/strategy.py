@@ -234,6 +234,8 @@ def capture(
     except (UncuttableError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model's own forward may fail in any way
+        if in_step is not None and not isinstance(error, MeasureError):
+            raise  # as the plain model's step does
         reason = str(error).strip().splitlines()
         said = reason[0] if reason else type(error).__name__
         cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) else CURE
