@@ -110,3 +110,15 @@ def test_times_of_a_recorded_model_that_pools_are_known_again() -> None:
     assert key(2) is not None
     assert key(2) == key(2)
     assert key(2) != key(4)
+
+
+def test_a_profile_is_known_by_the_default_dtype_too() -> None:
+    """A forward that makes tensors from numbers takes other bytes under another one."""
+    x = torch.zeros(1, 3, 8, 8)
+    found = strategy.capture(Pooled(2), ((x,), {}), torch.device("cpu"))
+    single = profile_key(found.stages, ((x,), {}), torch.device("cpu"))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert profile_key(found.stages, ((x,), {}), torch.device("cpu")) != single
+    finally:
+        torch.set_default_dtype(torch.float32)

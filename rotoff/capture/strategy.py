@@ -2,7 +2,8 @@
 
 The modules of an ``nn.Sequential``, and those that the user names, end stages; any other model is cut where few bytes
 cross. Modules that cannot be looked into are taken whole: named ones that do what cannot be written down; and the
-innermost ones whose work depends on data (a loop over the experts in use, a number computed that sets a shape). The chain's input is (args, kwargs) of the call.
+innermost ones whose work depends on data (a loop over the experts in use, a number computed that sets a shape).
+The chain's input is (args, kwargs) of the call.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device,
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
             torch.is_autocast_cache_enabled(),
+            str(torch.get_default_dtype()),  # of what a forward makes from numbers
         ],
         "cudnn": list(flags()) if device.type == "cuda" else [],
         "more": [str(one) for one in more],
