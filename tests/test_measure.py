@@ -273,3 +273,35 @@ def test_the_progress_is_told() -> None:
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     model.measure(torch.randn(2, 4), progress=lambda done, of, name: told.append((done, of, name)))
     assert told == [(0, 2, "0"), (1, 2, "1"), (2, 2, "")]
+
+
+class Noted(nn.Module):
+    """Counts its calls in a buffer, beside others that it does not use."""
+
+    def __init__(self, unused: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        for n in range(unused):
+            self.register_buffer(f"unused_{n}", torch.zeros(n + 1))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return (self.inner(x) + self.count).tanh()
+
+
+def test_stages_of_a_kind_change_buffers_of_their_own() -> None:
+    """What one of them was measured to change is that of the others, whatever buffers they have besides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Noted(n) for n in (0, 2, 1, 0, 0)], nn.Linear(16, 1))
+    x, plain = torch.randn(8, 16), copy.deepcopy(model)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    changed = [one.changed_buffers for one in wrapped.profile.behaviours if one.changed_buffers]
+    assert [[id(module) for module, _ in found] for found in changed] == [[id(layer)] for layer in list(model)[:5]]
+    wrapped.compute_sequence(wrapped.min_mem_limit("remat"), mode="remat")
+    for run in (wrapped, plain):
+        for _ in range(3):
+            run(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(map(torch.equal, model.buffers(), plain.buffers()))
+    wrapped.close()

@@ -83,8 +83,7 @@ class Measured:
 
     def of(self, stage: StageModule, like: StageModule) -> Measured:
         """The same for a `stage` of the kind of the one that was measured, `like`."""
-        pairs = zip(like.buffers(), stage.buffers(), strict=True)
-        own = {(module, name): (other, its) for (module, name, _), (other, its, _) in pairs}
+        own = dict(zip(like.buffers_read(), stage.buffers_read(), strict=True))
         changed = tuple(own[buffer] for buffer in self.behaviour.changed_buffers)
         behaviour = replace(self.behaviour, modes=stage.modes(), changed_buffers=changed)
         return replace(self, costs=replace(self.costs, name=stage.name), behaviour=behaviour)

@@ -125,7 +125,8 @@ class Meter:
             if self.bench.device.type == "cuda" and not any(gathers(module) for module in stage.modules):
                 self._replay(run)
             measured, outputs = self._costs(run, changes, known)
-            if measured.holds_for_its_kind:
+            # a buffer that no operation reads is not seen in what stages of a kind have in common
+            if measured.holds_for_its_kind and stage.buffers_read().keys() >= {*measured.behaviour.changed_buffers}:
                 self._measured[kind] = measured, stage
         detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
         return measured, rebuild_output(detached)
