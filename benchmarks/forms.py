@@ -149,13 +149,13 @@ class Comparison:
 
     @staticmethod
     def _predict(ours: rotoff.Checkpointable, row: Row) -> None:
-        trace, kept = rotoff.simulate(ours.chain, ours.sequence), ours.chain.compute_time
+        trace, kept = rotoff.simulate(ours.chain, ours.sequence), ours.profile.chain.compute_time
         row.planned, row.moved_bytes = ours.get_expected_makespan() / kept, trace.d2h_bytes
         row.used = len({op.stage for op in ours.sequence.ops if op.kind is rotoff.OpKind.F_SEL})
         limit, chain = ours.sequence.mem_limit, ours.chain
         if row.method == "remat":  # the bound is of all modes; a link of no use leaves recompute alone
             chain = replace(chain, d2h_bandwidth=1.0, h2d_bandwidth=1.0)
-        row.bound = least_time_of(chain, limit, ours.profile.tail_times) / kept if limit else None
+        row.bound = least_time_of(chain, limit) / kept if limit else None
 
     def _time(self, runner: Runner, row: Row, seconds: float) -> None:
         both = (runner, self.plain)

@@ -35,7 +35,6 @@ import torch
 
 import rotoff
 from rotoff.io.atomic_write import write_whole
-from rotoff.runtime.execution_plan import expected_step
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import compare_modes  # after the path that it lies on
@@ -92,11 +91,6 @@ def link_now(model: rotoff.Checkpointable) -> rotoff.Chain:
     return replace(model.chain, d2h_bandwidth=d2h, h2d_bandwidth=h2d)
 
 
-def expected(model: rotoff.Checkpointable, chain: rotoff.Chain) -> rotoff.Trace:
-    """What `model.get_expected_makespan` reckons with, over `chain`."""
-    return expected_step(chain, model.sequence, model.profile.tail_times, model._latest.planned.upkeep)
-
-
 def measure(comparison: compare_modes.Comparison, limit: float, mode: str, seconds: float, least: int) -> Row | None:
     """Pairs of steps for about `seconds`, but `least` of them; None where nothing fits."""
     model, options = comparison.model, comparison.options
@@ -104,7 +98,7 @@ def measure(comparison: compare_modes.Comparison, limit: float, mode: str, secon
         model.compute_sequence(int(limit * model.keep_all_memory), mode=mode)
     except rotoff.InfeasibleError:
         return None
-    trace, chain = expected(model, model.chain), link_now(model)
+    predicted, chain = model.get_expected_makespan(), link_now(model)
     data = compare_modes.batches(comparison.text, options)
     found: list[tuple[tuple[float, int], tuple[float, int]]] = []  # of plain PyTorch, and of rotoff
     start = time.perf_counter()
@@ -116,21 +110,21 @@ def measure(comparison: compare_modes.Comparison, limit: float, mode: str, secon
         found.append((pair[0], pair[1]))
     plain, ours = zip(*found[1:], strict=True)  # the first warms up
     ratio = statistics.median(b[0] / a[0] for a, b in zip(plain, ours, strict=True))
-    step, predicted_ratio = statistics.median(s for s, _ in ours), trace.makespan / chain.compute_time
-    now = expected(model, chain).makespan
-    now_ratio = now / chain.compute_time
+    step, predicted_ratio = statistics.median(s for s, _ in ours), predicted / model.profile.chain.compute_time
+    now = rotoff.simulate(chain, model.sequence).makespan
+    now_ratio = now / model.profile.chain.compute_time
     return Row(
         limit=limit,
         mode=mode,
-        predicted=trace.makespan,
+        predicted=predicted,
         predicted_ratio=predicted_ratio,
         measured=step,
         measured_ratio=ratio,
         ratio_error=ratio / predicted_ratio - 1,
-        seconds_error=step / trace.makespan - 1,
+        seconds_error=step / predicted - 1,
         with_link_now=now_ratio,
         link_error=ratio / now_ratio - 1,
-        moved_bytes=trace.d2h_bytes,
+        moved_bytes=rotoff.simulate(model.chain, model.sequence).d2h_bytes,
         pairs=len(ours),
         faults=statistics.median(n for _, n in ours),
         plain_faults=statistics.median(n for _, n in plain),

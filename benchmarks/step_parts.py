@@ -30,7 +30,6 @@ import rotoff
 from benchmarks.grid import workloads
 from benchmarks.grid.run import machine
 from benchmarks.prediction import keep_freed_memory
-from rotoff.runtime.execution_plan import expected_step
 from rotoff.runtime.links import file as link_file
 
 WARM = 3
@@ -74,13 +73,13 @@ def measure(workload: workloads.Workload, share: float, rounds: int) -> tuple[li
     model, _ = workload.make(device)
     ours = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     kept = ours.compute_sequence(2 * ours.keep_all_memory)._latest.plan
-    whole = ours.chain.compute_time
+    whole = ours.profile.chain.compute_time
     moved = ours.compute_sequence(int(share * ours.keep_all_memory), mode="offload")._latest.plan
     assert kept is not None
     assert moved is not None
     expected = {
         "expected": ours.get_expected_makespan() / whole,
-        "expected without upkeep": expected_step(ours.chain, moved.sequence, ours.profile.tail_times).makespan / whole,
+        "expected without upkeep": rotoff.simulate(ours.profile.chain, moved.sequence).makespan / whole,
     }
     plans = {"hooked": replace(kept, keeps_all=False), "moved": moved, "moved in line": moved}
 

@@ -221,7 +221,7 @@ class Comparison:
             row.note = f"does not fit; the smallest limit that works is {least:.1f} MiB ({share:.0f} %)"
             return
         row.predicted_time = self.model.get_expected_makespan()
-        row.predicted_ratio = row.predicted_time / self.model.chain.compute_time
+        row.predicted_ratio = row.predicted_time / self.model.profile.chain.compute_time
         row.predicted_peak = self.model.get_expected_memory()
         row.host_bytes = self.model.get_expected_host_memory()
         self._train(row, progress)
@@ -256,7 +256,7 @@ class Comparison:
     def plain_row(self, reference: Row) -> Row:
         """Plain PyTorch, from the steps in between all others; its prediction is that of keeping everything."""
         peak = peak_of_step(self.plain, next(batches(self.text, self.options)))
-        chain = self.model.chain
+        chain = self.model.profile.chain
         return Row(
             limit="none",
             mode="plain",

@@ -11,7 +11,7 @@ x, y = torch.randn(1024, 512), torch.randn(1024, 512)
 model = rotoff.Checkpointable(model).measure(x)
 model.compute_sequence("60 MiB")
 print("peak", rotoff.format_bytes(model.get_expected_memory()), "of", rotoff.format_bytes(model.keep_all_memory))
-print(f"step {model.get_expected_makespan():.3f} s, keeping everything {model.chain.compute_time:.3f} s")
+print(f"step {model.get_expected_makespan():.3f} s, keeping everything {model.profile.chain.compute_time:.3f} s")
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for _ in range(3):

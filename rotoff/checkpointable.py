@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
@@ -32,13 +31,15 @@ from .core.sizes import parse_bytes
 from .errors import LimitError, MeasureError, OptionError
 from .io.cache import Cache
 from .module_proxy import ModuleProxy
+from .planning.course import Specialization
+from .planning.course_meter import device_of
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.memory_account import expected_bytes, expected_levels, reported_bytes
 from .planning.options import Options, read_device
 from .planning.placed import PlacedPlanner
 from .planning.planner import least_limit, plan_everything
 from .planning.request import Request, check_options
-from .planning.specialization import PlannedSize, Specialization, Specializations, device_of
+from .planning.specialization import PlannedSize, Specializations
 from .profile.measure import Progress
 from .profile.profile import Profile
 from .profile.selective.variants import Forms
@@ -57,6 +58,7 @@ from .runtime.step_times import Recording
 from .solver.bounds import check_mode
 from .solver.in_flight import parse_in_flight
 from .tensors.storage import block_bytes
+from .tensors.tree import leaves
 
 logger = logging.getLogger("rotoff")
 # Where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks.
@@ -198,8 +200,8 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Args:
             sample, kwargs: arguments of the model, on its device; one dict is of named arguments.
-            progress: called with (stages done, total, next stage). None: one changing line on standard error, if that is
-                a terminal; False: nothing.
+            progress: called with (stages done, total, next stage). None: one changing line on standard error, if that
+                is a terminal; False: nothing.
             repeats: timed runs of each stage, of which the median counts. None: until the median is known to 2 %, at
                 least 3 and at most 15 runs or about a third of a second (always 5 among several processes).
 
@@ -237,7 +239,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was
                 there before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the
                 device has free now, less a margin.
-            mode: "joint", "remat" (recompute only) or "offload" (move only). mem_slots, options: as of `rotoff.solve`.
+            mode: "joint", "remat" (recompute only) or "offload" (move only).
+            mem_slots, options: as of `rotoff.solve`.
             policy: instead of a mode, a system of the papers, such as "vdnn"; it is run even where everything fits.
             up_to: the largest input that training will have, as the tuple of the model's arguments or the dict of its
                 named ones. It is measured now, with inputs of half its batch and of half its length. Where this
@@ -257,57 +260,54 @@ class Checkpointable(RotorNames, ModuleProxy):
             InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
                 `up_to` it says which smaller inputs do.
         """
+        self._check_together(mem_limit, device_limit, optimizer, policy, up_to, in_flight)
+        if device_limit is not None:
+            return self._place(device_limit, mode, mem_slots, policy, optimizer, options)
 
+        def limit_here() -> int:
+            check_options(mode, mem_slots, policy, options)
+            auto = isinstance(mem_limit, str) and mem_limit.strip().lower() == "auto"
+            return free_memory(device_of(self._model, None)) if auto else parse_bytes(mem_limit)
+
+        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
+        plain, lets_go = not self._check, self._courses.lets_go
+        request = Request(limit, mode, mem_slots, options, policy, plain, lets_go, True, in_flight, cache=self._cache)
+        if up_to is not None:
+            named = up_to if isinstance(up_to, dict) else {}
+            args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
+            self._courses.measure_up_to(strategy.chain_input(self._model, args, named), request)
+        return self._ask(request)
+
+    def _ask(self, request: Request) -> Checkpointable:
+        """Plan for `request`, with the model where its steps run, if that was said."""
+        self._courses.meter.device = device = self._options.device
+        if device is not None:
+            settle_buffers(self._model, device)
+            self._model.to(device)
+        self._courses.ask(request)
+        self._unplace()
+        return self
+
+    def _check_together(
+        self, mem_limit: Any, device_limit: Any, optimizer: Any, policy: str | None, up_to: Any, in_flight: int
+    ) -> None:
+        """Raise LimitError or OptionError for arguments of `compute_sequence` that do not go together."""
         if (mem_limit is None) is (device_limit is None):
             raise LimitError(
-                f"mem_limit is {mem_limit!r} and device_limit is {device_limit!r}; give one of them: mem_limit for what a"
-                " step allocates, device_limit for all that the device holds"
+                f"mem_limit is {mem_limit!r} and device_limit is {device_limit!r}; give one of them: mem_limit for what"
+                " a step allocates, device_limit for all that the device holds"
             )
         parse_in_flight(in_flight)
         if in_flight > 1 and (device_limit is not None or policy is not None):
             raise OptionError(f"in_flight is {in_flight}; it goes with a mem_limit and a mode")
-        if device_limit is not None:
-            if up_to is not None:
-                raise OptionError("up_to goes with a mem_limit; with a device_limit each input size is measured")
-            return self._place(device_limit, mode, mem_slots, policy, optimizer, options)
-        if optimizer is not None:
+        if device_limit is not None and up_to is not None:
+            raise OptionError("up_to goes with a mem_limit; with a device_limit each input size is measured")
+        if device_limit is None and optimizer is not None:
             raise OptionError("optimizer goes with device_limit; mem_limit is of a step, in which no optimizer runs")
-
-        def limit_here() -> int:
-            check_options(mode, mem_slots, policy, options)
-            if isinstance(mem_limit, str) and mem_limit.strip().lower() == "auto":
-                return free_memory(device_of(self._model, None))
-            return parse_bytes(mem_limit)
-
-        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        request = Request(
-            limit,
-            mode,
-            mem_slots,
-            options,
-            policy,
-            plain=not self._check,
-            lets_go=self._courses.lets_go,
-            here=True,
-            in_flight=in_flight,
-            cache=self._cache,
-        )
-        if up_to is not None:
-            if self._group is not None:
-                raise OptionError(
-                    "up_to is for one process; in a group measure the largest input in each, by model.measure(*largest)"
-                )
-            args, kwargs = (
-                ((), up_to) if isinstance(up_to, dict) else (up_to if isinstance(up_to, tuple) else (up_to,), {})
+        if up_to is not None and self._group is not None:
+            raise OptionError(
+                "up_to is for one process; in a group measure the largest input in each, by model.measure(*largest)"
             )
-            self._courses.measure_up_to(strategy.chain_input(self._model, args, kwargs), request)
-        self._courses.device = self._options.device
-        if self._options.device is not None:
-            settle_buffers(self._model, self._options.device)
-            self._model.to(self._options.device)
-        self._courses.ask(request)
-        self._unplace()
-        return self
 
     def _place(
         self,
@@ -325,28 +325,29 @@ class Checkpointable(RotorNames, ModuleProxy):
             raise OptionError(f"policy is {policy!r}; with a device_limit give a mode alone")
         if optimizer is None:
             raise OptionError(
-                "device_limit needs the optimizer, whose states count: compute_sequence(device_limit=..., optimizer=optimizer)"
+                "device_limit needs the optimizer, whose states count: compute_sequence(device_limit=...,"
+                " optimizer=optimizer)"
             )
         if self._check:
             raise OptionError("check=True follows plans with a mem_limit; leave it out with a device_limit")
         if self._group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise OptionError(
-                "device_limit is for a single process; among several, shard the parameters with FSDP2 and its CPUOffloadPolicy, and give a"
-                " mem_limit"
+                "device_limit is for a single process; among several, shard the parameters with FSDP2 and its"
+                " CPUOffloadPolicy, and give a mem_limit"
             )
         if self._options.offload_dtype is not None:
             raise OptionError("offload_dtype goes with a mem_limit; parameters are moved as they are")
         optimizers = tuple(map(_own, optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)))
         # a new one, since the optimizers may have changed
         planner = PlacedPlanner(self._model, optimizers, self._courses.update_times)
-        if self._courses.device is None:
-            self._courses.device = device_of(self._model, None)
+        if self._courses.meter.device is None:
+            self._courses.meter.device = device_of(self._model, None)
         self._courses.ask(Request(limit, mode, mem_slots, options, here=True, planner=planner))
         plan = None if self._courses.latest is None else self._courses.latest.plan
         if plan is None or plan.placed is None:
             self._unplace()
             if plan is not None:
-                all_on(self._model, optimizers, self._courses.device)
+                all_on(self._model, optimizers, self._courses.meter.device)
         else:
             self._placement_for(optimizers).begin(plan.placed)
         return self
@@ -355,8 +356,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         if self._placement is None or self._placement.optimizers != optimizers:
             if self._placement is not None:
                 self._placement.close(resident=False)
-            assert self._courses.device is not None
-            link = new_link(self._courses.device, self._options.host_directory)
+            assert self._courses.meter.device is not None
+            link = new_link(self._courses.meter.device, self._options.host_directory)
             self._placement = Placement(link, optimizers)
             weakref.finalize(self._placement, link.close)
         return self._placement
@@ -370,10 +371,10 @@ class Checkpointable(RotorNames, ModuleProxy):
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
 
         Call it before you choose a limit, or to see whether the model fits a device at all; it plans nothing. It is for
-        the last measurement, and the same in all processes of a group. `rotoff.min_mem_limit` of the ``chain`` differs:
-        the chain counts the batch, and neither constants of a step nor skip connections kept in place. On CUDA it
-        assumes that the host has room for what the plan moves; if not, the error of `compute_sequence` names a limit
-        that needs no room there.
+        the last measurement. All processes of a group must call it, and it is the same in all of them.
+        `rotoff.min_mem_limit` of the ``chain`` differs: the chain counts the batch, and neither constants of a step nor
+        skip connections kept in place. On CUDA it assumes that the host has room for what the plan moves; if not, the
+        error of `compute_sequence` names a limit that needs no room there.
 
         Args:
             mode: "joint", "remat" (recompute only) or "offload" (move only). in_flight: as for `compute_sequence`.
@@ -384,25 +385,26 @@ class Checkpointable(RotorNames, ModuleProxy):
         check_mode(mode)
         many = parse_in_flight(in_flight)
         request = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, lets_go=self._courses.lets_go, in_flight=many)
-        return least_limit(self.profile, request)
+        return least_limit(self._courses.timed(self._latest, together=True).profile, request)
 
     # -- what is planned
 
     @property
     def profile(self) -> Profile:
-        """The last measurement.
+        """The last measurement. Where keeping everything fits, times and smaller forms are measured when you first ask
+        for them, here or elsewhere.
 
         Raises:
-            MeasureError: if nothing has been measured.
+            MeasureError: if nothing has been measured, or only bytes in a group of processes.
         """
-        return self._latest.profile
+        return self._timed.profile
 
     @property
     def chain(self) -> Chain:
-        """The chain measured last; once there is a plan, as that one sees it (skip connections kept in place are in no
-        value)."""
-        plan = self._latest.plan
-        return self._latest.planned.chain if plan is None or plan.chain is None else plan.chain
+        """The chain measured last; once there is a plan, the one that it was made for: skip connections kept in place
+        are in no value, and times have what the runtime takes."""
+        plan = self._timed.plan
+        return self._latest.profile.chain if plan is None else plan.chain
 
     @property
     def strategy(self) -> str:
@@ -412,7 +414,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def sequence(self) -> Sequence:
         """The last planned sequence. Its meta has what the step is expected to hold and to take."""
-        plan = self._plan
+        plan = self._timed_plan
         if self._shown is not None and self._shown[0] is plan:
             return self._shown[1]
         if plan.placed is None:
@@ -421,7 +423,10 @@ class Checkpointable(RotorNames, ModuleProxy):
             beside = plan.placed.peak_bytes - plan.trace.peak_bytes  # what the machine does not know of
             levels = [event.memory + beside for event in plan.trace.events]
         peak = self.get_expected_memory()
-        self._shown = plan, with_expected(self.chain, plan.sequence, plan.trace, levels, peak, self.mem_limit)
+        self._shown = (
+            plan,
+            with_expected(self.chain, plan.sequence, levels, peak, self.mem_limit, self.profile.chain.compute_time),
+        )
         return self._shown[1]
 
     @property
@@ -448,9 +453,22 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def _plan(self) -> ExecutionPlan:
-        if (plan := self._latest.plan) is None:
+        return self._plan_of(self._latest)
+
+    def _plan_of(self, course: Specialization) -> ExecutionPlan:
+        if (plan := course.plan) is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
         return plan
+
+    @property
+    def _timed(self) -> Specialization:
+        """The latest course, with times."""
+        return self._courses.timed(self._latest)
+
+    @property
+    def _timed_plan(self) -> ExecutionPlan:
+        """The plan, with times."""
+        return self._plan_of(self._timed if self._latest.plan is not None else self._latest)
 
     @property
     def _latest(self) -> Specialization:
@@ -461,16 +479,17 @@ class Checkpointable(RotorNames, ModuleProxy):
         return self._courses.latest
 
     def get_expected_makespan(self) -> float:
-        """Seconds that the planned step is expected to take: what the machine says, less what replays leave out that
-        end early, plus what the runtime itself takes on the CPU."""
-        return self._plan.trace.makespan
+        """Seconds that the planned step is expected to take: what `rotoff.simulate` says of `chain` and `sequence`.
+
+        Where keeping everything fits, stages are timed when this is first called."""
+        return self._timed_plan.trace.makespan
 
     def get_expected_memory(self) -> int:
         """Bytes that the planned step is expected to hold at most, in the terms of `mem_limit`: what the machine
         charges, less what is known to be gone by then, or to be the same bytes of another value."""
         if self._plan.placed is not None:
             return self._plan.placed.peak_bytes
-        return expected_bytes(self.profile, self._plan)
+        return expected_bytes(self._latest.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:
         """Bytes that the planned steps in flight keep on the host at most."""
@@ -486,9 +505,10 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         request = self._courses.request
         if request is not None and isinstance(request.planner, PlacedPlanner):
-            return request.planner.keep_all_bytes(self.profile)
+            return request.planner.keep_all_bytes(self._latest.profile)
         lets_go, many = self._courses.lets_go, 1 if request is None else request.in_flight
-        return reported_bytes(self.profile, plan_everything(self.profile, not self._check, lets_go, many))
+        profile = self._latest.profile
+        return reported_bytes(profile, plan_everything(profile, not self._check, lets_go, many))
 
     def plans(self) -> list[PlannedSize]:
         """What is planned so far: one row for each kind and size of input that a training step had.
@@ -502,7 +522,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; in training mode, with gradients and a limit, run the step as planned."""
-        plain = self._courses.plain or self._model
+        plain = self._courses.meter.plain or self._model
         if not self.training or not torch.is_grad_enabled() or self._courses.request is None:
             if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._say_no_limit()
@@ -539,7 +559,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         if not self._said_no_limit:
             self._said_no_limit = True
             logger.warning(
-                "rotoff: this Checkpointable trains as the plain model, since it has no limit; call compute_sequence(mem_limit)"
+                "rotoff: this Checkpointable trains as the plain model, since it has no limit; call"
+                " compute_sequence(mem_limit)"
             )
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -551,6 +572,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         if taped is None:
             return self._run(course, value, partial(course.captured.own, plain, value))
         try:
+            taped.rewind()
             result = self._run(course, value, taped.again)
             taped.exchange()
         except BaseException:
@@ -561,12 +583,14 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _run(self, course: Specialization, value: Any, own: Callable[[], Any]) -> Any:
         """A training step of `course`, in which `own` is the model's own forward."""
         assert course.plan is not None
-        profile, plan = course.planned, course.plan
         recording = self._recording if self._recording is not None and self._recording.times is None else None
-        if plan.keeps_all and not self._check and recording is None:
+        if course.plan.keeps_all and not self._check and recording is None:
             return course.captured.started(own())
+        if recording is not None:  # beside what is predicted
+            course = self._timed
+        profile, plan = course.planned, self._plan_of(course)
         strategy.refuse_passed_by()
-        given = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
         device = profile.device
         if plan.placed is not None and recording is not None:
             raise OptionError(
@@ -662,20 +686,20 @@ def refuse_planned(model: nn.Module) -> None:
     """Raise MeasureError where `model`, or a part of it, is planned already."""
     if isinstance(model, Checkpointable):
         raise MeasureError(
-            "the model is a rotoff.Checkpointable already; for another limit call its compute_sequence again, and for other"
-            " options give the model that it was made of"
+            "the model is a rotoff.Checkpointable already; for another limit call its compute_sequence again, and for"
+            " other options give the model that it was made of"
         )
     for name, module in model.named_modules():
         attached = vars(module).get(ATTACHED) is not None
         if attached and module is model:
             raise MeasureError(
-                "the model is planned already, by rotoff.attach; rotoff.detach(model) frees it, and for another limit call compute_sequence"
-                " of what attach returned"
+                "the model is planned already, by rotoff.attach; rotoff.detach(model) frees it, and for another limit"
+                " call compute_sequence of what attach returned"
             )
         if attached or isinstance(module, Checkpointable):
             raise MeasureError(
-                f"{name!r} of the model is planned by rotoff already; plan the outermost module alone, since one limit holds for a"
-                " whole step"
+                f"{name!r} of the model is planned by rotoff already; plan the outermost module alone, since one limit"
+                " holds for a whole step"
             )
 
 

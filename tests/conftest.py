@@ -77,8 +77,9 @@ def _seeded() -> None:
         torch.manual_seed(0)
 
 
-# These judge what the search finds, or the time it takes, and so give it the effort that users get.
+# These judge what the search finds or what is timed, and so give it the effort that users get.
 _ABOUT_THE_SEARCH = ("test_solver", "test_policies", "test_bounds", "test_docs", "test_complexity", "test_resident")
+_ABOUT_TIMES = ("test_steady", "test_upkeep")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -89,9 +90,14 @@ def _interrupts() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _search_effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere a tenth of the search's default effort: any plan within the limit will do."""
+def _effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a hundredth of the search's default effort, since any plan within the limit will do, and one run of
+    what is timed."""
     from rotoff.solver import anneal
 
     if not request.path.name.startswith(_ABOUT_THE_SEARCH):
-        monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.1 * anneal.DEFAULT_SECONDS)
+        monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.01 * anneal.DEFAULT_SECONDS)
+    if torch is not None and not request.path.name.startswith(_ABOUT_TIMES):
+        from rotoff.profile.timing import convergence
+
+        monkeypatch.setattr(convergence, "STEADY", convergence.Repeats(1, 1))

@@ -107,7 +107,6 @@ def test_a_second_model_of_the_same_kind_is_planned_from_the_cache(
         patch.setattr("rotoff.planning.request.solve", None)
         second = planned(tmp_path)
     assert second.chain == first.chain
-    assert second.profile.tail_times == first.profile.tail_times
     assert second.sequence == first.sequence
     assert "profile of 6 stages from the cache" in caplog.text
     assert "plan from the cache" in caplog.text
@@ -198,7 +197,7 @@ def test_times_that_hold_no_longer_are_measured_anew(
 ) -> None:
     """As where something else ran while they were measured: here they are made ten times as long in the file. Where
     stages run all the same, one of them is looked at."""
-    monkeypatch.setattr("rotoff.planning.specialization.KNOWN_WHOLE", frozenset())
+    monkeypatch.setattr("rotoff.planning.course_meter.KNOWN_WHOLE", frozenset())
     torch.manual_seed(0)
     model, x = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)]), torch.randn(4096, 256)
 

@@ -12,7 +12,7 @@ from test_runtime import smallest
 from torch import nn
 
 import rotoff
-from rotoff.planning.specialization import signature
+from rotoff.planning.course import signature
 
 Change = Callable[[nn.Module, int], None]
 

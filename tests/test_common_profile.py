@@ -59,7 +59,8 @@ def shaken(value: Any, rng: random.Random) -> Any:
             f.name: getattr(value, f.name) for f in fields(value) if f.name not in ("extra", "meta", "name", "duplex")
         }
         made = {name: shaken(one, rng) for name, one in named.items()}
-        if isinstance(value, Stage):  # whose saved bytes count its output
+        if isinstance(value, Stage):  # whose saved bytes count its output, and whose tail is a part of its forward
+            made["tail_time"] = min(made["tail_time"], made["forward_time"])
             made["saved_bytes"] = max(made["saved_bytes"], made["output_bytes"])
             least = made["output_bytes"]
             made["forms"] = tuple(replace(one, saved_bytes=max(one.saved_bytes, least)) for one in made["forms"])

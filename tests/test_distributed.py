@@ -3,9 +3,6 @@ plan."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,40 +14,35 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
 from models import ALL  # noqa: E402
+from ranks import printed, torchrun  # noqa: E402
 
 FEW = ["mlp", "handed_on", "side_inputs", "unet"]
-
-TESTS = Path(__file__).parent
-
-
-def torchrun(script: Path, *arguments: str) -> str:
-    """What `script` prints, run in two processes."""
-    paths = [str(Path(rotoff.__file__).parent.parent), str(TESTS)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+STEPS = {kind: f"2 distributed_steps {kind}" for kind in ("ddp", "fsdp")}
+FAILURES = "2 distributed_failures"
+UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
+ROOM = "2 distributed_room"
+CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", STEPS)
 def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_plan(kind: str) -> None:
-    said = torchrun(TESTS / "support" / "distributed_steps.py", kind)
+    said = printed(*CASES)[STEPS[kind]]
     for mode in ("joint", "remat", "offload"):
-        assert f"{kind} {mode}: equal=True same_plan=True works=True" in said, said
+        assert f"{mode}: equal=True same_plan=True works=True" in said
     assert "bare root: refused" in said or kind == "ddp"
+
+
+def test_processes_time_stages_together_or_not_at_all() -> None:
+    said = printed(*CASES)[ROOM]
+    assert "timed with room: 0 0" in said, said
+    assert "shown: refused refused" in said, said  # one process alone would wait for the others
+    for what in ("same bytes", "timed for less", "expected", "timed where one lacks room", "one plan", "one limit"):
+        assert f"{what}: True True" in said, said
 
 
 def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
     """Nobody waits for a process that does not come, and the next step works."""
-    lines = torchrun(TESTS / "support" / "distributed_failures.py").splitlines()
-    said = dict(
-        line.split(": ", 1)
-        for line in lines
-        if line[:4] in ("samp", "meas", "forw", "late", "limi", "smal", "plan", "othe")
-    )
+    said = dict(line.split(": ", 1) for line in printed(*CASES)[FAILURES] if ": " in line)
     for failing in (0, 1):
         other = 1 - failing
         assert said[f"sample {failing} {failing}"].startswith("MeasureError")
@@ -85,13 +77,14 @@ def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
         assert f"in mode {'offload' if failing else 'remat'}" in said[f"other {failing} 0"]
 
 
-REST = pytest.param([n for n in ALL if n not in FEW], marks=pytest.mark.slow)
+REST = f"2 distributed_unequal {' '.join(name for name in ALL if name not in FEW)}"
 
 
-@pytest.mark.parametrize("names", [FEW, REST], ids=["few", "rest"])
-def test_processes_with_unequal_batches_do_the_same_under_every_limit(names: list[str]) -> None:
+@pytest.mark.parametrize("case", [UNEQUAL, pytest.param(REST, marks=pytest.mark.slow)], ids=["few", "rest"])
+def test_processes_with_unequal_batches_do_the_same_under_every_limit(case: str) -> None:
     """Also where everything fits in one of them alone; and what is charged covers both."""
-    said = torchrun(TESTS / "support" / "distributed_unequal.py", *names).splitlines()
+    said = [line for line in printed(*(CASES if case in CASES else [case]))[case] if "; " in line]
+    names = case.split()[2:]
     assert len(said) == 2 * len(names)
     assert all(line.endswith("; alike") for line in said), said
     assert not any("'kept': 0" in line for line in said), said
@@ -103,7 +96,7 @@ def test_processes_with_unequal_batches_do_the_same_under_every_limit(names: lis
 def test_the_example_trains(shard: bool) -> None:
     limit = "2.3 MiB" if shard else "1.7 MiB"
     small = ["--limit", limit, "--width", "64", "--rows", "256", "--steps", "4"]
-    said = torchrun(TESTS.parent / "examples" / "ddp.py", *small, *(["--shard"] if shard else []))
+    said = torchrun(Path(__file__).parent.parent / "examples" / "ddp.py", *small, *(["--shard"] if shard else []))
     losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

@@ -395,7 +395,7 @@ def test_seconds_beside_the_predicted_ones(
     small: SmallModel, monkeypatch: pytest.MonkeyPatch, slower: float, verdict: str
 ) -> None:
     def timed(self: SmallModel, run: nn.Module) -> float:
-        plain = self.planned.chain.compute_time
+        plain = self.planned.profile.chain.compute_time
         return plain if run is self.model else slower * self.planned.get_expected_makespan()
 
     monkeypatch.setattr(SmallModel, "timed", timed)

@@ -32,7 +32,7 @@ def test_log_text_picture_and_trace_agree(
     model.display()
     text = capsys.readouterr().out.replace("\n", " ")
     peak = rotoff.format_bytes(model.get_expected_memory())
-    over = model.get_expected_makespan() / model.chain.compute_time - 1
+    over = model.get_expected_makespan() / model.profile.chain.compute_time - 1
     assert f"peak {peak} of {rotoff.format_bytes(model.mem_limit)}" in text
     assert f"({round(100 * over, 1) + 0.0:+.1f} %)" in text
     assert f"predicted peak {peak}," in caplog.text

@@ -200,3 +200,35 @@ def test_so_it_is_where_parameters_move(part: str) -> None:
     run.close()
     model, world = made(part)
     check_same(ours, steps(model, model, world))
+
+
+class Mapped(nn.Module):
+    """Counts in a buffer and in an attribute; torch.func maps a part of it, so that it is called as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen += 1
+        return torch.func.vmap(torch.sin)(self.linear(x)) * (1 + self.seen + 0.1 * self.calls)
+
+
+def test_what_is_called_again_in_the_first_step_counts_once_in_replays_too() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Mapped() for _ in range(6)], nn.Linear(WIDTH, 1))
+
+    x = torch.randn(64, WIDTH)
+    plain, net = made(), made()
+    limit = rotoff.Checkpointable(made(), cache_directory=None).measure(x, repeats=1).min_mem_limit("remat")
+    wrapped = rotoff.Checkpointable(net, cache_directory=None).compute_sequence(limit, mode="remat", refine=False)
+    for _ in range(2):
+        for model in (plain, wrapped):
+            model(x).sum().backward()
+        assert wrapped._plan.replayed
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), net.parameters(), strict=True))
+        assert [one.calls for one in net[:6]] == [one.calls for one in plain[:6]]
+    wrapped.close()

@@ -133,6 +133,14 @@ def test_the_page_says_what_the_figures_say(data: dict[str, Any]) -> None:
     assert "In 1 of the cells another of rotoff's modes found the very same plan" in page
 
 
+def test_the_first_step_is_told_beside_a_plain_one(tmp_path: Path) -> None:
+    out = tmp_path / "first.json"
+    done = benchmark("first_step", out, "--suite", "tiny", "--workloads", "gpt", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["workloads"]["gpt"]
+    assert 0 < found["room"] < found["measured"] and found["plain"] > 0
+
+
 def test_the_parts_of_a_step_are_told_apart(tmp_path: Path) -> None:
     out = tmp_path / "parts.json"
     done = benchmark("step_parts", out, "--workloads", "gpt", "--rounds", "3", "--share", "0.8")
@@ -141,4 +149,4 @@ def test_the_parts_of_a_step_are_told_apart(tmp_path: Path) -> None:
     parts = {part["name"]: part for part in found["parts"]}
     assert list(parts) == ["stage by stage", "hooked", "moved", "moved in line"]
     assert all(0 < part["low"] <= part["ratio"] <= part["high"] for part in parts.values())
-    assert found["expected"] > found["expected without upkeep"] >= 1
+    assert found["expected"] > found["expected without upkeep"] > 0.99

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -25,7 +24,13 @@ from torch import nn
 
 import rotoff
 
-CASES = [(name, mode) for name, mode in product(MAKES, MODES) if mode == "joint" or not name.endswith(IN_A_SEQUENTIAL)]
+WITHOUT_FORMS, WITH = ("remat", "offload"), ("joint",)
+CASES = [
+    (name, modes)
+    for name in MAKES
+    for modes in (WITHOUT_FORMS, WITH)
+    if modes == WITH or not name.endswith(IN_A_SEQUENTIAL)
+]
 
 
 def gradients(run: nn.Module, net: nn.Module) -> list[torch.Tensor]:
@@ -38,12 +43,12 @@ def gradients(run: nn.Module, net: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("name", "mode"), CASES)
-def test_gradients_are_the_plain_ones_and_bytes_the_predicted_ones(name: str, mode: str) -> None:
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_gradients_are_the_plain_ones_and_bytes_the_predicted_ones(name: str, modes: tuple[str, ...]) -> None:
     net = fresh(name)
     expected = gradients(net, net)
     net = fresh(name)
-    for told, wrapped in bytes_and_plans(net, name, mode):
+    for told, wrapped in bytes_and_plans(net, name, *modes):
         assert told.measured <= told.predicted <= told.limit, told
         assert all(torch.equal(a, b) for a, b in zip(gradients(wrapped, net), expected, strict=True)), told
 

@@ -83,13 +83,7 @@ def test_contributing_shows_every_floor_in_this_order() -> None:
 
 
 MOST_LINES = 60  # of a function; `pyproject.toml` limits its branches
-STILL_LONGER = {  # to be taken apart; add none
-    "capture/recorder.py: _noted",
-    "checkpointable.py: compute_sequence",
-    "planning/specialization.py: _measure_here",
-    "runtime/live.py: _followed",
-    "runtime/stage_run.py: open",
-}
+LONGER = {"runtime/live.py: _followed"}  # it runs for every call of torch, and calls of its own would add to that
 
 
 def test_every_function_fits_on_a_page() -> None:
@@ -99,7 +93,7 @@ def test_every_function_fits_on_a_page() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MOST_LINES
     }
-    assert not longer - STILL_LONGER
+    assert longer == LONGER
 
 
 def test_kernels_end_their_lines_at_column_120() -> None:

@@ -19,6 +19,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 
 import rotoff
+from rotoff.runtime.reads import Reads
+from rotoff.runtime.torch_calls import KNOWN, find
+from rotoff.tensors.storage import storage_key
 
 WIDTH = 64
 
@@ -525,3 +528,25 @@ def test_containers_that_hold_themselves() -> None:
                 module.parts["scale"] += 0.5
 
     assert same(trained(lambda: Net(Circular), "remat", change), trained(lambda: Net(Circular), None, change))
+
+
+def test_operators_that_may_change_an_argument_are_told_from_the_others() -> None:
+    changing = [torch.Tensor.add_, torch.embedding_renorm_, torch.batch_norm, torch.batch_norm_gather_stats]
+    changing += [torch.fused_moving_avg_obs_fake_quant, torch._C._nn.rrelu_with_noise, F.embedding]
+    for function in changing:
+        known = KNOWN.get(function) or find(function)
+        assert known.writes or known.watched, function
+    for function in (torch.Tensor.add, torch.Tensor.__getitem__, torch.cat, F.linear, torch.conv2d):
+        assert not find(function).writes and not find(function).watched, function
+
+
+def test_storages_of_parameters_that_are_gone_are_forgotten() -> None:
+    known: dict[int, object] = {}
+    stays = nn.Parameter(torch.ones(2))
+    for _ in range(3):
+        reads = Reads(known)
+        for tensor in (stays, nn.Parameter(torch.ones(2)), torch.ones(2)):
+            reads.note_resident(tensor)
+        del tensor
+        reads.forget()
+    assert set(known) == {storage_key(stays)}

@@ -3,11 +3,8 @@ and steps of ``torch.distributed.pipelining`` in processes on the CPU."""
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
-import sys
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from rotoff.core.pipeline import StagePlan, Task, most_in_flight, orders, simula
 from rotoff.solver.in_flight import least_in_flight, needed_bytes, resting_bytes, solve_in_flight, turn
 from rotoff.solver.pipeline import Pipeline, cut, plan_pipeline
 
-TESTS = Path(__file__).parent
+EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 
 
 def stage(forward: float = 1.0, backward: float = 2.0, saved: int = 10) -> StagePlan:
@@ -165,20 +162,11 @@ def test_no_rule_of_thumb_is_faster_and_every_rank_keeps_its_limit(schedule: str
 
 
 torch = pytest.importorskip("torch")
+from ranks import printed, torchrun  # noqa: E402
+
 from rotoff.solver import anneal  # noqa: E402
 
 needs_processes = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-
-
-def torchrun(processes: int, script: str, *arguments: str) -> str:
-    """What a script of tests/support prints, run in so many processes; a rank that waits forever ends it."""
-    paths = [str(Path(rotoff.__file__).parent.parent), str(TESTS / "support")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [str(TESTS / "support" / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,36 +194,39 @@ def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPa
         rotoff.plan(model, batch, device="A100", pipeline=2, microbatches=8, mem_limit=found.rows[0].min_mem_limit // 2)
 
 
-LINE = re.compile(r"(\w+) (\w+) (\d): equal=(\w+) (\d+) of (\d+) \((\d+)\), (\d+) in flight")
+LINE = re.compile(r"(\w+) (\d): equal=(\w+) (\d+) of (\d+) \((\d+)\), (\d+) in flight")
+REFUSED = "2 pipeline_steps refused"
+IN_FLIGHT = {
+    "2 pipeline_steps gpipe": [8, 8],
+    "2 pipeline_steps interleaved": [5, 3],
+    "4 pipeline_steps 1f1b": [4, 3, 2, 1],
+}
+FURTHER = {
+    "2 pipeline_steps 1f1b": [2, 1],
+    "2 pipeline_steps told": [5, 3],
+    "4 pipeline_steps interleaved": [11, 9, 7, 5],
+}
 
 
 @needs_processes
-@pytest.mark.parametrize(
-    ("processes", "case", "in_flight"),
-    [
-        (2, "gpipe", [8, 8]),
-        pytest.param(2, "1f1b", [2, 1], marks=pytest.mark.slow),
-        (2, "interleaved", [5, 3]),
-        pytest.param(2, "told", [5, 3], marks=pytest.mark.slow),
-        (4, "1f1b", [4, 3, 2, 1]),
-        pytest.param(4, "interleaved", [11, 9, 7, 5], marks=pytest.mark.slow),
-    ],
-)
-def test_unequal_ranks_keep_their_limits_and_the_gradients(processes: int, case: str, in_flight: list[int]) -> None:
+@pytest.mark.parametrize("cases", [IN_FLIGHT, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=["few", "further"])
+def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list[int]]) -> None:
     """Bit for bit those of the same schedule without rotoff; each process holds no more than its own limit."""
-    said = LINE.findall(torchrun(processes, "pipeline_steps.py", case))
-    assert len(said) == processes * len({row[1] for row in said})
-    for _, mode, rank, equal, peak, limit, plain, many in said:
-        assert equal == "True", (mode, rank)
-        assert int(peak) <= int(limit) < int(plain), (mode, rank, peak, limit, plain)
-        assert int(many) == in_flight[int(rank)]
+    found = printed(*cases, *([REFUSED] if cases is IN_FLIGHT else []))
+    for case, in_flight in cases.items():
+        said = LINE.findall("\n".join(found[case]))
+        assert len(said) == len(in_flight) * (3 if case.endswith("gpipe") else 1)
+        for mode, rank, equal, peak, limit, plain, many in said:
+            assert equal == "True", (case, mode, rank)
+            assert int(peak) <= int(limit) < int(plain), (case, mode, rank, peak, limit, plain)
+            assert int(many) == in_flight[int(rank)]
 
 
 @needs_processes
 def test_what_does_not_work_is_refused() -> None:
     """Schedules that split the backward, in a sentence that names those which do not, also where a bare
     `Checkpointable` meets one; tensor parallel modules."""
-    said = torchrun(2, "pipeline_steps.py", "zero").splitlines()
+    said = printed(*IN_FLIGHT, REFUSED)[REFUSED]
     for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         found = [line for line in said if line.startswith(f"OptionError: {name} splits the backward (")]
         assert len(found) == 2
@@ -250,8 +241,7 @@ def test_what_does_not_work_is_refused() -> None:
 @needs_processes
 @pytest.mark.slow
 def test_the_example_trains() -> None:
-    small = ["--width", "32", "--rows", "64", "--steps", "3"]
-    said = torchrun(2, "../../examples/pipeline.py", *small).splitlines()
+    said = torchrun(EXAMPLE, "--width", "32", "--rows", "64", "--steps", "3").splitlines()
     assert [line[:6] for line in said if line.startswith("rank")] == ["rank 0", "rank 1"]
     losses = [float(text) for text in said[-1].split()[1:]]
     assert losses == sorted(losses, reverse=True)

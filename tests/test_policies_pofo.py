@@ -17,7 +17,7 @@ INF = math.inf
 
 
 def published(chain: Chain, limit: int, N: int) -> float:
-    """OC_0(1, 0, 0, 0), written from the supplement's equations; sizes and backlogs rounded up."""
+    """OC_0(1, 0, 0, 0), from the supplement's equations: sizes and backlogs rounded up, a tail left out where F meets B."""
     L = len(chain)
     beta = min(chain.d2h_bandwidth, chain.h2d_bandwidth) * N / limit
 
@@ -49,7 +49,7 @@ def published(chain: Chain, limit: int, N: int) -> float:
         if whole <= N - A and need_B[i] <= N - A:
             if i == j:
                 eps = max(need_B[i] - N + A + D, whole - beta * s[i].backward_time - N + A + D, 0) / beta
-                best = s[i].forward_time + s[i].backward_time + eps
+                best = s[i].forward_time - s[i].tail_time + s[i].backward_time + eps
             else:
                 eps_B = max(need_B[i] - N + A + D, 0) / beta
                 D1 = left(D, beta * (s[i].backward_time + eps_B))

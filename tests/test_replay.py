@@ -15,7 +15,6 @@ from torch import nn
 import rotoff
 from rotoff.core.sequence import FORWARDS
 from rotoff.runtime import stage_tape
-from rotoff.runtime.early_stop import closing_replays
 from rotoff.runtime.replay import ReplayState, Surroundings
 from rotoff.tensors.rng import Generators
 
@@ -202,21 +201,6 @@ def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
     apart = rotoff.Checkpointable(stages, stages=["0", "1", "2", "3"])
     profile = apart.measure(torch.randn(8, 16), repeats=1).profile
     assert [behaviour.enough for behaviour in profile.behaviours[1:3]] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("text", "closing"),
-    [
-        ("F_ck 1; F_ck 2; F_all 3; B 3; F_all 2; B 2; F_all 1; B 1", {4, 6}),
-        ("F_all 1; F_all 2; F_all 3; B 3; B 2; B 1", set()),  # none runs again
-        ("F_ck 1; F_none 2; F_all 3; B 3; F_all 1; F_all 2; B 2; B 1", {5}),  # stage 2 takes what stage 1 makes
-        ("F_ck 1; F_none 2; F_all 3; F_all 1; F_all 2; B 3; B 2; B 1", set()),  # and B 3 what stage 2 makes
-        ("F_ck 1; F_ck 2; F_all 3; B 3; F_all 2; offload abar 2; B 2; F_all 1; B 1", {7}),
-    ],
-)
-def test_which_replays_are_for_their_own_backward_alone(text: str, closing: set[int]) -> None:
-    sequence = rotoff.Sequence.from_text(text.split("; "))
-    assert closing_replays(sequence, 3) == closing
 
 
 class DeviceGenerator:

@@ -56,8 +56,8 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
                 lasting -= keys
             elif changed & lasting:
                 raise MeasureError(
-                    f"stage {stage.name!r} changes in place a part of the model's input that the stages before it handed"
-                    " on; clone it in that stage"
+                    f"stage {stage.name!r} changes in place a part of the model's input that the stages before it"
+                    " handed on; clone it in that stage"
                 )
             elif not changed and len(outputs) > 1:
                 again = flatten(_run(stage, source, device))[0]

@@ -34,7 +34,8 @@ def read_backward_from(given: Any) -> tuple[str | int, ...]:
     names = several(given)
     if not names or not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
         raise OptionError(
-            f'backward_from is {given!r}; give the key of an output ("loss"), its place in a tuple (0), or a list of those'
+            f'backward_from is {given!r}; give the key of an output ("loss"), its place in a tuple (0), or a list of'
+            " those"
         )
     return names
 
@@ -95,8 +96,8 @@ class BackwardStarts(nn.Module):
 
     def _refuse(self, _gradient: torch.Tensor) -> NoReturn:
         raise ExecutionError(
-            f"a gradient arrived for another output than those that backward_from={_shown(self.names)} names, for which none is"
-            " planned; name that output too, or leave backward_from out"
+            f"a gradient arrived for another output than those that backward_from={_shown(self.names)} names, for which"
+            " none is planned; name that output too, or leave backward_from out"
         )
 
     def _named(self, output: Any, name: str | int) -> list[torch.Tensor]:
@@ -109,8 +110,8 @@ class BackwardStarts(nn.Module):
         tensors = [t for t in flatten(part)[0] if t.requires_grad]
         if not tensors:
             raise MeasureError(
-                f"backward_from names {name!r}, of which nothing needs a gradient on this input; call the model as in training (with"
-                " labels, say), or name the output that the backward starts from"
+                f"backward_from names {name!r}, of which nothing needs a gradient on this input; call the model as in"
+                " training (with labels, say), or name the output that the backward starts from"
             )
         return tensors
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,71 +27,79 @@ SCALARS = 64  # bytes of numbers that an operation makes tensors of
 OUTSIDE = 0  # in place of a stage: what is made for all stages or for none, and is charged to no value
 
 
+class ExpectedCall(NamedTuple):
+    """One call that makes or changes tensors; a module that is called as a whole counts as one.
+
+    stage: that it belongs to, from 1, or `OUTSIDE`. outputs: the number of each tensor that it returns, None for a
+    parameter or a buffer. last_uses: the tensors that no call needs after it. dead: whether nobody needs what it makes.
+    reads: the number of each tensor among its arguments, None for others.
+    """
+
+    function: Callable[..., Any]
+    stage: int
+    outputs: tuple[int | None, ...]
+    last_uses: tuple[int, ...]
+    dead: bool
+    reads: tuple[int | None, ...]
+
+
 @dataclass(frozen=True)
 class Course:
     """What one forward is expected to do.
 
-    functions: of each call that makes or changes tensors, in order; a module that is called as a whole counts as one.
-    stages: the stage that each belongs to, from 1, or `OUTSIDE`. outputs: of each, the number of each tensor that it
-    returns, None for a parameter or a buffer. last_uses: of each, the tensors that no call needs after it. dead: of
-    each, whether nobody needs what it makes; dead_bytes: what those of each stage read, make and save, at most.
-    crossing: of each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of
-    its `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well. reads: of
-    each, the number of each tensor among its arguments, None for others. places: the calls by what they are known by
-    (`places`). entries: of each call of a module, the call that comes next. modules: those of the model. nbytes: of
-    each tensor. random: whether a forward makes some of the calls by chance, and others not. held: tensors that stay
-    whatever is dropped (`Tape.held`), so that to take their bytes would only be to make them again.
+    calls: in order. dead_bytes: what those of each stage read, make and save that nobody needs, at most. crossing: of
+    each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
+    `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well. places: the
+    calls by what they are known by (`places`). entries: of each call of a module, the call that comes next. modules:
+    those of the model. nbytes: of each tensor. random: whether a forward makes some of the calls by chance, and others
+    not. held: tensors that stay whatever is dropped (`Tape.held`), so that to take their bytes would only be to make
+    them again. storages: of parameters that steps have met, for `runtime.reads`.
     """
 
-    functions: tuple[Callable[..., Any], ...]
-    stages: tuple[int, ...]
-    outputs: tuple[tuple[int | None, ...], ...]
-    last_uses: tuple[tuple[int, ...], ...]
-    dead: tuple[bool, ...]
-    dead_bytes: tuple[int, ...]
-    crossing: tuple[tuple[tuple[int, int], ...], ...]
-    opaque: frozenset[nn.Module]
-    reads: tuple[tuple[int | None, ...], ...] = ()
+    calls: tuple[ExpectedCall, ...] = ()
+    dead_bytes: tuple[int, ...] = ()
+    crossing: tuple[tuple[tuple[int, int], ...], ...] = ()
+    opaque: frozenset[nn.Module] = frozenset()
     places: Mapping[Hashable, int] = field(default_factory=dict)
     entries: Mapping[Entry, int] = field(default_factory=dict)
     nbytes: tuple[int, ...] = ()
     modules: frozenset[nn.Module] = frozenset()
     random: bool = False
     held: frozenset[int] = frozenset()
+    storages: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
     def starts(self) -> dict[int, int]:
         """The first call of each stage."""
-        return {stage: k for k, stage in reversed(list(enumerate(self.stages)))}
+        return {call.stage: k for k, call in reversed(list(enumerate(self.calls)))}
 
     def alive(self, k: int) -> list[tuple[int, int]]:
         """The tensors that were made before call `k` and are used by it or later, and their bytes."""
-        gone = {n for numbers in self.last_uses[:k] for n in numbers}
-        made = dict.fromkeys(n for numbers in self.outputs[:k] for n in numbers if n is not None)
+        gone = {n for call in self.calls[:k] for n in call.last_uses}
+        made = dict.fromkeys(n for call in self.calls[:k] for n in call.outputs if n is not None)
         return [(n, self.nbytes[n]) for n in made if n not in gone]
 
     @cached_property
     def beside(self) -> frozenset[int]:
         """The stages that have begun when something is made that belongs to none."""
         found, stage = set(), OUTSIDE
-        for one in self.stages:
-            if one == OUTSIDE != stage:
+        for call in self.calls:
+            if call.stage == OUTSIDE != stage:
                 found.add(stage)
-            stage = one or stage
+            stage = call.stage or stage
         return frozenset(found)
 
     @cached_property
     def opaque_stages(self) -> frozenset[int]:
         """The stages that call one of those."""
-        pairs = zip(self.functions, self.stages, strict=True)
         return frozenset(
-            stage for function, stage in pairs if isinstance(function, nn.Module) and function in self.opaque
+            call.stage for call in self.calls if isinstance(call.function, nn.Module) and call.function in self.opaque
         )
 
     @cached_property
     def whole(self) -> frozenset[Any]:
         """The modules that are called as a whole."""
-        return frozenset(function for function in self.functions if isinstance(function, nn.Module))
+        return frozenset(call.function for call in self.calls if isinstance(call.function, nn.Module))
 
 
 def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageModule] = ()) -> Course:
@@ -130,18 +138,23 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         leaves = _segments(stage)[-1].leaves
         crossing.append(tuple((n, at) for at, n in enumerate(leaves or ()) if made.get(n, OUTSIDE) != OUTSIDE))
     return Course(
-        functions=tuple(op.function for op in calls),
-        stages=tuple(stage_of.get(id(op), OUTSIDE) for op in calls),
-        outputs=tuple(op.outputs for op in calls),
-        last_uses=tuple(map(tuple, last_uses[:-1])),
+        calls=tuple(
+            ExpectedCall(
+                function=op.function,
+                stage=stage_of.get(id(op), OUTSIDE),
+                outputs=op.outputs,
+                last_uses=tuple(last_uses[k]),
+                dead=id(op) not in needed,
+                reads=tuple(_numbers(op)),
+            )
+            for k, op in enumerate(calls)
+        ),
         dead_bytes=tuple(dead_bytes),
-        dead=tuple(id(op) not in needed for op in calls),
         crossing=tuple(crossing),
         held=frozenset(n for n, variable in enumerate(tape.variables) if variable.storage in tape.held),
         opaque=frozenset(
             op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)
         ),
-        reads=tuple(tuple(_numbers(op)) for op in calls),
         places={key: k for k, op in reversed(list(enumerate(calls))) for key in op.keys},
         entries=tape.entries,
         modules=tape.modules,

@@ -23,10 +23,16 @@ from .tape import NOTHING, Operation, Owned, Pinned, Ref, Tape, substitute
 class ModuleCall:
     """A call of a module under way, or made.
 
-    number: of this call among all, from 1. entry: as of `places`. given: the variables among its arguments. versions: of
-    the tensors among them; transformed: whether one is so, by torch.func. drawn: the generators' states. begin, end: its
-    operations. made: operations before it that make or change tensors. until: how many calls of modules had begun when
-    it ended. place, outputs, grad, autocast: as of `Operation`.
+    number: of this call among all, from 1.
+    entry: as of `places`.
+    given: the variables among its arguments.
+    versions: of the tensors among them.
+    transformed: whether torch.func has transformed one of them.
+    drawn: the generators' states.
+    begin, end: its operations.
+    made: operations before it that make or change tensors.
+    until: how many calls of modules had begun when it ended.
+    place, outputs, grad, autocast: as of `Operation`.
     """
 
     module: nn.Module

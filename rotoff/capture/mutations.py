@@ -67,7 +67,8 @@ class ChangedAttributes:
             if now is value:
                 if isinstance(value, torch.Tensor) and value._version != version:
                     raise MeasureError(
-                        f"stage {self._stage.name!r} changes its attribute {name!r} in place, a tensor that is no buffer{NO_BUFFER}"
+                        f"stage {self._stage.name!r} changes its attribute {name!r} in place, a tensor that is no"
+                        f" buffer{NO_BUFFER}"
                     )
             elif isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor) or now != value:
                 found.append((module, name, value.nbytes if isinstance(value, torch.Tensor) else 0))

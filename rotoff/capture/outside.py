@@ -29,8 +29,8 @@ def own_function(function: Any) -> str:
 
 @contextmanager
 def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Iterator[None]:
-    """Within, calls go through `called(original, module, *args)` and `applied(function, original, of, *args)`: `function`
-    is what PyTorch itself calls, `original` what is there now."""
+    """Within, calls go through `called(original, module, *args)` and `applied(function, original, of, *args)`:
+    `function` is what PyTorch itself calls, `original` what is there now."""
     call, apply, script_call = nn.Module.__call__, _apply(), torch.jit.ScriptFunction.__call__
 
     def wrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,8 @@ def _calling(call: Any, apply: Any, script_call: Any) -> Iterator[None]:
     scripted: Any = torch.jit.ScriptFunction
     before = nn.Module.__call__, _apply(), scripted.__call__
     try:
-        nn.Module.__call__, torch.autograd.Function.apply, scripted.__call__ = call, apply, script_call  # type: ignore[method-assign]
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply, scripted.__call__ = apply, script_call  # type: ignore[method-assign]
         yield
     finally:
         nn.Module.__call__, torch.autograd.Function.apply, scripted.__call__ = before  # type: ignore[method-assign]

@@ -32,6 +32,7 @@ class Places:
 
     def __init__(self) -> None:
         self._frames = [_Frame((None, 0))]
+        self.calls = self._frames[0].calls  # functions that have been called in the module that now is, in order
         self._times: dict[nn.Module, int] = {}
 
     def enter(self, module: nn.Module) -> Entry:
@@ -40,17 +41,15 @@ class Places:
         self._times[module] = n + 1
         entry = module, n
         self._frames.append(_Frame(entry))
+        self.calls = self._frames[-1].calls
         return entry
 
     def leave(self) -> None:
         """That call has ended."""
         entry = self._frames.pop().entry
         frame = self._frames[-1]
+        self.calls = frame.calls
         frame.last, frame.first = entry, len(frame.calls)
-
-    def note(self, function: Callable[..., Any]) -> None:
-        """`function` has been called."""
-        self._frames[-1].calls.append(function)
 
     def keys(self, function: Callable[..., Any]) -> tuple[Hashable, Hashable]:
         """What the next call is known by, if it is of `function`: the first is exact, the second tells as long as both

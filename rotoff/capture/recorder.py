@@ -163,7 +163,8 @@ class Recorder(TorchFunctionMode):
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 raise UncuttableError(
                     f"{type(self._model).__name__} returns a {type(leaf).__name__}, which rotoff cannot look into;"
-                    " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache, the parameters of a distribution)"
+                    " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache, the parameters"
+                    " of a distribution)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.tape.varying = frozenset(self._varying | self.tape.opaque)
@@ -212,8 +213,8 @@ class Recorder(TorchFunctionMode):
                 if self._in_step:  # it is exchanged there
                     continue
                 raise UncuttableError(
-                    f"module {self._names[module]!r} ({type(module).__name__}) adds tensors of the graph to its attribute {name!r};"
-                    " have its forward set the attribute anew, or the model return them"
+                    f"module {self._names[module]!r} ({type(module).__name__}) adds tensors of the graph to its"
+                    f" attribute {name!r}; have its forward set the attribute anew, or the model return them"
                 )
             yield name
 
@@ -256,12 +257,7 @@ class Recorder(TorchFunctionMode):
         return self._inside or self._hidden is not None or threading.get_ident() != self._thread
 
     def _noted(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run: Callable[..., Any],
-        made: ModuleCall | None = None,
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, made: ModuleCall | None = None
     ) -> Any:
         """made: the call, where it has been made."""
         name = getattr(function, "__name__", "")
@@ -271,20 +267,8 @@ class Recorder(TorchFunctionMode):
             handle = function(*args, **kwargs)  # a matter of the step's own graph
             self._hooks += [] if handle is None else [handle]
             return handle
-        given_leaves = _all_leaves(args, kwargs)
-        if not isinstance(function, nn.Module) and any(isinstance(leaf, nn.Module) for leaf in given_leaves):
-            self._refuse(f"runs modules inside of a custom autograd Function ({name_of(function)})")
-        tensors = [leaf for leaf in given_leaves if isinstance(leaf, torch.Tensor)]
-        if any(map(is_functorch_wrapped_tensor, tensors)):
-            self._hide_transformed(name)
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, torch.Generator) and all(one is not known for known, _ in self.tape.generators):
-                self.tape.generators.append((one, one.get_state()))
-        if (objection := self._parameters.objection(function, args, kwargs)) is not None:
-            self._refuse(*objection, UnrepeatableError)
-        if (hooks := foreign_hooks()) is not None:
-            self._refuse(hooks[0], hooks[1], UnrepeatableError)
-        versions = versions_of(tensors) if made is None else made.versions
+        given = self._looked_at(function, name, args, kwargs)
+        versions = versions_of(given) if made is None else made.versions
         references = substitute((args, kwargs), self._reference)
         if self._sizes.packs(name, references):
             self._varies(f"packs sequences by lengths that are in a tensor ({name})", cure=PACK_INSIDE)
@@ -297,37 +281,22 @@ class Recorder(TorchFunctionMode):
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         if any(map(is_functorch_wrapped_tensor, returned)):
             self._hide_transformed(name, result)
-        changed = [t for t, old, new in zip(tensors, versions, versions_of(tensors), strict=True) if old != new]
-        self._refuse_changed(changed)
-        for table in (t for t in changed if any(t is one for one in self._tensors.tables)):
-            self.tape.changed_bytes += table.nbytes
-            self.tape.changed[id(table)] = table
-        expected = NOTHING
-        effect = name in _EFFECTS or isinstance(function, nn.Module)
-        if returned and not changed and not effect and not name.endswith("_") and self._drawn is generated:
-            given = {id(t) for t in tensors}
-            if all(id(t) in given for t in returned):
-                return result  # nothing to do: x.to(x.dtype)
+        changed = [t for t, old, new in zip(given, versions, versions_of(given), strict=True) if old != new]
+        self._note_changed(changed)
+        draws, effect = self._drawn is not generated, name in _EFFECTS or isinstance(function, nn.Module)
+        silent = not (changed or effect or draws)
+        if silent and returned and not name.endswith("_") and _all_in(returned, given):
+            return result  # nothing to do: x.to(x.dtype)
         outputs = tuple(self._tensors.output(t) for t in returned)
         reads = tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref)))
-        computed = not self._sizes.computed.isdisjoint(reads)
-        if not returned and not changed and not effect and self._drawn is generated:
-            if not tensors or result is None:
+        expected = NOTHING
+        if silent and not returned:
+            if not given or result is None or not self._asks(function, name, reads, result):
                 return result
-            if name in _FACTS or name == "__get__":
-                if not self._sizes.asked(function, name, reads):
-                    return result
-                if computed:
-                    self._varies()
-            elif name == "backward":
-                self._refuse("differentiates (backward), which is for the training loop to do", kind=UnrepeatableError)
-            elif computed and not isinstance(result, bool):
-                self._varies()
             expected = result
-        elif computed and self._sizes.counted(name, reads):
+        elif not self._sizes.computed.isdisjoint(reads) and self._sizes.counted(name, reads):
             self._varies()
-        random = self._drawn is not generated
-        self._sizes.note(function, name, references, tensors, reads, outputs, random)
+        self._sizes.note(function, name, references, given, reads, outputs, draws)
         one = Operation(
             function=function,
             args=references[0],
@@ -336,7 +305,7 @@ class Recorder(TorchFunctionMode):
             reads=reads,
             writes=frozenset(n for t in changed if (n := self._tensors.storage(t)) is not None),
             writes_owned=tuple(dict.fromkeys(owned for t in changed for owned in self._tensors.owners(t))),
-            draws=random,
+            draws=draws,
             grad=grad,
             autocast=() if autocast == self._ambient else autocast,
             expected=expected,
@@ -345,14 +314,49 @@ class Recorder(TorchFunctionMode):
             casts=tuple(casts),
             saves=tuple(self._saves),
         )
-        if self._sizes.picks(name, references, tensors):
-            self._pinned[len(self.tape.operations)] = pinned(one, tensors, returned)
+        self._append(one, pinned(one, given, returned) if self._sizes.picks(name, references, given) else None)
+        return result
+
+    def _append(self, one: Operation, pinned: Operation | None) -> None:
+        """Put an operation on the tape. pinned: what takes its place within the modules around."""
+        if pinned is not None:
+            self._pinned[len(self.tape.operations)] = pinned
         if one.makes:
-            one = replace(one, keys=self._places.keys(function))
-            self._places.note(function)
+            one = replace(one, keys=self._places.keys(one.function))
+            self._places.calls.append(one.function)
             self._made += 1
         self.tape.operations.append(one)
-        return result
+
+    def _looked_at(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors among the arguments of a call that can be noted."""
+        found = _all_leaves(args, kwargs)
+        if not isinstance(function, nn.Module) and any(isinstance(leaf, nn.Module) for leaf in found):
+            self._refuse(f"runs modules inside of a custom autograd Function ({name_of(function)})")
+        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        if any(map(is_functorch_wrapped_tensor, tensors)):
+            self._hide_transformed(name)
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, torch.Generator) and all(one is not known for known, _ in self.tape.generators):
+                self.tape.generators.append((one, one.get_state()))
+        if (objection := self._parameters.objection(function, args, kwargs)) is not None:
+            self._refuse(*objection, UnrepeatableError)
+        if (hooks := foreign_hooks()) is not None:
+            self._refuse(hooks[0], hooks[1], UnrepeatableError)
+        return tensors
+
+    def _asks(self, function: Any, name: str, reads: tuple[int, ...], answer: Any) -> bool:
+        """Whether a call that makes no tensor asks for what is in one, so that the answer is a part of the course."""
+        computed = not self._sizes.computed.isdisjoint(reads)
+        if name in _FACTS or name == "__get__":
+            if not self._sizes.asked(function, name, reads):
+                return False
+            if computed:
+                self._varies()
+        elif name == "backward":
+            self._refuse("differentiates (backward), which is for the training loop to do", kind=UnrepeatableError)
+        elif computed and not isinstance(answer, bool):
+            self._varies()
+        return True
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """In place of ``nn.Module.__call__``."""
@@ -403,8 +407,8 @@ class Recorder(TorchFunctionMode):
         """Call a module as one operation."""
         if module is self._model:
             self._refuse(
-                "is that of a model that is compiled, or sharded with hooks, as a whole; do so with the rotoff.Checkpointable around it,"
-                " or use rotoff.attach",
+                "is that of a model that is compiled, or sharded with hooks, as a whole; do so with the"
+                " rotoff.Checkpointable around it, or use rotoff.attach",
                 kind=UncuttableError,
             )
         check_arguments((args, kwargs))
@@ -458,15 +462,19 @@ class Recorder(TorchFunctionMode):
         reference = self._tensors.reference(leaf)
         if reference is None:
             self._refuse(
-                f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) made by something that rotoff cannot see: a hook that"
-                " collects what a module makes inside (output_attentions=True), or code outside of torch"
+                f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) made by something that rotoff"
+                " cannot see: a hook that collects what a module makes inside (output_attentions=True), or code"
+                " outside of torch"
             )
         return reference
 
-    def _refuse_changed(self, changed: list[torch.Tensor]) -> None:
+    def _note_changed(self, changed: list[torch.Tensor]) -> None:
         for tensor in changed:
             if any(owned.table == "_parameters" for owned in self._tensors.owners(tensor)):
                 self._refuse("changes a parameter", ONCE_MORE, UnrepeatableError)
+            if any(tensor is one for one in self._tensors.tables):
+                self.tape.changed_bytes += tensor.nbytes
+                self.tape.changed[id(tensor)] = tensor
 
     def _check_handed_on(self, result: Any) -> None:
         """What a module whose work depends on data hands on beside tensors is for the module around it."""
@@ -482,8 +490,8 @@ class Recorder(TorchFunctionMode):
         kind: type[MeasureError] = UnrepeatableError,
         cure: str = "",
     ) -> None:
-        """The innermost of the modules `around`, of all where there are none, does what depends on data; where the model
-        itself does, `what` is refused."""
+        """The innermost of the modules `around`, of all where there are none, does what depends on data; where the
+        model itself does, `what` is refused."""
         around = self._open if around is None else around
         if any(call.module in self._varying for call in around):
             return
@@ -515,6 +523,11 @@ class Recorder(TorchFunctionMode):
 
 def _all_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return pytree.tree_leaves((args, kwargs)) if kwargs else pytree.tree_leaves(args)
+
+
+def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    known = set(map(id, others))
+    return all(id(t) in known for t in tensors)
 
 
 def check_arguments(value: Any) -> None:

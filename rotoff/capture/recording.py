@@ -192,6 +192,6 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
 
 def _never(_: Any) -> torch.Tensor:
     raise UnrepeatableError(
-        "the model differentiates within its forward (torch.autograd.grad, backward), which rotoff cannot record: have the training loop"
-        " do that, outside of the model that is planned"
+        "the model differentiates within its forward (torch.autograd.grad, backward), which rotoff cannot record: have"
+        " the training loop do that, outside of the model that is planned"
     )

@@ -32,6 +32,6 @@ def refuse_tensor_parallel(root: nn.Module, model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, tensor.DTensor) and (id(p) not in sharded or p.device_mesh.ndim > 1):
             raise MeasureError(
-                f"the parameter {name!r} is a DTensor of tensor parallelism, which rotoff cannot measure; plan a model without"
-                " parallelize_module, or shard its stages by FSDP2"
+                f"the parameter {name!r} is a DTensor of tensor parallelism, which rotoff cannot measure; plan a model"
+                " without parallelize_module, or shard its stages by FSDP2"
             )

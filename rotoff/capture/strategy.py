@@ -9,8 +9,10 @@ The chain's input is (args, kwargs) of the call.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -117,11 +119,11 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise MeasureError(
-            f"the model is a scripted or traced one ({model.original_name}), whose forward runs as one piece; give the module that"
-            " it was made from, in which parts may be scripted"
+            f"the model is a scripted or traced one ({model.original_name}), whose forward runs as one piece; give the"
+            " module that it was made from, in which parts may be scripted"
         )
     look_into((args, kwargs))
-    signature = inspect.signature(model.forward)
+    signature = _signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -129,6 +131,19 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if "use_cache" in signature.parameters and bound.arguments.get("use_cache") is None:
         bound.arguments["use_cache"] = False
     return bound.args, bound.kwargs
+
+
+_SIGNATURES: weakref.WeakKeyDictionary[FunctionType, inspect.Signature] = weakref.WeakKeyDictionary()
+
+
+def _signature(forward: Any) -> inspect.Signature:
+    """As `inspect.signature`, which takes long, and is asked in every step."""
+    function = getattr(forward, "__func__", None)
+    if type(function) is not FunctionType:
+        return inspect.signature(forward)
+    if (known := _SIGNATURES.get(function)) is None:
+        known = _SIGNATURES[function] = inspect.signature(forward)
+    return known
 
 
 def read_sample(
@@ -154,8 +169,9 @@ def refuse_passed_by() -> None:
     """Raise MeasureError where hooks are registered that a planned step would pass by."""
     if _has_any_global_hook():
         raise MeasureError(
-            "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what modules do"
-            " without calling each of them, so it would be passed by: remove it, or register it on the modules that it is for"
+            "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what"
+            " modules do without calling each of them, so it would be passed by: remove it, or register it on the"
+            " modules that it is for"
         )
     if (said := foreign_hooks()) is not None:
         raise MeasureError(f"the model {''.join(said)}")
@@ -170,19 +186,20 @@ def check_measurable(model: nn.Module, value: Any) -> None:
         )
     if any(t.is_meta for t in (*model.parameters(), *flatten(value)[0])):
         raise MeasureError(
-            "the model or its input is on the meta device, where nothing runs and no time passes; give real ones, or use"
-            ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which reckon'
+            "the model or its input is on the meta device, where nothing runs and no time passes; give real ones, or"
+            ' use rotoff.estimate(model, sample, device="H200") or rotoff.plan, which reckon'
         )
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         raise MeasureError(
-            "the model cannot be measured under saved-tensor hooks of somebody else's (torch.utils.checkpoint or save_on_cpu around"
-            " the whole model, say); leave those off, since rotoff recomputes and offloads, or call measure(*sample) before"
+            "the model cannot be measured under saved-tensor hooks of somebody else's (torch.utils.checkpoint or"
+            " save_on_cpu around the whole model, say); leave those off, since rotoff recomputes and offloads, or call"
+            " measure(*sample) before"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise MeasureError(
-                f"{name!r} of the model has no shape before the first forward (a lazy module); run the model once on a sample, as"
-                " it is, before it is measured"
+                f"{name!r} of the model has no shape before the first forward (a lazy module); run the model once on a"
+                " sample, as it is, before it is measured"
             )
         if type(tensor) in (torch.Tensor, nn.Parameter):
             storage_key(tensor)  # so that a sparse one is refused here
@@ -191,7 +208,8 @@ def check_measurable(model: nn.Module, value: Any) -> None:
     check_arguments(value)
     if not tensors:
         raise MeasureError(
-            "the model's input holds no tensor that rotoff can see; pass tensors, or tuples, lists, dicts and dataclasses of them"
+            "the model's input holds no tensor that rotoff can see; pass tensors, or tuples, lists, dicts and"
+            " dataclasses of them"
         )
     for tensor in tensors:
         if type(tensor) is torch.Tensor:

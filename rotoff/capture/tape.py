@@ -112,17 +112,27 @@ def name_of(function: Any) -> str:
 
 @dataclass
 class Tape:
-    """inputs: the variable of each tensor in the batch. result, result_spec: the leaves of what the model returns, and
-    their structure. attributes: where its modules keep tensors of the graph, if anywhere; result is then what it
-    returns and a list of what they hold. varying: modules taken whole of which the work depends on data. generators:
-    those that calls were given, each in the state in which it was found. tables: tensors among the arguments that were there before and are neither parameters
-    nor buffers. opaque: those of the modules taken whole whose calls cannot be told apart. inner: of an operation (its
-    id) that is a call of a module, the operations that are to be made in its place while it is measured. entries: of each call of a module (and how many of it came
-    before), the number of operations before it that make or change tensors. modules: those of the model. random:
-    whether a forward makes some of the operations by chance, and others not. held: the storages that stay when all that
-    is saved and returned goes, since an attribute of ``ctx``, a closure of a hook, an attribute of a module or a global
-    has them. changed: those of `tables` that some operation changes, by id. changed_bytes: of these, as often as it does:
-    a step copies it before."""
+    """The calls of a forward, in order.
+
+    inputs: the variable of each tensor in the batch.
+    result, result_spec: the leaves of what the model returns, and their structure.
+    attributes: where its modules keep tensors of the graph, if anywhere; result is then what it returns and a list of
+        what they hold.
+    varying: modules taken whole of which the work depends on data.
+    generators: those that calls were given, each in the state in which it was found.
+    tables: tensors among the arguments that were there before and are neither parameters nor buffers.
+    opaque: those of the modules taken whole whose calls cannot be told apart.
+    inner: of an operation (its id) that is a call of a module, the operations that are to be made in its place while it
+        is measured.
+    entries: of each call of a module (and how many of it came before), the number of operations before it that make or
+        change tensors.
+    modules: those of the model.
+    random: whether a forward makes some of the operations by chance, and others not.
+    held: the storages that stay when all that is saved and returned goes, since an attribute of ``ctx``, a closure of a
+        hook, an attribute of a module or a global has them.
+    changed: those of `tables` that some operation changes, by id.
+    changed_bytes: of these, as often as it does: a step copies it before.
+    """
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)

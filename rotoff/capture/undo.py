@@ -72,43 +72,50 @@ class BeforeStep(_Before):
 
 
 def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
-    if id(value) in before or depth > _DEPTH:
+    """Note in `before` what `value`, and what it holds, are now."""
+    if id(value) in before or depth > _DEPTH or isinstance(value, nn.Module):
         return
-    if isinstance(value, nn.Module):
-        return
+    content = _content(value)
+    if content is not None:
+        before[id(value)] = value, content
+    for one in _held_by(value):
+        _note(one, before, depth + 1)
+
+
+def _content(value: Any) -> Any:
+    """What `_put_back` gives `value` back; None where it cannot change, or is nobody's to change."""
     if isinstance(value, torch.Tensor):
-        if (
-            type(value) is torch.Tensor
-            and not value.requires_grad
-            and value.layout is torch.strided
-            and not value.is_meta
-        ):
-            before[id(value)] = value, (version_of(value), value.detach().clone())
-    elif isinstance(value, torch.Generator):
-        before[id(value)] = value, value.get_state()
-    elif isinstance(value, dict):
-        before[id(value)] = value, dict(value)
-        for one in (*value.values(),):
-            _note(one, before, depth + 1)
-    elif isinstance(value, (list, deque)):
-        before[id(value)] = value, list(value)
-        for one in (*value,):
-            _note(one, before, depth + 1)
-    elif isinstance(value, set):
-        before[id(value)] = value, set(value)
-    elif type(value) is tuple:
-        for one in value:
-            _note(one, before, depth + 1)
-    elif type(value).__module__ in ("builtins", "torch") or isinstance(value, type):
-        return
-    elif hasattr(value, "getstate") and hasattr(value, "setstate"):  # random.Random
-        before[id(value)] = value, value.getstate()
-    elif type(value).__module__.partition(".")[0] not in ("torch", "numpy") and isinstance(
-        getattr(value, "__dict__", None), dict
-    ):
-        _note(vars(value), before, depth + 1)
-    elif (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray:
-        before[id(value)] = value, value.copy()
+        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+        return (version_of(value), value.detach().clone()) if plain and not value.requires_grad else None
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    for kind, copied in ((dict, dict), (list, list), (deque, list), (set, set)):
+        if isinstance(value, kind):
+            return copied(value)
+    if type(value).__module__ in ("builtins", "torch") or isinstance(value, type):
+        return None
+    if _is_random(value):
+        return value.getstate()
+    numpy = sys.modules.get("numpy")
+    return value.copy() if numpy is not None and type(value) is numpy.ndarray else None
+
+
+def _held_by(value: Any) -> tuple[Any, ...]:
+    """What is to be noted with `value`."""
+    if isinstance(value, dict):
+        return (*value.values(),)
+    if isinstance(value, (list, deque)) or type(value) is tuple:
+        return (*value,)
+    if isinstance(value, (torch.Tensor, torch.Generator, set, type)) or _is_random(value):
+        return ()
+    of = type(value).__module__.partition(".")[0]
+    held = None if of in ("builtins", "torch", "numpy") else getattr(value, "__dict__", None)
+    return (held,) if isinstance(held, dict) else ()
+
+
+def _is_random(value: Any) -> bool:
+    """Whether it is a ``random.Random``, or works like one."""
+    return hasattr(value, "getstate") and hasattr(value, "setstate")
 
 
 def _put_back(held: Any, content: Any) -> None:

@@ -28,12 +28,15 @@ _RENORMALIZING = (torch.nn.functional.embedding, torch.nn.functional.embedding_b
 
 
 ONCE_MORE = (
-    ", and rotoff runs it several times to measure it, and again in replays: make that a buffer (register_buffer), or change it outside of"
-    " forward"
+    ", and rotoff runs it several times to measure it, and again in replays: make that a buffer (register_buffer), or"
+    " change it outside of forward"
 )
 
 
-NO_BUFFER = ", and a replay would change it again: register it (register_buffer, with persistent=False to leave it out of the state_dict)"
+NO_BUFFER = (
+    ", and a replay would change it again: register it (register_buffer, with persistent=False to leave it out of the"
+    " state_dict)"
+)
 
 
 IN_A_SUBMODULE = "do that after the forward, from what the model returns, or in a submodule that returns tensors"
@@ -134,7 +137,8 @@ def refusing(stage: StageModule) -> AbstractContextManager[Any]:
 
 def compiled(module: nn.Module) -> bool:
     """Whether its code is not Python's to run: it is compiled, or scripted."""
-    return getattr(module, "_compiled_call_impl", None) is not None or _made_by_a_compiler(type(module))  # type: ignore[arg-type]
+    made: Any = type(module)
+    return getattr(module, "_compiled_call_impl", None) is not None or _made_by_a_compiler(made)
 
 
 @lru_cache(maxsize=256)

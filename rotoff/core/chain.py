@@ -59,11 +59,13 @@ class Stage:
     """Costs of one stage, in bytes and seconds; the module's docstring has the papers' symbols.
 
     By default `grad_bytes` is `output_bytes`, transients are 0, and `checkpoint_transient_bytes` is
-    `forward_transient_bytes`.
+    `forward_transient_bytes`. A forward that runs again right before its own backward stops at the last tensor that
+    autograd saves, `tail_time` seconds early.
 
     Raises:
-        ChainError: for anything but finite numbers at or above 0, and for `saved_bytes` (of a form too) below
-            `output_bytes`, which it includes. The sentence names the stage, the field and the value.
+        ChainError: for anything but finite numbers at or above 0, for `saved_bytes` (of a form too) below
+            `output_bytes`, which it includes, and for `tail_time` above `forward_time`. The sentence names the stage,
+            the field and the value.
     """
 
     name: str = ""
@@ -76,6 +78,7 @@ class Stage:
     checkpoint_transient_bytes: int | None = None
     backward_transient_bytes: int = 0
     forms: tuple[Form, ...] = ()
+    tail_time: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +87,12 @@ class Stage:
         check_name(self.name, "a stage")
         put(self, "forward_time", seconds(self.forward_time, "forward_time", where))
         put(self, "backward_time", seconds(self.backward_time, "backward_time", where))
+        put(self, "tail_time", seconds(self.tail_time, "tail_time", where))
+        if self.tail_time > self.forward_time:
+            raise ChainError(
+                f"tail_time of {where} is {self.tail_time}, more than its forward_time of {self.forward_time}; it is"
+                " the end of the forward, so give at most that"
+            )
         for name in ("output_bytes", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes"):
             put(self, name, bytes_of(getattr(self, name), name, where))
         put(self, "grad_bytes", bytes_of(_default(self.grad_bytes, self.output_bytes), "grad_bytes", where))
@@ -302,6 +311,8 @@ _STAGE_FIELDS = tuple(one.name for one in fields(Stage) if one.name not in ("for
 
 def _stage_to_dict(stage: Stage) -> dict[str, Any]:
     data: dict[str, Any] = {**stage.extra, **{name: getattr(stage, name) for name in _STAGE_FIELDS}}
+    if not stage.tail_time:
+        del data["tail_time"]
     if stage.forms:
         data["forms"] = [{**form.extra, **{name: getattr(form, name) for name in _FORM_FIELDS}} for form in stage.forms]
     return data

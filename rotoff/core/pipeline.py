@@ -144,7 +144,7 @@ def stage_plan(chain: Chain, trace: Trace, turn: int, beside: int = 0) -> StageP
         lane = event.lane if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) else ""
         value = Value(op.saved, op.stage)
         bandwidth = chain.d2h_bandwidth if lane == "d2h" else chain.h2d_bandwidth
-        machine.step(op)
+        machine.step(op)  # of which only the bytes matter
         copied = machine.device.get(value, 0) / bandwidth if lane else 0.0
         memory = event.memory + beside
         work.append(_Work(seconds, _waited(op), lane, value, copied, memory, event.host_memory))

@@ -18,7 +18,8 @@ runs at its bidirectional bandwidth, where the chain has one. The rules of each 
 ========================  =============================================================================================
 
 The caller holds a_0 and a_L, so both are always charged; ``B L`` drops ā_L, which contains a_L, and a_L stays charged.
-An operation that drops a value occupies the compute lane until all copies of that value have ended.
+An operation that drops a value occupies the compute lane until all copies of that value have ended. A forward that
+`early_stops` names leaves out its `tail_time`.
 
 A stage needs ``w k`` of every group k that it reads. The first ``B`` of a group allocates ``g k``; after the last one
 ``g k`` is whole. `steady_step` says what device and host hold of parameters between steps; the step's time is then that
@@ -97,8 +98,8 @@ class Machine:
 
     # -- running
 
-    def step(self, op: Op) -> Event:
-        """Run one operation. An operation that is refused changes nothing.
+    def step(self, op: Op, early: bool = False) -> Event:
+        """Run one operation. An operation that is refused changes nothing. early: whether it is one of `early_stops`.
 
         The event of a copy or of an update on the host has its times only once the step has finished.
 
@@ -118,7 +119,7 @@ class Machine:
                 raise self._error(op, f"nothing may follow B 1{more}")
         before = self._parameter_bytes
         if op.kind in FORWARDS:
-            event = self._forward(op)
+            event = self._forward(op, early)
         elif op.kind is OpKind.B:
             event = self._backward(op)
         elif op.kind is OpKind.U:
@@ -201,7 +202,7 @@ class Machine:
             )
         return memory
 
-    def _forward(self, op: Op) -> Event:
+    def _forward(self, op: Op, early: bool) -> Event:
         i, made = op.stage, op.value
         source = a(i - 1) if op.kind is OpKind.F_NONE else self.input_of(i)
         if source is None or not self.usable(source):
@@ -220,7 +221,7 @@ class Machine:
         transient = form.forward_transient_bytes if made.saved else (stage.checkpoint_transient_bytes or 0)
         memory, host = self._within_limit(op, self.held_bytes + size + transient), self.host_bytes
         dropped = [a(i - 1)] if op.kind is OpKind.F_NONE and i > 1 else []
-        start, end = self._compute(stage.forward_time, dropped)
+        start, end = self._compute(stage.forward_time - (stage.tail_time if early else 0.0), dropped)
         self.device[made] = size
         if made.saved:
             self.form[i] = op.form
@@ -390,6 +391,23 @@ class Machine:
         return "which the device does not hold"
 
 
+def early_stops(ops: Iterable[Op]) -> frozenset[int]:
+    """Indices of each ``F_all i`` or ``F_sel i k`` of a stage that has run before, whose next operation on the compute
+    lane is ``B i``: it stops once it has saved its last tensor for backward."""
+    found, done = set[int](), set[int]()
+    latest: tuple[int, Op] | None = None  # on the compute lane
+    again = False
+    for n, op in enumerate(ops):
+        if op.kind not in COMPUTES:
+            continue
+        if op.kind is OpKind.B and latest is not None and again and latest[1].stage == op.stage:
+            found.add(latest[0])
+        latest, again = (n, op), op.kind in (OpKind.F_ALL, OpKind.F_SEL) and op.stage in done
+        if op.kind in FORWARDS:
+            done.add(op.stage)
+    return frozenset(found)
+
+
 def simulate(
     chain: Chain, sequence: Iterable[Op], mem_limit: int | str | None = None, updates: str = "during"
 ) -> Trace:
@@ -414,9 +432,10 @@ def simulate(
             raise InvalidSequenceError("is not a rotoff.Op; make one with rotoff.parse(text)", op, index)
     check_updates(ops, resident, updates)
     machine = Machine(chain, None if mem_limit is None else parse_bytes(mem_limit), at_rest(chain, ops, resident))
+    early = early_stops(ops)
     for period in range(PERIODS if chain.parameters else 1):
         if period:
             machine.next_step()
-        for op in ops:
-            machine.step(op)
+        for n, op in enumerate(ops):
+            machine.step(op, n in early)
     return machine.finish()

@@ -117,7 +117,7 @@ def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
     """A plan of `groups` within `asked` bytes in all; None where none was found."""
-    chain = replace(profile.chain, parameters=groups.costs)
+    chain = replace(profile.with_upkeep().chain, parameters=groups.costs)
     constant = _constant(profile, request, groups)
     limit = room = asked - constant
     for _ in range(TRIES):
@@ -133,7 +133,7 @@ def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: 
         peak = max(trace.peak_bytes, _after_backward(chain, groups, placed, sequence, trace))
         if peak <= room:
             placed = replace(placed, peak_bytes=peak + constant, room=max(0, room - _without_parameters(chain, placed)))
-            return compile_placed(chain, sequence, trace, placed, profile.tail_times)
+            return compile_placed(chain, sequence, trace, placed)
         limit -= peak - room
     return None
 

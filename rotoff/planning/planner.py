@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,15 +20,12 @@ from ..profile.memory.skips import choices
 from ..profile.profile import Profile
 from ..report.rotor_names import NO_LIMIT
 from ..report.summary import in_words
-from ..runtime.early_stop import tails_in_backward
-from ..runtime.execution_plan import ExecutionPlan, compile_sequence, expected_step, slab_bytes
-from ..runtime.form_replays import replay_forms
+from ..runtime.execution_plan import ExecutionPlan, compile_sequence, slab_bytes
 from ..runtime.links.pinned import room_for_plan
-from ..runtime.overhead import Upkeep
 from ..solver import keep_all
 from ..solver.anneal import Budget
 from ..solver.bounds import largest_operation, least_time_of, min_mem_limit
-from ..solver.in_flight import least_in_flight, resting_bytes
+from ..solver.in_flight import least_in_flight
 from ..solver.search import parse_host_limit
 from .distributed import agree_on_limit, agree_on_sequence
 from .memory_account import expected_bytes, reported_bytes, simulated_bytes
@@ -40,7 +36,6 @@ GOOD = 1.005  # times the seconds of compute: a plan of other sizes that is take
 EFFORT = 0.1  # of a step's seconds, for the search where none is
 SHORT = 0.1  # of the effort: what each way gets, before the best ones get all of it
 WORTH = 1.005  # times the seconds of the best way: others that get all of it too
-UNPRICED = 0.01  # of a step: what tails may come to before the plan is asked for twice
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 PLAIN = "plain_model"  # likewise: whether it is the plain model that runs
 COMPACT = "compact_gradients"  # likewise: whether it is the chain whose waiting gradients are copied
@@ -51,8 +46,7 @@ class PlanVariant:
     """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
     kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that
-    wait are copied. tail_times, upkeep: of the profile. forms: of each stage, the identities of its smaller forms.
-    shifted: whether the solver sees `tail_times` in the backward.
+    wait are copied. forms: of each stage, the identities of its smaller forms.
     """
 
     kept: tuple[int, ...]
@@ -60,10 +54,7 @@ class PlanVariant:
     chain: Chain
     request: Request
     more: int
-    tail_times: tuple[float, ...] = ()
-    upkeep: Upkeep | None = None
     forms: tuple[tuple[Any, ...], ...] = ()
-    shifted: bool = False
 
     @property
     def least(self) -> int:
@@ -76,22 +67,7 @@ class PlanVariant:
 
     def solve(self, asked: int) -> Sequence:
         """A sequence within the user's limit `asked`."""
-        if self.shifted:
-            found = self.request.solve(tails_in_backward(self.chain, self.tail_times), asked + self.more, -self.more)
-        else:
-            found = self.request.solve(self.chain, asked + self.more, -self.more)
-            if self.request.policy is not None:
-                return found
-            exchanged = replay_forms(found.ops, partial(self._expected, found))
-            if exchanged == found.ops or self._rests_more(exchanged, found.ops):
-                return found
-            found = replace(found, ops=exchanged)
-        return replace(found, meta={**found.meta, **figures(simulate(self.chain, found))})
-
-    def _rests_more(self, ops: tuple[Op, ...], than: tuple[Op, ...]) -> bool:
-        """Whether several in flight would take more bytes by `ops`."""
-        both = [resting_bytes(self.chain, one) for one in (ops, than)] if self.request.in_flight > 1 else [0, 0]
-        return both[0] > both[1]
+        return self.request.solve(self.chain, asked + self.more, -self.more)
 
     def with_host_limit(self, nbytes: int) -> PlanVariant:
         """The same where no more than `nbytes`, nor than the user asked for, wait on the host."""
@@ -99,10 +75,6 @@ class PlanVariant:
         if (asked := options.get("host_limit")) is not None:
             nbytes = min(nbytes, parse_host_limit(asked))
         return replace(self, request=replace(self.request, options={**options, "host_limit": nbytes}))
-
-    def _expected(self, found: Sequence, operations: Iterable[Op]) -> float:
-        sequence = replace(found, ops=tuple(operations))
-        return expected_step(self.chain, sequence, self.tail_times, self.upkeep, sequence.mem_limit).makespan
 
     def shortened(self) -> PlanVariant:
         """The same with a share of the effort."""
@@ -138,16 +110,9 @@ def make_plan(
     sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = _choice(sequence)
     chosen = profile.keeping(kept, compact)
-    plan = compile_sequence(
-        chosen.chain,
-        sequence,
-        sequence.mem_limit,
-        kept,
-        compact,
-        profile.tail_times,
-        chosen.upkeep,
-        request.in_flight,
-    )
+    if not sequence.meta.get(PLAIN):
+        chosen = chosen.with_upkeep()
+    plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, request.in_flight)
     plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)), lets_go=request.lets_go)
     _report(profile, request, plan, time.perf_counter() - began)
     return plan
@@ -191,7 +156,7 @@ def _quickly(
             return sequence
         kept, compact = _choice(sequence)
     effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
-    quick = [replace(way, request=replace(way.request, options=effort)) for way in ways if not way.shifted]
+    quick = [replace(way, request=replace(way.request, options=effort)) for way in ways]
     quick.sort(key=lambda way: (way.kept, way.compact) != (kept, compact))
     found = None
     for way in quick if reused is None else quick[:1]:  # the first that holds is enough
@@ -211,14 +176,14 @@ def _reused(
     """The fastest of the plans `near` that holds here, too, and its seconds."""
     best: tuple[float, Sequence] | None = None
     for (profile, plan), way in product(near, ways):
-        if (plan.kept, plan.compact) != (way.kept, way.compact) or way.shifted or asked + way.more <= 0:
+        if (plan.kept, plan.compact) != (way.kept, way.compact) or asked + way.more <= 0:
             continue
         ops = _in_forms_of(plan.sequence.ops, profile, way)
         if ops is None:
             continue
         sequence = replace(plan.sequence, ops=ops, mem_limit=asked + way.more)
         try:
-            trace = expected_step(way.chain, sequence, way.tail_times, way.upkeep, sequence.mem_limit)
+            trace = simulate(way.chain, sequence, sequence.mem_limit)
         except InvalidSequenceError:
             continue
         if (room is None or trace.host_peak_bytes <= room) and (best is None or trace.makespan < best[0]):
@@ -245,7 +210,7 @@ def _in_forms_of(ops: tuple[Op, ...], profile: Profile, way: PlanVariant) -> tup
 def _seconds(sequence: Sequence, ways: list[PlanVariant]) -> float:
     """What the step is expected to take by `sequence`, which was found for one of `ways`."""
     way = next(way for way in ways if (way.kept, way.compact) == _choice(sequence))
-    return expected_step(way.chain, sequence, way.tail_times, way.upkeep).makespan
+    return simulate(way.chain, sequence).makespan
 
 
 def _choice(sequence: Sequence) -> tuple[tuple[int, ...], bool]:
@@ -290,14 +255,13 @@ def least_time(profile: Profile, request: Request) -> float:
     limits: dict[Chain, int] = {}  # for one micro-batch, which has no more than that of several
     for way in ways:
         limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
+    everything = _everything(profile, request)
+    if reported_bytes(profile, everything) <= request.mem_limit:  # the plain model, without what the runtime takes
+        return everything.trace.makespan
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
-        everything = _everything(profile, request)
-        # the plain model, which takes less than a plan would
-        if reported_bytes(profile, everything) <= request.mem_limit:
-            return everything.trace.makespan
         raise _infeasible(profile, request, min(way.least for way in ways), ways)
-    return min(least_time_of(chain, limits[chain], profile.tail_times) for chain in fitting)
+    return min(least_time_of(chain, limits[chain]) for chain in fitting)
 
 
 def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
@@ -305,34 +269,22 @@ def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
     were made, or are copied, which comes last, since it takes time. A policy of the papers knows carrying only.
 
     Snapshots for replays come off the limit, unless nothing is replayed: so joint is also asked for offload alone, or
-    it would be behind that mode by these bytes. Where the solver does not know what tails spare, it also gets the chain
-    on which it does; there joint must ask for remat as well, since what the machine thinks slower may be expected to be
-    faster.
+    it would be behind that mode by these bytes.
     """
     ways = []
     forms = tuple(tuple(recipe.identity for recipe in behaviour.forms) for behaviour in profile.behaviours)
-    unpriced = request.policy is None and request.replays and _unpriced(profile)
     choice = [(kept, compact) for compact in (False, True) for kept in choices(profile.skips)]
     for kept, compact in choice if request.policy is None else [((), False)]:
         if compact and profile.compact is None:
             continue
-        chosen = profile.keeping(kept, compact)
+        chosen = profile.keeping(kept, compact).with_upkeep()
         offset = chosen.resident_input_bytes - chosen.unmanaged_bytes - chosen.snapshot_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
-        way = PlanVariant(kept, compact, chosen.chain, request, more, profile.tail_times, chosen.upkeep, forms)
-        for mode in ("joint", "remat") if unpriced and request.mode == "joint" else (request.mode,):
-            ways.append(replace(way, request=replace(request, mode=mode)))
-            if unpriced:
-                ways.append(replace(ways[-1], shifted=True))
+        way = PlanVariant(kept, compact, chosen.chain, request, more, forms)
+        ways.append(way)
         if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
             ways.append(replace(way, request=replace(request, mode="offload"), more=offset))
     return ways
-
-
-def _unpriced(profile: Profile) -> bool:
-    """Whether closing replays may spare much that no form tells the solver of."""
-    rows = zip(profile.chain.stages, profile.tail_times, strict=True)
-    return sum(tail for stage, tail in rows if not stage.forms) > UNPRICED * profile.chain.compute_time
 
 
 def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
@@ -359,10 +311,10 @@ def _solved(asked: int, ways: list[PlanVariant]) -> tuple[list[tuple[float, int,
     """Of each way that fits: the seconds expected of a step, its place among `ways`, its sequence. Of others: the
     smallest limit, in the user's terms."""
     found, least = [], []
-    least_on_lanes = math.inf  # of those solved, without upkeep
+    fastest = math.inf
     for n, way in enumerate(ways):
-        if least_on_lanes <= way.chain.compute_time:
-            break  # nothing can be faster but by upkeep
+        if fastest <= way.chain.compute_time:
+            break
         try:
             if asked + way.more <= 0:
                 raise InfeasibleError("", way.least + way.more)
@@ -370,8 +322,9 @@ def _solved(asked: int, ways: list[PlanVariant]) -> tuple[list[tuple[float, int,
         except InfeasibleError as error:
             least.append(error.min_mem_limit - way.more)
             continue
-        found.append((expected_step(way.chain, sequence, way.tail_times, way.upkeep).makespan, n, sequence))
-        least_on_lanes = min(least_on_lanes, expected_step(way.chain, sequence, way.tail_times).makespan)
+        seconds = simulate(way.chain, sequence).makespan
+        found.append((seconds, n, sequence))
+        fastest = min(fastest, seconds)
     return found, least
 
 
@@ -454,6 +407,10 @@ def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
 
 def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float = 0.0) -> None:
     trace, base = plan.trace, profile.chain.compute_time
+    if not profile.timed:
+        held = format_bytes(expected_bytes(profile, plan))
+        logger.info("rotoff: planned %s, predicted peak %s: everything is kept, so no stage is timed", request, held)
+        return
     logger.info(
         "rotoff: planned %s in %.1f s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s"
         " offloaded, %.4g s recomputed; %s%s",

@@ -97,6 +97,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "name": same,
         **named(max, f"forward_time backward_time output_bytes saved_bytes grad_bytes {TRANSIENTS}"),
         "checkpoint_transient_bytes": max,
+        "tail_time": min,
         "forms": each(parts(Form)),  # of which all have the same by then: `_with_forms`
         "extra": first,
     },
@@ -122,7 +123,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "output_retention": each(max),
         "freed_before_backward": each(min),
     },
-    UpkeepTimes: named(max, "forward backward pack unpack move"),
+    UpkeepTimes: named(max, "forward backward pack unpack"),
     Profile: {
         "device": own,
         "chain": parts(Chain),
@@ -146,11 +147,11 @@ RULES: dict[type, dict[str, Rule]] = {
         "output_retention": each(max),
         "compact": alike_or(None, parts(Compact)),
         "copy_bandwidth": alike_or(None, min),
-        "tail_times": each(min),
         "upkeep_times": parts(UpkeepTimes),
         "host_bound": alike_or((), each(any)),
         "beside_loss_bytes": max,
         "twice_bytes": each(min),
+        "timed": all,
     },
 }
 

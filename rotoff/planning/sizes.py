@@ -54,7 +54,7 @@ def split(shapes: Sequence[Sequence[Any]]) -> tuple[Any, Sizes]:
     """What inputs of all sizes have in common, and the sizes.
 
     shapes: of each tensor (shape, dtype, device, requires_grad, strides unless contiguous), as
-    `specialization.signature` tells them.
+    `course.signature` tells them.
     """
     return tuple(_all_but_sizes(*one) for one in shapes), tuple(tuple(one[0]) for one in shapes)
 
@@ -114,10 +114,11 @@ class MeasuredSizes(Generic[Of]):
                 rows.pop(gone, None)
         self._alike = [rows for rows in self._alike if rows]
 
-    def near(self, wanted: Sizes) -> Near[Of] | None:
+    def near(self, wanted: Sizes, timed: bool = False) -> Near[Of] | None:
         """The profile that charges least for `wanted` and all smaller ones; None where what was measured does not
-        tell."""
-        found = [one for rows in self._alike if (one := self._near(rows, wanted)) is not None]
+        tell. timed: whether it needs times."""
+        every = [rows for rows in self._alike if next(iter(rows.values())).profile.timed or not timed]
+        found = [one for rows in every if (one := self._near(rows, wanted)) is not None]
         return min(found, key=lambda one: _saved(one.profile), default=None)
 
     def _near(self, rows: dict[Sizes, Of], wanted: Sizes) -> Near[Of] | None:

@@ -61,7 +61,7 @@ def timeline(
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    trace, measured, limit = shown_step(chain, sequence, measured, mem_limit)
+    trace, measured, limit, whole = shown_step(chain, sequence, measured, mem_limit)
     steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
     longest = max(step.makespan for _, step in steps)
     used = {event.lane for event in trace.events} | ({"h2d"} if trace.d2h_bytes else set())
@@ -71,7 +71,7 @@ def timeline(
     figure = style.new_figure(10, height)
     ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
     axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
-    figure.suptitle(title or _title(chain, sequence, trace), fontsize=10.5, x=0.01, ha="left")
+    figure.suptitle(title or _title(chain, sequence, trace, whole), fontsize=10.5, x=0.01, ha="left")
     _draw_bytes(axes[0], steps, limit)
     shown: dict[str, Look] = {}
     for axis, (name, step) in zip(axes[1:], steps, strict=True):
@@ -199,11 +199,11 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
     return shown
 
 
-def _title(chain: Chain, sequence: Iterable[Op], trace: Trace) -> str:
+def _title(chain: Chain, sequence: Iterable[Op], trace: Trace, whole: float) -> str:
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     name = " · ".join(part for part in (chain.name, f"mode {mode}" if mode else "") if part)
     base = "forward and backward alone" if chain.parameters else "keeping everything"
-    over = f" ({100 * (trace.makespan / chain.compute_time - 1):+.1f} % over {base})" if chain.compute_time else ""
+    over = f" ({100 * (trace.makespan / whole - 1):+.1f} % over {base})" if whole else ""
     facts = f"step {_seconds(trace.makespan)}{over}, peak {format_bytes(trace.peak_bytes)}"
     return f"{name} · {facts}" if name else facts
 

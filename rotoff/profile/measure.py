@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from ..capture.backward_roots import BackwardStarts
 from ..capture.unsaved import merge_unsaved
 from ..core.chain import Chain, LinkRates
 from ..errors import MeasureError
+from ..runtime.overhead import NO_UPKEEP, UpkeepTimes
 from ..tensors.buffers import preserved
 from ..tensors.stage import StageModule
 from ..tensors.storage import block_bytes, storage_key
@@ -36,9 +38,10 @@ from .timing.timing_cache import KnownTimes
 
 logger = logging.getLogger("rotoff")
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
+UNKNOWN = LinkRates(1.0, 1.0)  # of a profile that is not timed, whose rates nobody reads
 
 
-class _Walk(NamedTuple):
+class Walk(NamedTuple):
     """The model's stages, run one after the other. prefix: those before the chain. stages, measured: of the chain.
     starts: the tensors of its input that are no buffers."""
 
@@ -73,17 +76,58 @@ def measure(
         MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
         TimesChanged: where `known` are no longer the times of these stages.
     """
-    _refuse_unfit(value, meter)
-    groups = merged_as(stages, merged) or _merged(stages, value, meter.bench.device, named)
-    walk = _walked(groups, value, meter, known, progress)
+    walk = _walked(_groups(stages, value, meter, named, merged), value, meter, known, progress)
     return _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
 
 
-def _profile(walk: _Walk, batch: Any, meter: Meter, known: KnownTimes | None, link: LinkRates) -> Profile:
+def measure_bytes(
+    stages: Sequence[StageModule],
+    value: Any,
+    meter: Meter,
+    progress: Progress | None = None,
+    named: bool = False,
+    merged: Sequence[str] = (),
+) -> tuple[Walk, Profile]:
+    """As `measure`, but no times, and so no smaller forms; also returns what `measure_times` takes.
+
+    It tells what keeping everything takes. Where that fits, a step needs no more.
+    """
+    walk = _walked(_groups(stages, value, meter, named, merged), value, meter, None, progress, timed=False)
+    return walk, _profile(walk, value, meter, None, UNKNOWN, timed=False)
+
+
+def measure_times(
+    walk: Walk,
+    value: Any,
+    meter: Meter,
+    bandwidth: Callable[[int, int], LinkRates],
+    progress: Progress | None = None,
+    known: KnownTimes | None = None,
+) -> Profile:
+    """What `measure` would have found, where `measure_bytes` made the `walk`."""
+    meter.trust(known)
+    output, found = value, []
+    every = [*zip(walk.prefix, [None] * len(walk.prefix), strict=True), *zip(walk.stages, walk.measured, strict=True)]
+    waiting = {(row.name, n): row for n, row in enumerate(known.stages if known else (), start=len(walk.prefix))}
+    for n, (stage, measured) in enumerate(every):
+        if progress is not None:
+            progress(n, len(every), stage.name)
+        with _running(stage, meter):
+            one, output = meter.times(stage, output, n + 1 == len(every), measured, waiting.get((stage.name, n)))
+        found += [one] if one is not None else []
+    if progress is not None:
+        progress(len(every), len(every), "")
+    walk = walk._replace(measured=[one.timed() for one in found])
+    return _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
+
+
+def _profile(
+    walk: Walk, batch: Any, meter: Meter, known: KnownTimes | None, link: LinkRates, timed: bool = True
+) -> Profile:
     device, measured = meter.bench.device, walk.measured
     gradients = _gradients(walk, meter)
     chain = charged_stages(measured, gradients)
-    compact, copy_bandwidth = _compact(walk, meter, known)
+    compact, copy_bandwidth = _compact(walk, meter, known) if timed else (None, None)
     starts = walk.starts
     given = {storage_key(t) for t in flatten(batch)[0]}
     returned = measured[-1].own_gradient_bytes
@@ -117,12 +161,24 @@ def _profile(walk: _Walk, batch: Any, meter: Meter, known: KnownTimes | None, li
         output_retention=tuple(one.output_retention for one in chain),
         compact=compact,
         copy_bandwidth=copy_bandwidth,
-        tail_times=tuple(m.tail_time for m in measured),
-        upkeep_times=(known and known.upkeep) or meter.upkeep_times(),
-        host_bound=_host_bound(measured) if device.type == "cuda" else (),
+        upkeep_times=_upkeep_times(meter, known) if timed else NO_UPKEEP,
+        host_bound=_host_bound(measured) if timed and device.type == "cuda" else (),
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
         twice_bytes=_twice(walk, meter),
+        timed=timed,
     )
+
+
+def _upkeep_times(meter: Meter, known: KnownTimes | None) -> UpkeepTimes:
+    return (known and known.upkeep) or meter.upkeep_times()
+
+
+def _groups(
+    stages: Sequence[StageModule], value: Any, meter: Meter, named: bool, merged: Sequence[str]
+) -> list[StageModule]:
+    """`stages` as they are measured; arguments as of `measure`."""
+    _refuse_unfit(value, meter)
+    return merged_as(stages, merged) or _merged(stages, value, meter.bench.device, named)
 
 
 def _refuse_unfit(value: Any, meter: Meter) -> None:
@@ -136,9 +192,14 @@ def _refuse_unfit(value: Any, meter: Meter) -> None:
 
 
 def _walked(
-    groups: list[StageModule], value: Any, meter: Meter, known: KnownTimes | None, progress: Progress | None
-) -> _Walk:
-    """Measure each stage on the output of the one before."""
+    groups: list[StageModule],
+    value: Any,
+    meter: Meter,
+    known: KnownTimes | None,
+    progress: Progress | None,
+    timed: bool = True,
+) -> Walk:
+    """Measure each stage on the output of the one before. timed: as of `Meter.stage`."""
     meter.begin(value)
     meter.trust(known)
     waiting = {(row.name, n): row for n, row in enumerate(known.stages if known else ())}
@@ -147,10 +208,9 @@ def _walked(
     for n, group in enumerate(groups):
         if progress is not None:
             progress(n, len(groups), group.name)
-        if meter.bench.lender is not None:
-            meter.bench.lender.keep(p for module in group.modules for p in module.parameters())
-        with preserved(list(group.buffers()), meter.bench.device), torch.enable_grad():
-            result, value = meter.stage(group, value, n + 1 == len(groups), waiting.get((group.name, n - prefix)))
+        with _running(group, meter):
+            row = waiting.get((group.name, n - prefix))
+            result, value = meter.stage(group, value, n + 1 == len(groups), row, timed)
         if result is None:
             prefix, measured, start = n + 1, [], value
             meter.begin(value)
@@ -165,7 +225,16 @@ def _walked(
     joined = zip(read, _joining(stages, _shared_parameters(stages)), strict=True)
     tables = {storage_key(buffer) for group in groups[:prefix] for *_, buffer in group.buffers()}
     starts = [t for t in flatten(start)[0] if storage_key(t) not in tables]  # a view of which takes nothing
-    return _Walk(groups[:prefix], stages, [replace(m, grad_accumulation_bytes=n) for m, n in joined], starts)
+    return Walk(groups[:prefix], stages, [replace(m, grad_accumulation_bytes=n) for m, n in joined], starts)
+
+
+@contextmanager
+def _running(stage: StageModule, meter: Meter) -> Iterator[None]:
+    """Within, `stage` can be run; its buffers and the generators are then as they were before."""
+    if meter.bench.lender is not None:
+        meter.bench.lender.keep(p for module in stage.modules for p in module.parameters())
+    with preserved(list(stage.buffers()), meter.bench.device), torch.enable_grad():
+        yield
 
 
 def _link(
@@ -175,14 +244,14 @@ def _link(
     return known.link if known and known.link else bandwidth(max(1, int(statistics.median(sizes))), sum(sizes))
 
 
-def _gradients(walk: _Walk, meter: Meter, compact: bool = False) -> list[Charge]:
+def _gradients(walk: Walk, meter: Meter, compact: bool = False) -> list[Charge]:
     """What δ_0 to δ_L keep alive. compact: whether those that wait in a part of a storage are copied."""
     charges = charge([(m.gradients, m.own_gradient_bytes) for m in walk.measured], compact)
     nbytes = max(charges[0].nbytes, meter.gradient_bytes(walk.starts))
     return [charges[0]._replace(nbytes=nbytes), *charges[1:]]
 
 
-def _compact(walk: _Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compact | None, float | None]:
+def _compact(walk: Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compact | None, float | None]:
     """The chain whose waiting gradients are copied, and at how many B/s; None where none wait."""
     charges = _gradients(walk, meter, compact=True)
     if not any(one.copied for one in charges):
@@ -199,7 +268,7 @@ def _compact(walk: _Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compa
     return found, bandwidth
 
 
-def _unmanaged_bytes(walk: _Walk, meter: Meter) -> int:
+def _unmanaged_bytes(walk: Walk, meter: Meter) -> int:
     """What stays throughout a step whatever is dropped, a loss that the model returns aside."""
     held = sum(meter.allocator.rounded(one.nbytes) for g in (*walk.prefix, *walk.stages) for one in g.lives.held)
     shared = sum(parameter.nbytes for parameter in _shared_parameters(walk.stages))
@@ -233,7 +302,7 @@ def merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[Stage
     return groups if next(rest, None) is None else []
 
 
-def _twice(walk: _Walk, meter: Meter) -> tuple[int, ...]:
+def _twice(walk: Walk, meter: Meter) -> tuple[int, ...]:
     """Of each stage, bytes of its values that are charged as staying, too."""
     handed_on = {storage for stage in walk.stages for storage in stage.storages}
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -43,15 +44,21 @@ class Measured:
     `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is
     δ_{i-1} follows from that charge.
 
-    gradients: where the backward leaves the gradient of each input tensor; None for those without. own_gradient_bytes:
-    of each output tensor's gradient by itself, 0 for those without. lies: which tensors share storages. begun_bytes,
-    output_retention: of the backward, as of `BackwardBytes`. noncontiguous_grad_bytes: what the backward holds more
-    where the gradients given are not contiguous. grad_accumulation_bytes: what it holds more where a gradient of a
-    parameter of its own is added to a part that waits. held_bytes: what stays whatever is dropped (`dropped`).
-    holds_others: whether its inputs or outputs are among that. no_forms: why the stage has no smaller forms, if so.
-    tail_time: seconds that a replay for its own backward alone leaves out (`runtime.early_stop`). host_bound: whether
-    the device waits for the host there. casts: what autocast keeps of its weights (`casts.kept_casts`). timings: of the
-    stages of its kind, in which those that come later are still missing; None where the times were known.
+    gradients: where the backward leaves the gradient of each input tensor; None for those without.
+    own_gradient_bytes: of each output tensor's gradient by itself, 0 for those without.
+    lies: which tensors share storages.
+    begun_bytes, output_retention: of the backward, as of `BackwardBytes`.
+    noncontiguous_grad_bytes: what the backward holds more where the gradients given are not contiguous.
+    grad_accumulation_bytes: what it holds more where a gradient of a parameter of its own is added to a waiting part.
+    held_bytes: what stays whatever is dropped (`dropped`).
+    holds_others: whether its inputs or outputs are among that.
+    no_forms: why the stage has no smaller forms, if so.
+    casts: what autocast keeps of its weights (`casts.kept_casts`).
+    timings: of the stages of its kind, in which those that come later are still missing; None where the times were
+        known.
+    host_bound: whether the device waits for the host there.
+    carried_bytes: as of `Forward`.
+    kind: what stages that need no measuring of their own have in common; None where each needs it.
     """
 
     costs: Stage
@@ -66,10 +73,11 @@ class Measured:
     held_bytes: int = 0
     holds_others: bool = False
     no_forms: str = ""
-    tail_time: float = 0.0
     casts: Mapping[int, int] = field(default_factory=dict)
     timings: Timings | None = None
     host_bound: bool = False
+    carried_bytes: int = 0
+    kind: Any = None
 
     @property
     def holds_for_its_kind(self) -> bool:
@@ -88,6 +96,24 @@ class Measured:
         behaviour = replace(self.behaviour, modes=stage.modes(), changed_buffers=changed)
         return replace(self, costs=replace(self.costs, name=stage.name), behaviour=behaviour)
 
+    def with_times_of(self, other: Measured) -> Measured:
+        """With the times and the smaller forms of `other`, a stage of its kind."""
+        times, forms = other.costs, other.behaviour
+        return replace(
+            self,
+            costs=replace(
+                self.costs,
+                forward_time=times.forward_time,
+                backward_time=times.backward_time,
+                tail_time=times.tail_time,
+                forms=times.forms,
+            ),
+            behaviour=replace(self.behaviour, forms=forms.forms, enough=forms.enough),
+            no_forms=other.no_forms,
+            timings=other.timings,
+            host_bound=other.host_bound,
+        )
+
     def timed(self) -> Measured:
         """With the times of all stages of its kind, once these are measured."""
         if self.timings is None:
@@ -95,5 +121,5 @@ class Measured:
         forward, backward, tail = self.timings.medians()
         costs, more = self.costs, backward - self.costs.backward_time
         forms = tuple(replace(form, backward_time=max(0.0, form.backward_time + more)) for form in costs.forms)
-        costs = replace(costs, forward_time=forward, backward_time=backward, forms=forms)
-        return replace(self, costs=costs, tail_time=tail, host_bound=self.timings.host_bound)
+        costs = replace(costs, forward_time=forward, backward_time=backward, tail_time=tail, forms=forms)
+        return replace(self, costs=costs, host_bound=self.timings.host_bound)

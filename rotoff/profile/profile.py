@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.chain import Chain, Form, Stage
-from ..runtime.overhead import NO_UPKEEP, Upkeep, UpkeepTimes
+from ..runtime.overhead import NO_UPKEEP, UpkeepTimes
 from ..tensors.convolutions import Algorithms
-from ..tensors.stage import Behaviour, SavedKind, StageModule
+from ..tensors.stage import Behaviour, StageModule
 from ..tensors.storage import block_bytes, rounded
 from .memory.eager_memory import FreedEarly, HeldLate
 from .memory.skips import Skip, behave_in_place, gone_in_place, keep_in_place
-from .provenance import TAIL_TIMES, UPKEEP_TIMES
+from .provenance import UPKEEP_TIMES
 
 
 class StageForms(NamedTuple):
@@ -58,16 +58,16 @@ class Profile:
     which the model's own code runs a part there. skips: bytes that several values carry. passing: bytes of values that
     the plain model lets go; returned: of values that it returns and that nobody saves; lingering: others that it holds
     longer. spare_bytes: of each stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as
-    ``F_ck`` (`skips.StorageAliasing.spare`). tail_times: of each stage, the seconds that a replay for its own backward
-    alone leaves out (`runtime.early_stop`); 0 by default. freed_before_backward: of each stage, what the machine
+    ``F_ck`` (`skips.StorageAliasing.spare`). freed_before_backward: of each stage, what the machine
     charges in its ``B`` and is not there: an output, say, that only the next stage's backward needed. output_retention:
     of each stage, what its ``B`` needs more where nothing gives its outputs back. rng_bytes: of one state of the
     generators, on the device. compact: the same with gradients that wait copied, where there are any. copy_bandwidth:
-    of those copies, B/s. upkeep_times: what the runtime itself takes for a tensor. host_bound: of each stage, whether
-    the device waits for the host there, so that it does for the runtime too; empty where they are one.
+    of those copies, B/s. upkeep_times: what the runtime itself takes (`with_upkeep`). host_bound: of each stage,
+    whether the device waits for the host there, so that it does for the runtime too; empty where they are one.
     beside_loss_bytes: of the gradients of what the model returns beside a loss, which a caller may ask for or not.
     twice_bytes: of each stage, those of `unmanaged_bytes` that its values are charged with as well: the plain model has
-    them once.
+    them once. timed: whether it has times, of stages, copies and the runtime, and smaller forms. Otherwise these are 0
+    and none, and it tells only what keeping everything takes.
     """
 
     device: torch.device
@@ -91,19 +91,15 @@ class Profile:
     output_retention: tuple[int, ...] = ()
     compact: Compact | None = None
     copy_bandwidth: float | None = None
-    tail_times: tuple[float, ...] = ()
     upkeep_times: UpkeepTimes = NO_UPKEEP
     host_bound: tuple[bool, ...] = ()
     beside_loss_bytes: int = 0
     twice_bytes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.tail_times:
-            object.__setattr__(self, "tail_times", (0.0,) * len(self.chain))
+    timed: bool = True
 
     def described(self, name: str, meta: Mapping[str, Any]) -> Profile:
         """The same, whose chain has this name and says `meta`, and the times that are not in its stages."""
-        times = {TAIL_TIMES: list(self.tail_times), UPKEEP_TIMES: self.upkeep_times._asdict()}
+        times = {UPKEEP_TIMES: self.upkeep_times._asdict()}
         return replace(self, chain=replace(self.chain, name=name, meta={**meta, **times}))
 
     def keeping(self, kept: Collection[int], compact: bool = False) -> Profile:
@@ -134,12 +130,13 @@ class Profile:
             compact=None,
         )
 
-    @property
-    def upkeep(self) -> Upkeep:
-        """What the runtime itself takes in a step."""
-        own = [b.saved.count(SavedKind.OWN) for b in self.behaviours]
-        outputs = [sum(b.own_outputs) for b in self.behaviours]
-        return Upkeep(self.upkeep_times, [len(b.saved) for b in self.behaviours], own, outputs, self.host_bound)
+    def with_upkeep(self) -> Profile:
+        """The same stages as a planned step runs them, with what the runtime takes; on CUDA, where the host is what
+        they wait for."""
+        bound = self.host_bound or (True,) * len(self.chain)
+        rows = zip(self.chain.stages, self.behaviours, bound, strict=True)
+        stages = tuple(self.upkeep_times.added_to(s, len(b.saved)) if host else s for s, b, host in rows)
+        return replace(self, chain=replace(self.chain, stages=stages), upkeep_times=NO_UPKEEP)
 
     @property
     def resident_input_bytes(self) -> int:

@@ -13,7 +13,6 @@ from ..version import __version__
 from .estimate.devices import Device
 
 UPKEEP_TIMES = "upkeep_times"  # in a chain's meta: seconds for a stage and for a tensor (`runtime.overhead`)
-TAIL_TIMES = "tail_times"  # in a chain's meta: seconds of each stage's (`runtime.early_stop`)
 
 
 def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Meter:
         self._counted: set[int] = set()  # storages of the input that stay whatever is dropped, and are counted
         self._timings: dict[Any, Timings] = {}  # by what stages of one kind have in common
         self._measured: dict[Any, tuple[Measured, StageModule]] = {}  # likewise, and the stage that was
+        self._by_kind: dict[Any, Measured] = {}  # what `times` found
         self._upkeep = UpkeepMeter()
         self.samples_upkeep = True
         self.warm = False  # whether the stages have run in this process, and need no workspaces of a new size
@@ -89,12 +90,13 @@ class Meter:
         self._counted = set()
 
     def stage(
-        self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None
+        self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None, timed: bool = True
     ) -> tuple[Measured | None, Any]:
         """Measure `stage` on the input `value`; None where nothing that it makes needs a gradient. Also returns its
         output.
 
-        last: whether the caller holds its output throughout. known: its times, where they need not be measured.
+        last: whether the caller holds its output throughout. known: its times, where they need not be measured. timed:
+        whether to measure times and smaller forms; else `times` does so later.
         """
         if self.bench.device.type == "cuda":
             refuse_cuda_graphs(stage)
@@ -124,12 +126,36 @@ class Meter:
             del outputs, leaves
             if self.bench.device.type == "cuda" and not any(gathers(module) for module in stage.modules):
                 self._replay(run)
-            measured, outputs = self._costs(run, changes, known)
+            measured, outputs = self._costs(run, changes)
+            if timed:
+                measured = self._with_times(run, measured, known)
             # a buffer that no operation reads is not seen in what stages of a kind have in common
             if measured.holds_for_its_kind and stage.buffers_read().keys() >= {*measured.behaviour.changed_buffers}:
+                measured = replace(measured, kind=kind)
                 self._measured[kind] = measured, stage
         detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
         return measured, rebuild_output(detached)
+
+    def times(
+        self, stage: StageModule, value: Any, last: bool, measured: Measured | None, known: StageTimes | None = None
+    ) -> tuple[Measured | None, Any]:
+        """`measured`, of which `stage` measured bytes alone, with times and smaller forms; and the stage's output.
+
+        last, known: as of `stage`.
+        """
+        tensors, rebuild = flatten(value)
+        run = Run(stage, tensors, rebuild, last)
+        outputs, rebuild_output = flatten(run.forward(run.leaves()))
+        output = rebuild_output([t.detach().requires_grad_(t.requires_grad) for t in outputs])
+        del outputs
+        if measured is None:
+            return None, output
+        like = self._by_kind.get(measured.kind)
+        if like is None or (known is not None and known is self.checked):
+            like = self._with_times(run, measured, known)
+            if measured.kind is not None:
+                self._by_kind[measured.kind] = like
+        return measured.with_times_of(like), output
 
     def _replay(self, run: Run) -> None:
         """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and the workspaces of
@@ -143,28 +169,21 @@ class Meter:
 
         within_backward(again, self.bench.device)
 
-    def _costs(
-        self, run: Run, changes: ChangedBuffers, known: StageTimes | None
-    ) -> tuple[Measured, list[torch.Tensor]]:
+    def _costs(self, run: Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
+        """The bytes of a stage that keeps everything, or nothing; and its outputs."""
         generators = Generators(self.bench.device)
         drawn = generators.states()
         casts = kept_casts(run, self.allocator)
         generators.put(drawn)
         forward = self._forward(run, changes, generators)
-        kinds, stuck = forward.behaviour.saved, forward.behaviour.unmanaged_bytes
+        stuck = forward.behaviour.unmanaged_bytes
         back, noncontiguous_grad_bytes = self._backward(run, forward.outputs)
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
         dropping = self._dropping(run, forward.shapes)
-        operations = self._recorded(run, kinds)
-        end = self._end(kinds, operations)
-        timings, times = self._timed_or_known(run, end, known)
-        held_bytes = self._held_bytes(run, dropping, stuck, forward.outputs)
         kept_above = forward.log.peak() - forward.saved_bytes - stuck
         dropped_above = dropping.log.peak() - forward.output_bytes - stuck
         costs = Stage(
             name=run.stage.name,
-            forward_time=times[0],
-            backward_time=times[1],
             output_bytes=forward.output_bytes,
             saved_bytes=forward.saved_bytes,
             grad_bytes=sum(forward.own_gradient_bytes),
@@ -172,29 +191,43 @@ class Meter:
             checkpoint_transient_bytes=max(0, dropped_above),
             backward_transient_bytes=back.peak,
         )
-        behaviour = replace(forward.behaviour, enough=end.enough, cast_bytes=sum(casts.values()))
-        whole = WholeStage(run, costs, behaviour, forward.carried_bytes)
-        costs, behaviour, no_forms = self._with_forms(whole, known, operations)
-        if self.samples_upkeep:
-            self.sample_upkeep(run, behaviour)
         measured = Measured(
             costs=costs,
-            behaviour=behaviour,
+            behaviour=replace(forward.behaviour, cast_bytes=sum(casts.values())),
             gradients=back.places,
             own_gradient_bytes=forward.own_gradient_bytes,
             lies=forward.lies._replace(spare=(max(0, -kept_above), max(0, -dropped_above))),
             begun_bytes=back.begun,
             output_retention=back.staying,
             noncontiguous_grad_bytes=noncontiguous_grad_bytes,
-            held_bytes=held_bytes,
+            held_bytes=self._held_bytes(run, dropping, stuck, forward.outputs),
             holds_others=bool(dropping.inputs or dropping.outputs),
-            no_forms=no_forms,
-            tail_time=times[2],
             casts=casts,
-            timings=timings,
-            host_bound=known is not None and known.host_bound,
+            carried_bytes=forward.carried_bytes,
         )
         return measured, forward.outputs
+
+    def _with_times(self, run: Run, measured: Measured, known: StageTimes | None) -> Measured:
+        """`measured`, bytes of the stage of `run`, with its times and its smaller forms."""
+        saved = measured.behaviour.saved
+        operations = self._recorded(run, saved)
+        end = self._end(saved, operations)
+        timings, (forward, backward, tail) = self._timed_or_known(run, end, known)
+        costs = replace(measured.costs, forward_time=forward, backward_time=backward, tail_time=tail)
+        behaviour = replace(measured.behaviour, enough=end.enough)
+        whole = WholeStage(run, costs, behaviour, measured.carried_bytes)
+        costs, behaviour, no_forms = self._with_forms(whole, known, operations)
+        if self.samples_upkeep:
+            self.sample_upkeep(run, behaviour)
+        host_bound = known is not None and known.host_bound
+        return replace(
+            measured,
+            costs=costs,
+            behaviour=behaviour,
+            no_forms=no_forms,
+            timings=timings,
+            host_bound=host_bound,
+        )
 
     def _forward(self, run: Run, changes: ChangedBuffers, generators: Generators) -> Forward:
         """Run the forward with everything kept. Of what it makes, only the outputs outlive this call."""

@@ -33,7 +33,7 @@ def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    predicted, measured, _ = shown_step(chain, sequence, measured)
+    predicted, measured, *_ = shown_step(chain, sequence, measured)
     events = _process(1, "rotoff, predicted", chain, predicted)
     if measured is not None:
         events += _process(2, "rotoff, measured", chain, measured)

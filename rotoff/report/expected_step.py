@@ -1,15 +1,15 @@
 """The step that texts and pictures show: what a planned model expects, in the terms of its limit, or the machine's.
 
-The machine counts the batch and charges some bytes that a step is known not to hold, and it does not know what the
-runtime itself takes. `Checkpointable.sequence` carries what is expected in its meta, so that ``display()``, the
-timeline and the log tell the same numbers.
+The machine counts the batch and charges some bytes that a step is known not to hold. Its chain has what the runtime
+takes, which a step that keeps everything is without. `Checkpointable.sequence` carries what is expected in its meta, so
+that ``display()``, the timeline and the log tell the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.chain import Chain
 from ..core.sequence import Op
@@ -20,17 +20,26 @@ from ..core.sizes import parse_bytes
 EXPECTED = "expected"  # in a sequence's meta
 
 
+class ShownStep(NamedTuple):
+    """The predicted step, the measured one with bytes in the same terms, the limit, and the seconds of keeping
+    everything."""
+
+    trace: Trace
+    measured: Trace | None
+    mem_limit: int | None
+    keep_all_time: float
+
+
 def with_expected(
-    chain: Chain, plan: Plan, trace: Trace, levels: Sequence[int], peak_bytes: int, mem_limit: int | None
+    chain: Chain, plan: Plan, levels: Sequence[int], peak_bytes: int, mem_limit: int | None, keep_all_time: float
 ) -> Plan:
-    """`plan` that says what its model expects: times of `trace`, the bytes held during each operation, and the user's
-    limit."""
+    """`plan` that says what its model expects: the bytes held during each operation, the user's limit, and the seconds
+    of keeping everything."""
     said = {
         "machine": _figures(simulate(chain, plan)),  # another plan, or another chain, is not what this is of
         "mem_limit": mem_limit,
         "peak_bytes": peak_bytes,
-        "makespan": trace.makespan,
-        "times": [[event.start, event.end] for event in trace.events],
+        "keep_all_time": keep_all_time,
         "memory": list(levels),
     }
     return replace(plan, meta={**plan.meta, EXPECTED: said})
@@ -38,8 +47,8 @@ def with_expected(
 
 def shown_step(
     chain: Chain, sequence: Iterable[Op], measured: Trace | None = None, mem_limit: int | str | None = None
-) -> tuple[Trace, Trace | None, int | None]:
-    """The step that is predicted for `sequence`, the `measured` one with bytes in the same terms, and the limit.
+) -> ShownStep:
+    """What to show of `sequence`.
 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
@@ -52,17 +61,13 @@ def shown_step(
         mem_limit = sequence.mem_limit if said is None else said["mem_limit"]
     limit = None if mem_limit is None else parse_bytes(mem_limit)
     if said is None:
-        return trace, measured, limit
+        return ShownStep(trace, measured, limit, chain.compute_time)
 
     def told(step: Trace) -> Trace:
         events = tuple(replace(event, memory=held) for event, held in zip(step.events, said["memory"], strict=True))
         return replace(step, events=events, peak_bytes=said["peak_bytes"])
 
-    timed = tuple(
-        replace(event, start=start, end=end) for event, (start, end) in zip(trace.events, said["times"], strict=True)
-    )
-    expected = replace(trace, events=timed, makespan=said["makespan"])
-    return told(expected), measured and told(measured), limit
+    return ShownStep(told(trace), measured and told(measured), limit, said["keep_all_time"])
 
 
 def _figures(trace: Trace) -> list[float]:

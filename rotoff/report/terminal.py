@@ -20,7 +20,7 @@ from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes, parse_bytes
-from .expected_step import shown_step
+from .expected_step import ShownStep, shown_step
 from .summary import Fate, GroupFate, fates, group_fates, ranges
 
 _HEIGHT = 7  # rows of the curve
@@ -93,7 +93,8 @@ def render(
         InvalidSequenceError: if the machine refuses the sequence.
     """
     ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
-    trace, measured, limit = shown_step(chain, sequence if isinstance(sequence, Plan) else ops, measured, mem_limit)
+    step = shown_step(chain, sequence if isinstance(sequence, Plan) else ops, measured, mem_limit)
+    trace, measured, limit, _ = step
     shown = trace if measured is None else measured
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     paint = _Paint(has_colour(sys.stdout) if colour is None else colour)
@@ -101,10 +102,7 @@ def render(
     left = 9
     room = columns - left - 1
 
-    lines = [
-        paint("bold", part)
-        for part in _wrap(_headline(chain, trace, shown, mode, limit, measured is not None), columns)
-    ]
+    lines = [paint("bold", part) for part in _wrap(_headline(chain, step, mode), columns)]
     lines += ["", *_curve(shown, limit, room, left, paint)]
     for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d"), ("on host", "host")):
         if lane == "compute" or any(event.lane == lane for event in shown.events):
@@ -147,11 +145,13 @@ class _Paint:
         )
 
 
-def _headline(chain: Chain, trace: Trace, shown: Trace, mode: str, limit: int | None, measured: bool) -> str:
+def _headline(chain: Chain, step: ShownStep, mode: str) -> str:
+    trace, measured, limit, whole = step
+    shown = trace if measured is None else measured
     parts = [chain.name or "chain", f"{len(chain)} stages"]
     if mode:
         parts.append(f"mode {mode}")
-    over = f" ({_percent(shown.makespan / chain.compute_time - 1)})" if chain.compute_time else ""
+    over = f" ({_percent(shown.makespan / whole - 1)})" if whole else ""
     was = f", predicted {_time(trace.makespan)}" if measured else ""
     parts.append(f"{'measured ' if measured else ''}step {_time(shown.makespan)}{over}{was}")
     of = f" of {format_bytes(limit)}" if limit is not None else ""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value
-from ..core.simulator import Trace
+from ..core.simulator import Trace, early_stops, simulate
 from ..solver.in_flight import resting_bytes, turn
-from .early_stop import closing_replays, expected_trace
-from .overhead import Upkeep
 from .placed.placement import PlacedPlan
 
 
@@ -28,19 +25,20 @@ class ExecutionPlan:
     """What the interpreter follows.
 
     ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
-    replayed: stages whose forward runs more than once, in part only after ``F_sel``. closing: op index of each
-    ``F_all`` again whose output nobody takes. host: op index of each ``offload`` -> its place in the slab. host_bytes:
-    size of the slab. trace: the prediction; replays that end early leave their tails out. keeps_all: it is the plain
-    model that runs. lets_go: its caller holds nothing of what it returns but where the backward starts. kept: numbers of the profile's skip connections that stay in place; the sequence is one of the
-    chain without their bytes. compact: whether gradients that wait are copied. in_flight: micro-batches that share
-    the limit. resting_bytes: of each between its forward and its backward, as the machine charges them. chain, placed: where it places
-    parameters, the chain with those and what it says of them.
+    replayed: stages whose forward runs more than once, in part only after ``F_sel``. early: `early_stops` of the
+    sequence. host: op index of each ``offload`` -> its place in the slab. host_bytes: size of the slab. trace: the
+    prediction. keeps_all: it is the plain model that runs. lets_go: its caller holds nothing of what it returns but
+    where the backward starts. chain: what the sequence was planned on. kept: numbers of the profile's skip connections
+    that stay in place; the chain is without their bytes. compact: whether gradients that wait are copied. in_flight:
+    micro-batches that share the limit. resting_bytes: of each between its forward and its backward, as the machine
+    charges them. placed: where it places parameters, what it says of them.
     """
 
+    chain: Chain
     sequence: Sequence
     forward_end: int
     replayed: frozenset[int]
-    closing: frozenset[int]
+    early: frozenset[int]
     host: dict[int, HostRange]
     host_bytes: int
     trace: Trace
@@ -50,14 +48,13 @@ class ExecutionPlan:
     compact: bool = False
     in_flight: int = 1
     resting_bytes: int = 0
-    chain: Chain | None = None
     placed: PlacedPlan | None = None
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
         """The groups of parameters that each stage reads, by number."""
         found: dict[int, list[int]] = {}
-        for k, group in enumerate(self.chain.parameters if self.chain is not None else (), start=1):
+        for k, group in enumerate(self.chain.parameters, start=1):
             for i in group.stages:
                 found.setdefault(i, []).append(k)
         return found
@@ -69,20 +66,17 @@ def compile_sequence(
     mem_limit: int | None = None,
     kept: tuple[int, ...] = (),
     compact: bool = False,
-    tail_times: tuple[float, ...] = (),
-    upkeep: Upkeep | None = None,
     in_flight: int = 1,
 ) -> ExecutionPlan:
     """Check `sequence` on the machine and lay out its host memory.
 
     kept: the skips that `chain` leaves out. compact: whether it is the one whose gradients are copied where they wait.
-    tail_times: what closing replays spare, of each stage. upkeep: what the runtime takes.
     in_flight: micro-batches of which each runs it; nothing is then brought back before the backward.
 
     Raises:
         InvalidSequenceError: where the machine refuses it.
     """
-    trace = expected_step(chain, sequence, tail_times, upkeep, mem_limit)
+    trace = simulate(chain, sequence, mem_limit)
     runs: dict[int, int] = {}
     for op in sequence:
         if op.kind in FORWARDS:
@@ -91,10 +85,11 @@ def compile_sequence(
     replayed = frozenset(i for i, count in runs.items() if count > 1) | redone
     host = _host_ranges(chain, sequence)
     return ExecutionPlan(
+        chain=chain,
         sequence=sequence,
         forward_end=turn(sequence.ops, len(chain)) if in_flight > 1 else _forward_end(sequence, len(chain)),
         replayed=replayed,
-        closing=closing_replays(sequence, len(chain)),
+        early=early_stops(sequence),
         host=host,
         host_bytes=_slab_bytes(host),
         trace=trace,
@@ -114,17 +109,15 @@ def _slab_bytes(host: dict[int, HostRange]) -> int:
     return max((r.offset + r.room for r in host.values()), default=0)
 
 
-def compile_placed(
-    chain: Chain, sequence: Sequence, trace: Trace, placed: PlacedPlan, tail_times: tuple[float, ...]
-) -> ExecutionPlan:
+def compile_placed(chain: Chain, sequence: Sequence, trace: Trace, placed: PlacedPlan) -> ExecutionPlan:
     """A plan that places parameters; `trace` is of its steady step."""
-    made = compile_sequence(chain.without_parameters(), _activations(sequence), tail_times=tail_times)
+    made = compile_sequence(chain.without_parameters(), _activations(sequence))
     host = _host_ranges(chain, sequence)
     return replace(
         made,
         sequence=sequence,
         forward_end=_forward_end(sequence, len(chain)),
-        closing=closing_replays(sequence, len(chain)),
+        early=early_stops(sequence),
         host=host,
         host_bytes=_slab_bytes(host),
         trace=trace,
@@ -136,24 +129,6 @@ def compile_placed(
 def _activations(sequence: Sequence) -> Sequence:
     """What a sequence does with activations."""
     return Sequence(tuple(op for op in sequence if not op.of and op.kind not in UPDATES), mode=sequence.mode)
-
-
-def expected_step(
-    chain: Chain,
-    sequence: Sequence,
-    tail_times: Iterable[float] = (),
-    upkeep: Upkeep | None = None,
-    mem_limit: int | None = None,
-) -> Trace:
-    """`tails.expected_trace`, with what the runtime itself takes.
-
-    Raises:
-        InvalidSequenceError: where the machine refuses `sequence`.
-    """
-    tails = tuple(tail_times)
-    if upkeep is None:
-        return expected_trace(chain, sequence.ops, tails, mem_limit)
-    return expected_trace(chain, sequence.ops, tails, mem_limit, upkeep.of(sequence.ops))
 
 
 def _forward_end(sequence: Sequence, L: int) -> int:

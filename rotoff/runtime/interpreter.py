@@ -48,13 +48,13 @@ from .step_times import StepTimes
 from .values import Held, HeldValues, Slot, compact
 
 AGAIN = (
-    "this step's backward has run already and rotoff keeps nothing for a second one (retain_graph=True, or two losses of"
-    " one forward); add the losses up, or run the forward again"
+    "this step's backward has run already and rotoff keeps nothing for a second one (retain_graph=True, or two losses"
+    " of one forward); add the losses up, or run the forward again"
 )
 GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
 SUPERSEDED = (
-    "this step was given up, since another forward began or the optimizer updated the parameters before its backward ran; call backward"
-    " before that, and run the forward again"
+    "this step was given up, since another forward began or the optimizer updated the parameters before its backward"
+    " ran; call backward before that, and run the forward again"
 )
 HELD = -1  # in place of what tells the course: the calls were those, and something held what none of them needed
 TWICE = (
@@ -297,20 +297,27 @@ class Step:
         self._open = None
         i = op.stage
         run, behaviour = self._runs[i], self._behaviours[i - 1]
-        if op.kind in (OpKind.F_ALL, OpKind.F_SEL):
+        v = abar(i) if op.kind in (OpKind.F_ALL, OpKind.F_SEL) else a(i)
+        if v.saved:
             self._algorithms.ran(i, live.algorithms)
         live.algorithms = None
-        tensors = [tensor for var, _ in crossing if (tensor := var.tensor()) is not None]
-        for (var, _), tensor in zip(crossing, tensors, strict=True):
+        outputs, needs, own, kept = [], [], [], []
+        for n, (var, at) in enumerate(crossing):
+            tensor = var.tensor()
+            assert tensor is not None
             if var.stage == i and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self.gradient_arrived, i))
-        run.tape.outputs = [var for var, _ in crossing]
-        places = [at if made is None else made.get(var, -1) for var, at in crossing]
-        run.close(tensors, [n for n, at in enumerate(places) if at in behaviour.kept])
-        self._crossing[i] = crossing, [tensor.requires_grad for tensor in tensors]
-        run.own = own = [_own(behaviour, at) for at in places]
-        v = abar(i) if op.kind in (OpKind.F_ALL, OpKind.F_SEL) else a(i)
-        outputs = [tensor.detach() for tensor in tensors]
+            if made is not None:
+                at = made.get(var, -1)
+            outputs.append(tensor.detach())
+            needs.append(tensor.requires_grad)
+            own.append(_own(behaviour, at))
+            run.tape.outputs.append(var)
+            if at in behaviour.kept:
+                kept.append(n)
+        run.close(outputs, kept)
+        run.own = own
+        self._crossing[i] = crossing, needs
         self._held[v] = Held((v, self._stage_name(i)), outputs, own, run.saved() if v.saved else [])
         self._held.touch(op, [self._held.input_of(i)] if i > 1 else [], [v])
         if op.kind is OpKind.F_NONE and i > 1:
@@ -538,8 +545,8 @@ class Step:
         recipes = self._behaviours[op.stage - 1].forms
         if op.form > len(recipes):
             raise ExecutionError(
-                f"stage {self._stage_name(op.stage)!r} has {len(recipes)} smaller forms on this machine, no form {op.form};"
-                " call measure() again"
+                f"stage {self._stage_name(op.stage)!r} has {len(recipes)} smaller forms on this machine, no form"
+                f" {op.form}; call measure() again"
             )
         return recipes[op.form - 1]
 
@@ -590,7 +597,7 @@ class Step:
         i = op.stage
         source = self._held.input_of(i)
         given = self._held[source].tensors()
-        outputs = self._runs[i].again(given, keep, recipe, alone=self._next in self._plan.closing)
+        outputs = self._runs[i].again(given, keep, recipe, alone=self._next in self._plan.early)
         v = abar(i) if keep else a(i)
         if (held := self._held.get(v)) is not None:
             held.refill(outputs)

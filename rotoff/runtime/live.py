@@ -12,7 +12,7 @@ follows belongs to the stage that is open. A hollow tensor that is asked for aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from ..tensors.rng import Generators
 from ..tensors.storage import versions_of
 from .hollowing import GEOMETRY, empty, key_of, whole_base
 from .placed.lending import Lender
-from .reads import Reads
+from .reads import Reads, is_among
 from .stage_tape import NESTED, TAG, VALUES, Around, Autocast, Call, Seeded, StageTape, Var, replaced, tensors_of
 from .torch_calls import KNOWN, Known, find, same_call
 
@@ -45,7 +45,9 @@ class Stages(Protocol):
 
 
 RETURNED = "_rotoff_returned"  # the attribute of what stands for a parameter, where a call has returned it as it was
-NOTHING_EXPECTED = Course((), (), (), (), (), (), (), frozenset())
+NOTHING_EXPECTED = Course()
+_ITER = Tensor.__iter__
+is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 
 class LiveForward(EagerFunctionMode):
@@ -75,7 +77,9 @@ class LiveForward(EagerFunctionMode):
         super().__init__()
         self.tape = StageTape("")
         self.outside = StageTape("masks and tables")
-        self.reads = Reads()
+        self.fills = course is not None
+        course = course or NOTHING_EXPECTED
+        self.reads = Reads(course.storages)
         self.entered: set[Var] = set()
         self.autocast_before: Autocast | None = None  # when the stage began; None where it was off
         self.seen = self.dead = False
@@ -87,8 +91,6 @@ class LiveForward(EagerFunctionMode):
         self._places = Places()
         self._skipped: list[int] = []  # tensors that calls would have used last that were left out
         self.kept_more = False
-        self.fills = course is not None
-        course = course or NOTHING_EXPECTED
         self.algorithms: Algorithms | None = None  # by which convolutions run
         self.opaque_stages = course.opaque_stages
         self._whole = course.whole
@@ -103,7 +105,7 @@ class LiveForward(EagerFunctionMode):
         self._begun: Callable[[], tuple[object, ...]]  # and how it found them
         self._stage = OUTSIDE
         self._position = 0
-        self._count = len(course.functions)
+        self._calls, self._count, self._held = course.calls, len(course.calls), course.held
         self._numbered: dict[int, Var] = {}
         self._dying: tuple[int, ...] = ()
         self._hollowed: list[Var] = []
@@ -129,8 +131,9 @@ class LiveForward(EagerFunctionMode):
                 setattr(copy, RETURNED, True)
         self.as_measured = self._position == self._course.starts.get(stage, self._position)
         if self._skipped:
-            dying, self._skipped = self._skipped, []
-            self._hollow_all(number for number in dying if self._numbered.get(number) not in self.entered)
+            skipped, self._skipped = self._skipped, []
+            self._dying = tuple([n for n in skipped if self._numbered.get(n) not in self.entered])
+            self._let_go()
 
     def has_returned(self, copy: torch.Tensor) -> bool:
         """Whether a call has returned what stands for a parameter as it was."""
@@ -210,7 +213,8 @@ class LiveForward(EagerFunctionMode):
     def forget(self) -> None:
         """Tensors that are left know nothing of this forward any more."""
         self.instead, self.brought = {}, {}
-        self._aliases, self.reads = {}, Reads()  # hooks in the graph hold this forward
+        self.reads.forget()
+        self._aliases, self.reads = {}, Reads({})  # hooks in the graph hold this forward
         self.tape = self.outside = StageTape("")
         for var in self._vars:
             if (tensor := var.tensor()) is not None:
@@ -232,11 +236,11 @@ class LiveForward(EagerFunctionMode):
         if self.inside:
             return function(*args, **kwargs)
         known = KNOWN.get(function) or find(function)
-        if self.lender and known.fact:
-            return self.lender.answer(function, args, kwargs)
-        if known.fact or (known.returns_itself is not None and known.returns_itself(*args, **kwargs)):
+        if known.fact:
+            return self.lender.answer(function, args, kwargs) if self.lender else function(*args, **kwargs)
+        if known.returns_itself is not None and known.returns_itself(*args, **kwargs):
             return function(*args, **kwargs)
-        if function is torch.Tensor.__iter__:
+        if function is _ITER:
             return iter(self.call(torch.unbind, args, {}))
         self.inside = True  # the mode sees what is done here where a wrapper has called
         try:
@@ -247,33 +251,52 @@ class LiveForward(EagerFunctionMode):
     def _followed(
         self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        course, stage = self._course, self._stage
-        k = -1 if self._within else self._expected_at(function, args, kwargs)
-        expected = k >= 0
-        if expected:
+        """`call` in one piece: what is asked of every call is asked here, what is rare in functions of its own."""
+        calls, k, reads = self._calls, self._position, self.reads
+        if self._within:
+            k = -1
+        elif not (self.on_course and k < self._count and calls[k].function is function):
+            k = self._expected_at(function, args, kwargs)
+        stage, numbers, dead = self._stage, None, False
+        if k >= 0:
             if self._dying:
                 self._let_go()
-            stage = course.stages[k]
+            _, stage, numbers, last_uses, dead, _ = calls[k]
             if stage != OUTSIDE and stage != self._stage:
                 self._stages.enter(stage)
-        given: list[torch.Tensor] = []
-        if self.reads.pending:
-            self.reads.pending = []
-        reference = self._reference
-        named = [a if type(a) in VALUES else reference(given, stage, a) for a in args]
-        named_kwargs = kwargs and {n: a if type(a) in VALUES else reference(given, stage, a) for n, a in kwargs.items()}
-        if self.lender and isinstance(function, nn.Module):  # whose own calls are not followed
-            self.lender.lend(function.parameters())
+        if reads.pending:
+            reads.pending = []
+        given: list[Tensor] = []
+        made: list[Var | None]
+        named = []
+        for one in args:
+            kind = type(one)
+            if kind in VALUES:
+                named.append(one)
+            elif (
+                kind is Tensor
+                and (var := one.__dict__.get(TAG)) is not None
+                and var.stage == stage != OUTSIDE
+                and var.step is self._token
+                and not (var.hollow or var.dead)
+            ):  # the stage has made it, and it is there
+                given.append(one)
+                named.append(var)
+            else:
+                named.append(self._reference(given, stage, one))
+        named_kwargs = kwargs and {n: self._reference(given, stage, one) for n, one in kwargs.items()}
         if self.instead or self.brought or self.lender:
+            if self.lender and isinstance(function, nn.Module):  # whose own calls are not followed
+                self.lender.lend(function.parameters())
             args, kwargs = self._with_aliases(args, kwargs)
         versions = versions_of(given) if known.watched else ()
         written: Sequence[Tensor] = ()
-        if known.writes or self.reads.changing or "out" in kwargs:
-            written = self.reads.before_writing(known, args, kwargs, given, stage)
+        if known.writes or reads.changing or (kwargs and "out" in kwargs):
+            written = reads.before_writing(known, args, kwargs, given, stage)
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set them
             self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), None))
-        grad, dead = torch.is_grad_enabled(), expected and course.dead[k]
+        grad = is_grad_enabled()
         self.seen, self.dead = stage != OUTSIDE, dead
         saved = len(self.saved)
         try:
@@ -284,30 +307,36 @@ class LiveForward(EagerFunctionMode):
         finally:
             self.seen = self.dead = False
         if versions and versions != versions_of(given):
-            written = self.reads.note_changed(known, given, versions, written)
+            written = reads.note_changed(known, given, versions, written)
         if draws:
             self._drawn = self._mark()
         if (self.instead or self.brought) and not written:
             result = self._unaliased(result, given)
-        made, new = self._made(tensors_of(result), given, stage)
+        if type(result) is Tensor and TAG not in (attributes := result.__dict__) and not is_among(result, given):
+            var = attributes[TAG] = Var(self._token, stage, result)
+            self._vars.append(var)
+            made, new = [var], True
+        else:
+            made, new = self._made(tensors_of(result), given, stage)
         if not written and not new:
             return result  # a question, or nothing to do: x.to(x.dtype)
-        if expected and len(made) == len(numbers := course.outputs[k]):
-            self._number(numbers, made)
-            self._position, self._dying = k + 1, course.last_uses[k]
-        elif not self._within:
-            self._leave_course(function)
         if not self._within:
-            self._places.note(function)
-        if self.reads.pending and not written:
-            self.reads.note()
+            if numbers is not None and len(made) == len(numbers):
+                if made:
+                    self._number(numbers, made)
+                self._position, self._dying = k + 1, last_uses
+            else:
+                self._leave_course(function)
+            self._places.calls.append(function)
+        if reads.pending and not written:
+            reads.note()
         if dead:
             self.tape.needs_dead |= bool(written)  # others may read what it has changed
             for var in made:
                 if var is not None:
                     var.dead = True
         around = None
-        if not grad or known.attention or self.autocast_before or torch._C._is_any_autocast_enabled():
+        if not grad or known.attention or self.autocast_before or is_any_autocast_enabled():
             around = Around.of(grad, self.autocast_before, known.attention)
         tape = self.outside if stage == OUTSIDE else self.tape
         tape.calls.append(Call(function, named, named_kwargs, made, around, dead))
@@ -336,7 +365,7 @@ class LiveForward(EagerFunctionMode):
             k = self._course.entries.get(entry, -1)
             if k > self._position or (k == self._position and not self.on_course):
                 self._skip_to(k)
-            elif k == self._position and k < self._count and self._course.stages[k] not in (OUTSIDE, self._stage):
+            elif k == self._position and k < self._count and self._calls[k].stage not in (OUTSIDE, self._stage):
                 self._begin_at(k)
             return self._enter(original, module, args, kwargs)
         finally:
@@ -352,7 +381,7 @@ class LiveForward(EagerFunctionMode):
                 self.reads.note_resident(tensor)
             return self.call(module, args, kwargs)
         k = self._position
-        expected = self.on_course and not self._within and k < self._count and self._course.functions[k] is module
+        expected = self.on_course and not self._within and k < self._count and self._calls[k].function is module
         if expected:
             self._begin_at(k)
         self._within += 1
@@ -360,13 +389,13 @@ class LiveForward(EagerFunctionMode):
             result = original(module, *args, **kwargs)
         finally:
             self._within -= 1
-        self._places.note(module)
+        self._places.calls.append(module)
         if expected:
-            outputs = tensors_of(result)
-            if len(outputs) == len(self._course.outputs[k]):
+            outputs, numbers = tensors_of(result), self._calls[k].outputs
+            if len(outputs) == len(numbers):
                 made, _ = self._made(outputs, (), self._stage)
-                self._number(self._course.outputs[k], made)
-                self._position, self._dying = k + 1, self._course.last_uses[k]
+                self._number(numbers, made)
+                self._position, self._dying = k + 1, self._calls[k].last_uses
             else:
                 self._leave_course(module)
         return result
@@ -376,7 +405,7 @@ class LiveForward(EagerFunctionMode):
         self.inside = True
         if self._dying:
             self._let_go()
-        if (stage := self._course.stages[k]) not in (OUTSIDE, self._stage):
+        if (stage := self._calls[k].stage) not in (OUTSIDE, self._stage):
             self._stages.enter(stage)
         self.inside = False
 
@@ -384,18 +413,14 @@ class LiveForward(EagerFunctionMode):
 
     def _expected_at(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The place in the course of the next call, which is of `function`; -1 where the course does not have it."""
-        k, course = self._position, self._course
-        if (
-            self.on_course
-            and k < self._count
-            and (course.functions[k] is function or same_call(course.functions[k], function))
-        ):
+        k, calls = self._position, self._calls
+        if self.on_course and k < self._count and same_call(calls[k].function, function):
             return k
         for key in self._places.keys(function):
-            at = course.places.get(key, -1)
-            if at < k or not same_call(course.functions[at], function):
+            at = self._course.places.get(key, -1)
+            if at < k or not same_call(calls[at].function, function):
                 continue
-            if is_exact(key) or self._reads_the_same(course.reads[at], args, kwargs):
+            if is_exact(key) or self._reads_the_same(calls[at].reads, args, kwargs):
                 self._skip_to(at)
                 return at
         return -1
@@ -403,7 +428,7 @@ class LiveForward(EagerFunctionMode):
     def _skip_to(self, k: int) -> None:
         """The calls up to `k` are left out; what would have been used last there stands for what they would have
         made."""
-        for numbers in (self._dying, *self._course.last_uses[self._position : k]):
+        for numbers in (self._dying, *(call.last_uses for call in self._calls[self._position : k])):
             self._skipped.extend(numbers)
         self._dying = ()
         if k > self._position:
@@ -444,6 +469,8 @@ class LiveForward(EagerFunctionMode):
         """What stands on the tape for one leaf of the arguments."""
         if not isinstance(leaf, Tensor):
             kind = type(leaf)
+            if kind in VALUES:
+                return leaf
             if kind is tuple and VALUES.issuperset(map(type, leaf)):
                 return leaf
             if kind in NESTED or isinstance(leaf, (tuple, dict)):
@@ -477,20 +504,18 @@ class LiveForward(EagerFunctionMode):
             var = tensor.__dict__.get(TAG)
             if var is not None and var.step is not self._token:
                 var = None
-            for one in given:
-                if one is tensor:
-                    break
-            else:
+            if not is_among(tensor, given):
                 new = True
                 var = var or self._tag(tensor, stage)
             found.append(var)
         return found, new
 
     def _number(self, numbers: tuple[int | None, ...], made: list[Var | None]) -> None:
+        numbered, held = self._numbered, self._held
         for number, var in zip(numbers, made, strict=True):
             if number is not None and var is not None:
-                self._numbered[number] = var
-                if number in self._course.held:
+                numbered[number] = var
+                if held and number in held:
                     var.stays = True
 
     def _tag(self, tensor: torch.Tensor, stage: int) -> Var:
@@ -500,13 +525,11 @@ class LiveForward(EagerFunctionMode):
         return var
 
     def _let_go(self) -> None:
-        self._hollow_all(self._dying)
-        self._dying = ()
-
-    def _hollow_all(self, numbers: Iterable[int]) -> None:
+        """Hollow what no call needs any more."""
+        numbers, self._dying, numbered = self._dying, (), self._numbered
         for number in numbers:
-            if (var := self._numbered.pop(number, None)) is not None and var.tensor() is not None:
-                if self.astray is not None and var in self._numbered.values():
+            if (var := numbered.pop(number, None)) is not None and var.tensor() is not None:
+                if self.astray is not None and var in numbered.values():
                     continue  # it stands for another, too
                 self.hollow(var)
 

@@ -92,9 +92,10 @@ class MemoryChecker:
         if self._made is not None and (alive := self._made.alive()) > self._levels[self._index]:
             predicted = self._levels[self._index]
             raise ExecutionError(
-                f"after {describe(op, self._index, self._sequence)}: the device holds {alive} bytes ({format_bytes(alive)}) that the step has"
-                f" made, and {predicted} ({format_bytes(predicted)}) are predicted; something (a hook, an attribute, a list) may hold what"
-                " the plan lets go, which it did not when the model was measured: call measure() again, or report a bug if that does not help"
+                f"after {describe(op, self._index, self._sequence)}: the device holds {alive} bytes"
+                f" ({format_bytes(alive)}) that the step has made, and {predicted} ({format_bytes(predicted)}) are"
+                " predicted; something (a hook, an attribute, a list) may hold what the plan lets go, which it did not"
+                " when the model was measured: call measure() again, or report a bug if that does not help"
             )
 
     def leave_course(self) -> None:
@@ -104,8 +105,8 @@ class MemoryChecker:
     def _compare_with_limit(self, op: Op) -> None:
         if self._made is not None and (alive := self._made.alive()) > self._mem_limit:
             logger.warning(
-                "rotoff: after %s, in a step that took another course than the planned one, the device holds %d bytes (%s) that the step has"
-                " made, and the limit is %d (%s)",
+                "rotoff: after %s, in a step that took another course than the planned one, the device holds %d bytes"
+                " (%s) that the step has made, and the limit is %d (%s)",
                 op,
                 alive,
                 format_bytes(alive),
@@ -137,9 +138,9 @@ class MemoryChecker:
 
     def _error(self, op: Op, v: Value | str, real: int, charged: int) -> ExecutionError:
         return ExecutionError(
-            f"after {describe(op, self._index, self._sequence)}: the device holds {real} bytes ({format_bytes(real)}) of {v}"
-            f" and the machine charges {charged} ({format_bytes(charged)}); call measure() again with this input, or report"
-            " a bug if that does not help"
+            f"after {describe(op, self._index, self._sequence)}: the device holds {real} bytes ({format_bytes(real)})"
+            f" of {v} and the machine charges {charged} ({format_bytes(charged)}); call measure() again with this"
+            " input, or report a bug if that does not help"
         )
 
 

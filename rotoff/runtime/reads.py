@@ -23,18 +23,23 @@ class Reads:
     Attributes:
         tape: of the stage that is open.
         resident: storages that were there before the stages, with weak references, which keep an address from being
-            given to another.
+            given to another. Those of parameters stay from step to step.
         places: of the open stage, for each storage the number of the input that lies there.
         changing: of the open stage, buffers that some call changes, by id.
-        pending: what the call under way reads, with its version.
+        pending: what the call under way reads, with its version and, of parameters, whether they need a gradient.
+        detaches: whether replays know nothing of the graph before the stages.
     """
 
-    def __init__(self) -> None:
+    detaches = True
+
+    def __init__(self, resident: dict[int, Any]) -> None:
         self.tape = StageTape("")
-        self.resident: dict[int, Any] = {}
+        self.resident = resident
+        self._brief: list[int] = []  # of those, what this forward alone has met
+        self._lasting = len(resident)
         self.places: dict[int, int] = {}
         self.changing: set[int] = set()
-        self.pending: list[tuple[Tensor, int]] = []
+        self.pending: list[tuple[Tensor, int, bool | None]] = []
         self._all: list[tuple[StageTape, Tensor]] = []  # by calls of all stages
         self._readers: dict[
             int, list[tuple[StageTape, Tensor]]
@@ -42,7 +47,18 @@ class Reads:
 
     def note_resident(self, tensor: Tensor) -> None:
         if (key := key_of(tensor)) not in self.resident:
-            self.resident[key] = StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+            strided = tensor.layout is torch.strided
+            self.resident[key] = StorageWeakRef(tensor.untyped_storage()) if strided else None
+            if not strided or type(tensor) is not nn.Parameter:
+                self._brief.append(key)
+
+    def forget(self) -> None:
+        """The forward has ended."""
+        for key in self._brief:
+            self.resident.pop(key, None)
+        if len(self.resident) > self._lasting:  # where modules gather their parameters, each step has others
+            for key in [key for key, storage in self.resident.items() if storage is not None and storage.expired()]:
+                del self.resident[key]
 
     def before_writing(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
@@ -51,7 +67,7 @@ class Reads:
         it may change."""
         written: Sequence[Tensor] = known.written(args, kwargs) if known.written is not None else ()
         watched: Sequence[Tensor] = ()
-        if known.watched and stage != OUTSIDE:
+        if known.vague and stage != OUTSIDE:
             if known.owner is not None and (places := WRITERS.get(known.owner)):
                 written = [*written, *(t for n, t in enumerate(given) if n in places)]
             if self.changing:
@@ -66,20 +82,20 @@ class Reads:
 
     def constant(self, tensor: Tensor) -> Tensor:
         """A tensor that was there before the stage."""
-        if tensor.grad_fn is not None:  # of a graph that the replay must not reach
+        if tensor.grad_fn is not None and self.detaches:  # of a graph that the replay must not reach
             tensor = tensor.detach().requires_grad_(tensor.requires_grad)
         if id(tensor) not in self.tape.constants:
-            self.pending.append((tensor, version_of(tensor)))
+            is_parameter = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)  # the latter takes long
+            self.pending.append((tensor, version_of(tensor), tensor.requires_grad if is_parameter else None))
             self.note_resident(tensor)
         return tensor
 
     def note(self) -> None:
         """What the call read that was there before the stage, its replay reads, too."""
         tape = self.tape
-        for tensor, version in self.pending:
-            needs = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
-            tape.constants.setdefault(id(tensor), (tensor, version, needs))
-            self._all.append((tape, tensor))
+        for read in self.pending:
+            tape.constants.setdefault(id(read[0]), read)
+            self._all.append((tape, read[0]))
 
     def _readers_of(self, key: int) -> list[tuple[StageTape, Tensor]]:
         """The stages that read what lies in a storage, and the tensors by which."""
@@ -110,15 +126,19 @@ class Reads:
         nobody `expected` it to change, replays may miss."""
         places = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
         changed = [given[n] for n in places]
-        unknown = [t for t in changed if not _is_among(t, expected)]
+        unknown = [t for t in changed if not is_among(t, expected)]
         if unknown and known.owner is not None:
             WRITERS.setdefault(known.owner, set()).update(places)
         for key in {key_of(t) for t in unknown}:
             for tape in (self.tape, *(tape for tape, _ in self._readers_of(key))):
-                if tape is not self.tape or key in self.places or any(key_of(t) == key for t, _ in self.pending):
+                if tape is not self.tape or key in self.places or any(key_of(t) == key for t, *_ in self.pending):
                     tape.lost = known.name
         return [*expected, *changed]
 
 
-def _is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    return any(tensor is one for one in tensors)
+def is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether it is one of them."""
+    for one in tensors:  # noqa: SIM110  (a generator takes several times as long)
+        if one is tensor:
+            return True
+    return False

@@ -26,8 +26,9 @@ from .stage_tape import StageTape, Var
 from .values import Slot
 
 BESIDE = (
-    "a gradient entered the graph of a stage's replay: a tensor that a stage leaves beside its output (in an attribute, a list)"
-    " was made again by that replay; return it from the stage, or take it in a forward hook the first time"
+    "a gradient entered the graph of a stage's replay: a tensor that a stage leaves beside its output (in an"
+    " attribute, a list) was made again by that replay; return it from the stage, or take it in a forward hook the"
+    " first time"
 )
 
 
@@ -149,9 +150,8 @@ class StageRun:
         self.recipe = recipe
         live.reads.places = places = {storage_key(t): n for n, t in enumerate(given) if n not in staying}
         kept_keys = {storage_key(given[n]) for n in staying}
-        slots, shapes, resident = self._slots, self._shapes, live.reads.resident
+        slots, shapes, resident, brought = self._slots, self._shapes, live.reads.resident, self.brought
         live.saved, live.saved_shapes = slots, shapes
-        brought = self.brought
         whole = [View.of(t) for t in given]
         kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None
 
@@ -180,7 +180,7 @@ class StageRun:
             slots.append(None)
             shapes.append(None)
             if place is None:
-                if not isinstance(tensor, torch.nn.Parameter):
+                if not tensor.is_leaf or not isinstance(tensor, torch.nn.Parameter):  # the latter takes long of others
                     tensor = tensor.detach()
                 if stays:
                     self._kept_saved[n] = tensor
@@ -201,12 +201,11 @@ class StageRun:
     def close(self, outputs: Sequence[torch.Tensor], kept: Collection[int]) -> None:
         """The stage has ended; `outputs` are what it hands on."""
         self.cease()
-        own = [slot is not None for slot in self._slots]
-        self._as_measured = own == [kind is SavedKind.OWN for kind in self._behaviour.saved]
+        self._as_measured = [slot is not None for slot in self._slots] == self._behaviour.own_saved
         if self._as_measured:
             self._enough = self._behaviour.enough
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
-        self.kept = {n: outputs[n].detach() for n in kept}
+        self.kept = {n: outputs[n] for n in kept}
 
     def cease(self) -> None:
         """What autograd saves is no longer the stage's."""
@@ -239,8 +238,8 @@ class StageRun:
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
         if tensor._version != slot.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
-                f" that stage {self.tape.name!r} saved; clone it before changing it"
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+                f" tensor that stage {self.tape.name!r} saved; clone it before changing it"
             )
         if isinstance(packed, InputRef) and packed.view is not None:
             return packed.view.into(tensor)

@@ -177,8 +177,8 @@ class StageTape:
         was changed."""
         if self.lost:
             raise ExecutionError(
-                f"{self.lost} changed in place a tensor that stage {self.name!r} recomputes from, which it did not when the model was"
-                " measured; run the forward again, now that this is known"
+                f"{self.lost} changed in place a tensor that stage {self.name!r} recomputes from, which it did not when"
+                " the model was measured; run the forward again, now that this is known"
             )
         switched = []
         for tensor, version, needs in self.constants.values():
@@ -187,8 +187,9 @@ class StageTape:
             if version_of(tensor) != version and id(tensor) not in self.before:
                 what = f"{type(tensor).__name__.lower()} of shape {tuple(tensor.shape)}"
                 raise ExecutionError(
-                    f"a {what} was changed in place between the forward and the backward, and stage {self.name!r} recomputes from it;"
-                    " change it after the backward, or plan with mode='offload', which recomputes nothing"
+                    f"a {what} was changed in place between the forward and the backward, and stage {self.name!r}"
+                    " recomputes from it; change it after the backward, or plan with mode='offload', which recomputes"
+                    " nothing"
                 )
         return switched
 
@@ -203,7 +204,10 @@ class StageTape:
             if call.dead and not everything and not self.needs_dead:
                 continue
             dying = []
-            for var in (*vars_in(call.args), *vars_in(call.kwargs), *call.outputs):
+            reads = vars_in(call.args)
+            if call.kwargs:
+                reads += vars_in(call.kwargs)
+            for var in (*reads, *call.outputs):
                 if var not in kept and var is not None:
                     kept.add(var)
                     dying.append(var)
@@ -215,14 +219,13 @@ class StageTape:
 
 
 def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]) -> Any:
+    fixed = VALUES if changed else LEAVES
     args = [
-        values[a] if type(a) is Var else a if type(a) in VALUES else _argument(values, changed, a) for a in call.args
+        values[a] if type(a) is Var else a if type(a) in fixed else _argument(values, changed, a) for a in call.args
     ]
-    kwargs = (
-        {k: a if type(a) in VALUES else _argument(values, changed, a) for k, a in call.kwargs.items()}
-        if call.kwargs
-        else {}
-    )
+    kwargs = call.kwargs and {
+        k: a if type(a) in fixed else _argument(values, changed, a) for k, a in call.kwargs.items()
+    }
     if call.around is None:
         return call.function(*args, **kwargs)
     grad, autocast, attention = call.around
@@ -250,6 +253,7 @@ def _argument(values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor],
 
 NESTED = frozenset({tuple, list, dict, slice})
 VALUES = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis)})
+LEAVES = VALUES | {torch.Tensor, torch.nn.Parameter}  # in which there is no `Var`
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -284,7 +288,7 @@ def vars_in(value: Any) -> list[Var]:
     for leaf in value:
         if type(leaf) is Var:
             found.append(leaf)
-        elif type(leaf) not in VALUES:
+        elif type(leaf) not in LEAVES:
             found += vars_in(leaf)
     return found
 

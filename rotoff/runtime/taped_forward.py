@@ -93,8 +93,8 @@ class _WholeTape(StageTape):
 class TapedForward:
     """One forward of the model's own code on the tensors `given`, and what runs its tape.
 
-    Use it in a training step whose course is not known: run the model's own code while it is `watched`; `let_go` forgets
-    the graph that it made; and `again` makes the same calls, in the graph of the planned step.
+    Use it in a training step whose course is not known: run the model's own code while it is `watched`; `let_go`
+    forgets the graph that it made; and `again` makes the same calls, in the graph of the planned step.
 
     result: what the model's own code returned. usable: whether the tape is whole.
     """
@@ -170,9 +170,12 @@ class TapedForward:
         live.forget()
         self._live = None
 
+    def rewind(self) -> None:
+        """Have modules that are called as a whole as they were, before the step in which they are called again."""
+        self._before.put_back_of(self._opaque)
+
     def again(self) -> Any:
         """Make the calls again, as they were; returns what the model's own code returned."""
-        self._before.put_back_of(self._opaque)
         wanted = list(dict.fromkeys([*(leaf for leaf in self._leaves if isinstance(leaf, Var)), *self._stashed]))
         with self._replay:
             made = dict(zip(wanted, self._tape.run(self._given, wanted), strict=True))
@@ -209,8 +212,8 @@ def _put_in_place(var: Var, tensor: torch.Tensor) -> None:
         torch.utils.swap_tensors(held, own)
     except RuntimeError as error:
         raise MeasureError(
-            f"the forward leaves a tensor of shape {tuple(tensor.shape)} that needs a gradient where the step that measures"
-            f" it cannot exchange it ({error}){CURE}"
+            f"the forward leaves a tensor of shape {tuple(tensor.shape)} that needs a gradient where the step that"
+            f" measures it cannot exchange it ({error}){CURE}"
         ) from error
     vars(held).clear()
     vars(held).update(told)

@@ -64,18 +64,14 @@ class _Unstaged:
 
 
 class _Reads(Reads):
-    """Before a call that may change what it is given, with nothing to tell, all of that is kept."""
+    """Before a call that may change what it is given, with nothing to tell, all of that is kept. The tape goes on from
+    the graph that was there."""
+
+    detaches = False
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__({})
         self._guessed: list[tuple[int | Var, Tensor, int]] = []  # what is kept, and the version of what it was kept of
-
-    def constant(self, tensor: Tensor) -> Tensor:
-        """A tensor that was there before the forward, with its graph, which the tape goes on from."""
-        if id(tensor) not in self.tape.constants:
-            self.pending.append((tensor, version_of(tensor)))
-            self.note_resident(tensor)
-        return tensor
 
     def before_writing(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int

@@ -57,12 +57,17 @@ _CONVERSIONS: dict[Any, Callable[..., bool]] = {
 class Known:
     """What is known of a function.
 
-    fact: whether it answers about a tensor without its bytes. written: the arguments that it changes, as far as its
-    name tells; None: none. writes: whether it changes any without being told by ``out``, or may. watched: whether the
-    versions of its arguments tell what it has changed. content: whether numbers change where it changes an argument.
-    draws: whether a call may draw random numbers; None: never. attention: whether it depends on the kernels allowed for
-    attention. returns_itself: tells whether a call returns its tensor as it is, such as ``x.to(x.dtype)``. owner: whom
-    a call is of that the mode does not see; None for torch's own functions. name: for messages.
+    fact: whether it answers about a tensor without its bytes.
+    written: the arguments that it changes, as far as its name tells; None: none.
+    vague: whether that says nothing of others.
+    watched: whether no schema says so either, so that the versions of its arguments have to.
+    writes: whether it changes any without being told by ``out``, or may.
+    content: whether numbers change where it changes an argument.
+    draws: whether a call may draw random numbers; None: never.
+    attention: whether it depends on the kernels allowed for attention.
+    returns_itself: tells whether a call returns its tensor as it is, such as ``x.to(x.dtype)``.
+    owner: whom a call is of that the mode does not see; None for torch's own functions.
+    name: for messages.
     """
 
     __slots__ = (
@@ -73,6 +78,7 @@ class Known:
         "name",
         "owner",
         "returns_itself",
+        "vague",
         "watched",
         "writes",
         "written",
@@ -81,8 +87,9 @@ class Known:
     def __init__(self, function: Any, written: Written | None, fact: bool = False, owner: Any = None) -> None:
         self.fact = fact
         self.written = written
-        self.watched = written is _out
-        self.writes = (written is not None and not self.watched) or owner is not None
+        self.vague = written is _out
+        self.watched = self.vague and not _is_said_to_change_nothing(function)
+        self.writes = (written is not None and not self.vague) or owner is not None
         self.content = function not in _NO_CONTENT
         self.draws = _chance(function)
         self.attention = function in _ATTENTION
@@ -125,6 +132,28 @@ def _by_schema(names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs
     found = [args[n] if n < len(args) else kwargs.get(name) for n, name in names]
     flat = [t for one in found for t in (one if isinstance(one, (list, tuple)) else (one,))]
     return [t for t in flat if isinstance(t, torch.Tensor)]
+
+
+_NATIVE = frozenset(map(type, (torch.cat, torch.Tensor.add, torch.Tensor.__getitem__)))
+_UNTOLD = re.compile("^_[^_]|batch_norm")  # of which schemas do not tell all that they change
+
+
+def _is_said_to_change_nothing(function: Any) -> bool:
+    """Whether it is one of torch's own operators, all of whose schemas say so."""
+    if type(function) not in _NATIVE or _UNTOLD.search(function.__name__) is not None:
+        return False
+    packet = getattr(torch.ops.aten, function.__name__, None)
+    return isinstance(packet, torch._ops.OpOverloadPacket) and not any(
+        not arg.kwarg_only for schema in _schemas(packet) for arg in schema.arguments if _is_written(arg)
+    )
+
+
+def _schemas(packet: torch._ops.OpOverloadPacket) -> list[torch.FunctionSchema]:
+    return [getattr(packet, one)._schema for one in packet.overloads()]
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 _FACTS = frozenset(
@@ -255,13 +284,8 @@ def _known(function: Any) -> Known:
         return Known(function, _first)
     schemas = [function._schema] if isinstance(function, torch._ops.OpOverload) else []
     if isinstance(function, torch._ops.OpOverloadPacket):
-        schemas = [getattr(function, one)._schema for one in function.overloads()]
-    written = {
-        (n, arg.name)
-        for schema in schemas
-        for n, arg in enumerate(schema.arguments)
-        if arg.alias_info is not None and arg.alias_info.is_write
-    }
+        schemas = _schemas(function)
+    written = {(n, arg.name) for schema in schemas for n, arg in enumerate(schema.arguments) if _is_written(arg)}
     if written:
         return Known(function, partial(_by_schema, tuple(sorted(written))))
     if str(getattr(function, "__module__", "")).startswith("torch.nn.functional"):

@@ -183,8 +183,8 @@ class Held:
     def _refuse_modified(self, slots: Sequence[Slot]) -> None:
         if any(slot.modified() for slot in slots):
             raise RuntimeError(
-                f"one of the tensors of {self.name} has been modified by an inplace operation after it was saved for backward;"
-                " clone it before changing it"
+                f"one of the tensors of {self.name} has been modified by an inplace operation after it was saved for"
+                " backward; clone it before changing it"
             )
 
 

@@ -17,12 +17,14 @@ from ..errors import ChainError
 class Arrays:
     """A chain as arrays for the kernels; row i is stage i, row 0 stands for a_0; bytes and seconds, exact.
 
-    saved, f_transient, b_transient, u_B have a column for each form; `n_forms` says how many of them are real.
+    saved, f_transient, b_transient, u_B have a column for each form; `n_forms` says how many of them are real. u_again:
+    of a forward that stops early (`core.simulator.early_stops`); no plan runs stage L again.
     """
 
     out: np.ndarray
     grad: np.ndarray
     u_F: np.ndarray
+    u_again: np.ndarray
     ck_transient: np.ndarray
     n_forms: np.ndarray
     saved: np.ndarray
@@ -64,6 +66,9 @@ def arrays(chain: Chain) -> Arrays:
         out=row([chain.output_bytes(i) for i in range(L + 1)], np.int64),
         grad=row([chain.grad_bytes(i) for i in range(L + 1)], np.int64),
         u_F=row([0.0] + [s.forward_time for s in chain.stages], np.float64),
+        u_again=row(
+            [0.0, *(s.forward_time - s.tail_time for s in chain.stages[:-1]), chain.stages[-1].forward_time], np.float64
+        ),
         ck_transient=row([0] + [s.checkpoint_transient_bytes for s in chain.stages], np.int64),
         n_forms=row([1] + [len(f) for f in forms], np.int32),
         saved=table("saved_bytes", np.int64),

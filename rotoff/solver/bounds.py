@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -254,7 +255,8 @@ def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 
 # With forms the dual has many more corners: a far target and much patience find up to a point more there, little
 # elsewhere.
-PATIENCE, SHRINK, FIRST_RISE = 24000, 0.4, 0.3
+PATIENCE, SHRINK = 24000, 0.4
+RISES = (0.3, 1.0)  # the first targets; the second where the bound is further off than the first
 # once inputs are paid for: far above the best so far on a slow link, in few bytes
 INPUT_PATIENCE, INPUT_RISE = 10000, 2.0
 SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound holds in spite of it
@@ -304,9 +306,8 @@ def _steady(chain: Chain, limit: int, updates: str, steps: float) -> float:
     return max(found, least_compute(chain) * (1 - SUM_ERROR))
 
 
-def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> float:
-    """The bound of a chain's activations, where making ā_i again takes up to ``spared[i - 1]`` seconds less than stage
-    i's forward.
+def least_time_of(chain: Chain, limit: int) -> float:
+    """The bound of a chain's activations.
 
     Proof. Fix a sequence and cut its time where F_1, ..., F_L run first and where B_L, ..., B_1 run; these starts are
     in that order, and interval k begins with cut k. Interval k lasts at least as long as the compute in it (the
@@ -314,12 +315,12 @@ def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> f
     and in. At cut k the device holds what that operation needs itself (operands, gradients, transients; at least
     the smallest form of each) and whatever else it holds of ā_q, q = 1..L-1. Consider, for each q, the ā_q that B_q
     uses. Either F_q's first run made it and it stays; or that run made it, it leaves (its bytes pass the link out, and
-    are held until they have) and returns (they pass the link in, and are held from then on); or it is made again (u_F
-    more compute) and stays, or leaves and returns. These are linear constraints on the intervals' lengths, with each
-    ā_q in one of those ways or, to relax, in a mixture of them, so the linear program "least sum of lengths" is below
-    the sequence's time. By weak duality so is its Lagrangian at any prices λ_k ≥ 0 of memory at cut k and p_k, r_k, α_k
-    ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in interval k: Σ α_k work_k − Σ λ_k room_k + Σ_q (the
-    cheapest way of ā_q).
+    are held until they have) and returns (they pass the link in, and are held from then on); or it is made again (at
+    least u_F − `tail_time` more compute) and stays, or leaves and returns. These are linear constraints on the
+    intervals' lengths, with each ā_q in one of those ways or, to relax, in a mixture of them, so the linear program
+    "least sum of lengths" is below the sequence's time. By weak duality so is its Lagrangian at any prices λ_k ≥ 0 of
+    memory at cut k and p_k, r_k, α_k ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in interval k: Σ α_k
+    work_k − Σ λ_k room_k + Σ_q (the cheapest way of ā_q).
 
     The link's prices: let copying for a second be worth P out and R in, each alone. At any moment the link copies out,
     or in, or both, where it does as much of both in a second as it does alone in s_out and s_in of one
@@ -342,13 +343,12 @@ def least_time_of(chain: Chain, limit: int, spared: tuple[float, ...] = ()) -> f
     """
     if limit < min_mem_limit(chain, "joint"):
         raise infeasible(chain, "joint", limit)
-    return _certified(chain, limit, spared if any(spared) else ())
+    return _certified(chain, limit)
 
 
 @lru_cache(maxsize=256)
-def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
+def _certified(chain: Chain, limit: int) -> float:
     c, L = arrays(chain), len(chain)
-    again = c.u_F - np.array([0.0, *spared]) if spared else c.u_F
     real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
     fastest = np.where(real, c.u_B, np.inf).min(axis=1)
     # In the machine's order, which a sum from the left is: rounding makes no other sequence's time less.
@@ -365,16 +365,18 @@ def _certified(chain: Chain, limit: int, spared: tuple[float, ...]) -> float:
     # A link that hardly moves may as well be faster: any finite rate is enough to keep all copies out.
     rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
-    stages = (again / seconds, c.saved / size, slower, entry / size, c.n_forms)
+    stages = (c.u_again / seconds, c.saved / size, slower, entry / size, c.n_forms)
     costs: tuple[Any, ...] = (chain.duplex, *rates, room, work, *stages)
 
     patience = max(20, min(PATIENCE, (480 if c.saved.shape[1] > 1 else 120) * L, ASCENT_WORK // (40 * L * L)))
-    ascent = (20 * patience, FIRST_RISE, patience, SHRINK)
     best = 1.0
-    for p0, r0, price in _turn_around_prices(chain, limit, room[L] * size):
+    for rise, (p0, r0, price) in product(RISES, _turn_around_prices(chain, limit, room[L] * size)):
+        if rise > RISES[0] and best < 1 + RISES[0]:
+            break
         prices = np.zeros((6, 2 * L))  # λ, p, r, and what of λ, r and α inputs pay
         prices[0, L] = price * size / seconds
         prices[1, :L], prices[2 if chain.duplex else 1, L:] = p0, r0
+        ascent = (20 * patience, rise, patience, SHRINK)
         found = ascend(prices, *ascent, *costs, None, *chain.bidirectional_shares) * (1 - SUM_ERROR)
         if found > best:
             best, of_best = found, prices
@@ -394,7 +396,7 @@ def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[flo
     """
     c, L = arrays(chain), len(chain)
     u_F, saved = (
-        c.u_F[1:L],
+        c.u_again[1:L],
         c.saved[1:L].min(axis=1, where=np.arange(c.saved.shape[1]) < c.n_forms[1:L, None], initial=1 << 62),
     )
     forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())

@@ -183,7 +183,7 @@ def problem(
         *rates,
         np.ascontiguousarray(room),
         work / seconds,
-        c.u_F / seconds,
+        c.u_again / seconds,
         c.saved / size,
         slower,
         entry / size,

@@ -47,8 +47,8 @@ def read_conv_algorithms(value: Any) -> bool:
     """
     if value not in ("plain", "any"):
         raise OptionError(
-            f"conv_algorithms is {value!r}; give 'plain' (convolutions run as in the plain model, the default) or 'any' (by"
-            " whatever algorithm of CUDA suits the limit: gradients are no longer the plain model's bit for bit)"
+            f"conv_algorithms is {value!r}; give 'plain' (convolutions run as in the plain model, the default) or 'any'"
+            " (by whatever algorithm of CUDA suits the limit: gradients are no longer the plain model's bit for bit)"
         )
     return bool(value == "any")
 

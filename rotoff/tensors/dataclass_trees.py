@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from .tree import leaves
+
 
 def look_into(value: Any) -> None:
     """Register the class of each dataclass instance in `value`, at any depth, unless its user has done so.
@@ -15,9 +17,7 @@ def look_into(value: Any) -> None:
     Left alone, and so refused as any other object is: one with a field that its constructor does not take, which could
     not be made again from its fields.
     """
-    while new := {
-        type(leaf) for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf) and _made_of_fields(leaf)
-    }:
+    while new := {type(leaf) for leaf in leaves(value) if dataclasses.is_dataclass(leaf) and _made_of_fields(leaf)}:
         for cls in new:
             pytree.register_dataclass(cls)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -63,15 +61,17 @@ class EagerFunctionMode(TorchFunctionMode):
         return super().__enter__()
 
 
-@contextmanager
-def without(mode: TorchFunctionMode) -> Iterator[None]:
+class without:
     """Within, `mode` is not there, where it is the innermost."""
-    stack = torch.overrides._get_current_function_mode_stack()
-    if not stack or stack[-1] is not mode:
-        yield
-        return
-    _pop_mode()
-    try:
-        yield
-    finally:
-        _push_mode(mode)
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._popped = _get_current_function_mode() is self._mode
+        if self._popped:
+            _pop_mode()
+
+    def __exit__(self, *_: object) -> None:
+        if self._popped:
+            _push_mode(self._mode)

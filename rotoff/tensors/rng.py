@@ -56,7 +56,7 @@ class Generators:
         state is large."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return ()  # nothing is drawn
-        own = self.copies() if copies is None else copies
+        own = self._own if copies is None else copies
         return *_next_numbers(own[0]), *(bytes(copy.get_state().tolist()) for copy in own[1:])
 
     def put_copies(self, copies: Sequence[torch.Generator]) -> None:
@@ -72,8 +72,8 @@ class Generators:
         the first run must find it put too.
         """
         copies = self.copies()
-        for generator, copy in list(zip(self._own, copies, strict=True))[1:]:
-            generator.set_state(copy.get_state())
+        for n in range(1, len(copies)):
+            self._own[n].set_state(copies[n].get_state())
         return copies
 
     def put(self, states: States) -> None:

@@ -19,8 +19,8 @@ def watch_saved(look: Callable[[torch.Tensor], object]) -> saved_tensors_hooks:
 
 def _never(_: Any) -> torch.Tensor:
     raise MeasureError(
-        "the forward differentiates (torch.autograd.grad, backward), which rotoff cannot follow: have the training loop do that, outside of"
-        " the model that is planned"
+        "the forward differentiates (torch.autograd.grad, backward), which rotoff cannot follow: have the training"
+        " loop do that, outside of the model that is planned"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -131,3 +132,8 @@ class Behaviour:
     changed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
     cast_bytes: int = 0
     modes: tuple[tuple[nn.Module, str, bool], ...] = ()
+
+    @cached_property
+    def own_saved(self) -> list[bool]:
+        """Of each tensor that autograd saves, whether it is the stage's own."""
+        return [kind is SavedKind.OWN for kind in self.saved]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -13,13 +14,19 @@ from ..errors import MeasureError
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often `tensor` has been changed in place; 0 where nobody counts, as of those made in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+_version = attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """`version_of` each."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_version, tensors))  # which calls no Python
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
 
@@ -34,9 +41,9 @@ def storage_key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:
         raise MeasureError(
-            f"the model works on a {str(tensor.layout).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}; rotoff counts"
-            " the bytes of dense tensors only: gather rows and add them up (index_select, index_add) in its place, or leave that"
-            " part outside of what is planned"
+            f"the model works on a {str(tensor.layout).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)};"
+            " rotoff counts the bytes of dense tensors only: gather rows and add them up (index_select, index_add) in"
+            " its place, or leave that part outside of what is planned"
         ) from None
 
 

@@ -12,6 +12,21 @@ from torch.utils import _pytree as pytree
 from ..errors import MeasureError
 
 
+def leaves(value: Any) -> list[Any]:
+    """Those of a pytree; sooner than by torch where it is one of tuples, lists and dicts."""
+    kind = type(value)
+    if kind is torch.Tensor or kind in _PLAIN:
+        return [value]
+    if kind is dict:
+        value = value.values()
+    elif kind is not tuple and kind is not list:
+        return pytree.tree_leaves(value)
+    return [leaf for one in value for leaf in leaves(one)]
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
     """The tensors in `value` (a tensor, or tuples, lists and dicts of them), and the way to put others in their
     places."""
@@ -19,9 +34,9 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
         return [value], _only
     if type(value) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in value):
         return list(value), type(value)
-    leaves, spec = pytree.tree_flatten(value)
-    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]  # holds no tensor alive
+    found, spec = pytree.tree_flatten(value)
+    places = [n for n, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
+    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in found]  # holds no tensor alive
 
     def rebuild(tensors: list[torch.Tensor]) -> Any:
         filled = list(constants)
@@ -29,7 +44,7 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
             filled[n] = tensor
         return pytree.tree_unflatten(filled, spec)
 
-    return [leaves[n] for n in places], rebuild
+    return [found[n] for n in places], rebuild
 
 
 def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -41,8 +56,8 @@ def refuse_packed(value: Any, what: str) -> None:
     tensors' places."""
     if any(map(_packed, pytree.tree_leaves(value, is_leaf=_packed))):
         raise MeasureError(
-            f"{what} is a PackedSequence, which rotoff cannot look into; pass the padded tensor and its lengths, and have one"
-            " submodule pack them, run the recurrent layers and pad what these return (pad_packed_sequence)"
+            f"{what} is a PackedSequence, which rotoff cannot look into; pass the padded tensor and its lengths, and"
+            " have one submodule pack them, run the recurrent layers and pad what these return (pad_packed_sequence)"
         )
 
 

@@ -94,7 +94,7 @@ class _Attachment:
         self._was_its_own = "forward" not in model.__dict__
         self._wrapper = wrapper
         self._inside = False
-        planned._courses.plain = self.its_own
+        planned._courses.meter.plain = self.its_own
 
     @property
     def planned(self) -> Checkpointable:
@@ -107,7 +107,7 @@ class _Attachment:
                 if mark is not None:
                     self.model.__dict__[ATTACHED] = mark
             self._planned._courses.request = self._request
-            self._planned._courses.plain = self.its_own
+            self._planned._courses.meter.plain = self.its_own
         return self._planned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

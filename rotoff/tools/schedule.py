@@ -139,7 +139,7 @@ class _Sharing:
 
     def _needed(self, plans: dict[int, ExecutionPlan]) -> int:
         """The most bytes that these plans hold together at any time of the schedule."""
-        profiles = {number: one.profile for number, one in self._planned.items()}
+        profiles = {number: one._latest.profile for number, one in self._planned.items()}
         rest = {s: resting_memory(profiles[s], plan) for s, plan in plans.items()}
         active = {s: simulated_bytes(profiles[s], replace(plan, in_flight=1)) for s, plan in plans.items()}
         held = sent = most = 0

@@ -13,7 +13,7 @@ TIMES = st.one_of(st.just(0.0), st.integers(1, 40).map(lambda x: x / 8))
 
 
 @st.composite
-def stages(draw: st.DrawFn, forms: bool = True) -> Stage:
+def stages(draw: st.DrawFn, forms: bool = True, tails: bool = True) -> Stage:
     """One stage."""
     output = draw(SIZES)
     saved = output + draw(SIZES)
@@ -25,14 +25,17 @@ def stages(draw: st.DrawFn, forms: bool = True) -> Stage:
     for _ in range(draw(st.integers(0, 2)) if forms else 0):
         size = draw(st.integers(output, saved))
         made.append(Form(size, draw(TIMES), draw(SIZES), draw(SIZES)))
-    return Stage("", draw(TIMES), draw(TIMES), output, saved, forms=tuple(made), **extra)
+    forward = draw(TIMES)
+    backward = draw(TIMES)
+    tail = forward * draw(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0])) if tails else 0.0
+    return Stage("", forward, backward, output, saved, forms=tuple(made), tail_time=tail, **extra)
 
 
 @st.composite
-def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True) -> Chain:
+def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True, tails: bool = True) -> Chain:
     """A chain of `least` to `most` stages."""
     count = draw(st.integers(least, most))
-    made = [draw(stages(forms)) for _ in range(count)]
+    made = [draw(stages(forms, tails)) for _ in range(count)]
     speeds = st.sampled_from([1.0, 10.0, 60.0, 1000.0])
     ends = {"input_bytes": draw(SIZES), "input_grad_bytes": draw(SIZES)}
     return Chain(tuple(made), draw(speeds), draw(speeds), duplex=draw(st.booleans()), **ends)

@@ -25,6 +25,7 @@ class State(NamedTuple):
     forms: tuple[int, ...]
     next_B: int
     started: bool  # the backward phase has begun
+    early: bool = False  # the last forward stopped early, so that B is the next operation on the compute lane
 
 
 class Times(NamedTuple):
@@ -104,7 +105,7 @@ class Search:
         L, chain = self.L, self.chain
         held = self.held(s)
         ends = {v: (end, off) for v, end, off in t.copies}
-        for i in range(1, L + 1):
+        for i in range(1, 0 if s.early else L + 1):
             for source in self.inputs(s, i):
                 waited = self.wait(s, t, ends, [source])
                 stage = chain.stage(i)
@@ -114,6 +115,10 @@ class Search:
                             form = stage.form(k)
                             if held + form.saved_bytes + form.forward_transient_bytes <= self.limit:
                                 yield self.made(s, t, waited, (True, i), k, stage.forward_time)
+                                if i == s.next_B < L:
+                                    seconds = stage.forward_time - stage.tail_time
+                                    state, after = self.made(s, t, waited, (True, i), k, seconds)
+                                    yield state._replace(early=True), after
                     if i < L:
                         over = held + stage.output_bytes + stage.checkpoint_transient_bytes
                         if over <= self.limit:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from rotoff import Chain, Op, OpKind
-from rotoff.core.sequence import Value, a, abar, g, o, w
+from rotoff.core.sequence import COMPUTES, Value, a, abar, g, o, w
 
 FORWARDS = (OpKind.F_ALL, OpKind.F_SEL, OpKind.F_CK, OpKind.F_NONE)
 
@@ -35,16 +35,23 @@ class _Run:
     made: dict[Value, _Job] = field(default_factory=dict)  # of the host's copy
     form: dict[int, int] = field(default_factory=dict)
     issued: int = 0
+    ran: set[int] = field(default_factory=set)  # stages, in this step
 
-    def seconds(self, op: Op) -> Fraction:
+    def seconds(self, op: Op, following: Op | None) -> Fraction:
+        """following: the next operation on the compute lane."""
         stage = self.chain.stage(op.stage) if op.kind in (*FORWARDS, OpKind.B) else None
-        if op.kind in (OpKind.F_ALL, OpKind.F_SEL):
-            self.form[op.stage] = op.form
         if op.kind is OpKind.U:
             return Fraction(self.chain.group(op.stage).update_time)
         if stage is None:
             return Fraction(0)
-        return Fraction(stage.form(self.form[op.stage]).backward_time if op.kind is OpKind.B else stage.forward_time)
+        if op.kind is OpKind.B:
+            return Fraction(stage.form(self.form[op.stage]).backward_time)
+        again, saves = op.stage in self.ran, op.kind in (OpKind.F_ALL, OpKind.F_SEL)
+        self.ran.add(op.stage)
+        if saves:
+            self.form[op.stage] = op.form
+        early = again and saves and following == Op(OpKind.B, op.stage)
+        return Fraction(stage.forward_time) - (Fraction(stage.tail_time) if early else 0)
 
     def issue(self, op: Op, size: int) -> _Job:
         k = op.stage
@@ -112,13 +119,14 @@ def ends(chain: Chain, ops: Iterable[Op], sizes: Iterable[int], periods: int = 1
     program = list(zip(ops, sizes, strict=True))
     for _ in range(periods):
         rows = []
-        for op, size in program:
+        run.ran.clear()
+        for n, (op, size) in enumerate(program):
             if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH, OpKind.H):
                 rows.append(run.issue(op, size))
                 continue
             while op.kind is OpKind.U and run.busy((w(op.stage), g(op.stage), o(op.stage))):
                 run.until(None)
-            left = run.seconds(op)
+            left = run.seconds(op, next((after for after, _ in program[n + 1 :] if after.kind in COMPUTES), None))
             end = run.now + left
             while run.now < end:
                 run.until(end - run.now)

@@ -32,8 +32,9 @@ def judge(chain: dict[str, Any], sequence: dict[str, Any], limit: float = float(
         state.begin()
         start = state.clock["compute"]
         for n, text in enumerate(sequence["ops"]):
+            following = next((other for other in sequence["ops"][n + 1 :] if other[0] in "FBU"), "")
             try:
-                state.run(text)
+                state.run(text, following)
             except Illegal as why:
                 raise Illegal(f"{n} {text}: {why}") from why
         state.end()
@@ -109,6 +110,7 @@ class State:
         self.issued: set[str] = set()
         self.updated: set[int] = set()
         self.forms: dict[int, int] = {}
+        self.ran: set[int] = set()
         self.memory: list[int] = []
         self.host_memory: list[int] = []
         self.parameter_memory: list[int] = []
@@ -145,7 +147,8 @@ class State:
 
     # -- operations
 
-    def run(self, text: str) -> None:
+    def run(self, text: str, following: str) -> None:
+        """following: the next operation on the compute lane."""
         word, *rest = text.split()
         theirs = self.of_parameters()
         before = sum(self.sizes[v] for v in self.host)
@@ -155,7 +158,13 @@ class State:
             i = int(rest[0])
             _need(1 <= i <= self.L and self.todo > 0, "no such stage, or all is done")
             _need(self._has_parameters(i), "parameters are missing")
-            self.backward(i) if word == "B" else self.forward(word, i, int(rest[1]) if len(rest) > 1 else 0)
+            if word == "B":
+                self.backward(i)
+            else:
+                again, saves = i in self.ran, word in ("F_all", "F_sel")
+                self.ran.add(i)
+                early = again and saves and following == f"B {i}"
+                self.forward(word, i, int(rest[1]) if len(rest) > 1 else 0, early)
         else:
             self.move(word, " ".join(rest))
             before = sum(self.sizes[v] for v in self.host)
@@ -170,7 +179,7 @@ class State:
     def _form(self, i: int, k: int) -> dict[str, Any]:
         return self.stages[i] if k == 0 else self.stages[i]["forms"][k - 1]
 
-    def forward(self, word: str, i: int, k: int) -> None:
+    def forward(self, word: str, i: int, k: int, early: bool) -> None:
         stage, made = self.stages[i], f"a {i}" if word in ("F_ck", "F_none") else f"abar {i}"
         source = [f"a {i - 1}"] if word == "F_none" else [f"a {i - 1}", f"abar {i - 1}"]
         _need(any(map(self.usable, source)), "the input is missing")
@@ -182,7 +191,8 @@ class State:
         self.charge(
             size + (self._form(i, k)["forward_transient_bytes"] if saves else stage["checkpoint_transient_bytes"])
         )
-        self.compute(stage["forward_time"], [f"a {i - 1}"] if word == "F_none" and i > 1 else [])
+        seconds = stage["forward_time"] - (stage.get("tail_time", 0.0) if early else 0.0)
+        self.compute(seconds, [f"a {i - 1}"] if word == "F_none" and i > 1 else [])
         self.sizes[made] = size
         self.device.add(made)
         self.forms.update({i: k} if saves else {})

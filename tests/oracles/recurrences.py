@@ -29,6 +29,7 @@ class Recurrences:
         self.beta_B = chain.h2d_bandwidth * N / self.room
         stages = chain.stages
         self.u_F = [0.0] + [s.forward_time for s in stages]
+        self.u_again = [0.0] + [s.forward_time - s.tail_time for s in stages[:-1]] + [self.u_F[-1]]
         self.forms = [[]] + [[s.form(k) for k in range(1 + len(s.forms))] for s in stages]
         self.a = self._sizes([s.output_bytes for s in stages], rounding)
         most = max(len(f) for f in self.forms)
@@ -109,7 +110,7 @@ class Recurrences:
                 continue
             if i == j:
                 idle = max(0, need_B + A + D - N, need_F - self.beta_B * u_B + A + D - N) / self.beta_B
-                best = min(best, self.u_F[i] + u_B + idle)
+                best = min(best, self.u_again[i] + u_B + idle)
                 continue
             idle_B = max(0, need_B + A + D - N)
             D1 = max(0, D - self._b_drained(i, k) - idle_B)
@@ -183,19 +184,22 @@ class Recurrences:
     # -- rotor's Opt, every need checked, and the ā after a swept segment kept in the place of its input
 
     def _opt(self, i: int, j: int, m: int) -> float:
-        return self._best(i, j, m, self._held(j), self.opt)
+        return self._best(i, j, m, self._held(j), self.opt, self.u_again)
 
     def _opt_forward(self, i: int, m: int) -> float:
-        return self._best(i, self.L, m, 0, lambda first, _, left: self.opt_forward(first, left))
+        return self._best(i, self.L, m, 0, lambda first, _, left: self.opt_forward(first, left), self.u_F)
 
-    def _best(self, i: int, j: int, m: int, held: int, after: Callable[[int, int, int], float]) -> float:
+    def _best(
+        self, i: int, j: int, m: int, held: int, after: Callable[[int, int, int], float], alone: list[float]
+    ) -> float:
         def rest(first: int, size: int) -> float:
             return (0.0 if first > j else after(first, j, m - size)) if m >= size else INF
 
         best = INF
         for k, form in enumerate(self.forms[i]):
             if self._need(max(self._all(i, k) + held, self._b(i, k))) <= m:
-                best = min(best, self.u_F[i] + form.backward_time + rest(i + 1, 0 if i == j else self.abar[i][k]))
+                u_F = alone[i] if i == j else self.u_F[i]
+                best = min(best, u_F + form.backward_time + rest(i + 1, 0 if i == j else self.abar[i][k]))
         for k in range(i, j):
             if all(self._need(self._step(i, q) + held) <= m for q in range(i, k + 1)):
                 best = min(best, sum(self.u_F[i : k + 1]) + self.opt(i, k, m) + rest(k + 1, self.a[k]))

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that the CPU allocator held during `run`, above the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(use_cpu=True, profile_memory=True) as profiler:
         run()
-    events = profiler.profiler.kineto_results.events()
+    events = profiler.kineto_results.events()
     level = most = 0
     for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         level += size
@@ -42,12 +42,10 @@ def live_bytes() -> int:
 def left_bytes(run: Callable[[], object]) -> int:
     """Bytes that the CPU allocator holds after `run` beyond those before it; negative where it gave some back."""
     every = _ExperimentalConfig(profile_all_threads=True)  # a link's thread may be the last to let go
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True, experimental_config=every
-    ) as profiler:
+    with profile(use_cpu=True, profile_memory=True, experimental_config=every) as profiler:
         run()
         gc.collect()
-    return sum(e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+    return sum(e.nbytes() for e in profiler.kineto_results.events() if e.name() == "[memory]")
 
 
 def most_held(run: Callable[[], object]) -> int:

@@ -618,7 +618,7 @@ def swapped(net: Any, n: int) -> None:
         net.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
-row("a submodule swapped for another", swapped)(Trunk)
+row("a submodule swapped for another", swapped, stages=8)(Trunk)
 
 
 def reordered(net: Any, n: int) -> None:
@@ -697,6 +697,7 @@ row(
     to_double,
     call=lambda n: ((drawn(n).double() if n >= 2 else drawn(n),), {}),
     room=0.8,
+    stages=8,
 )(Long)
 
 
@@ -942,7 +943,7 @@ class Experts(nn.Module):
         return torch.sin(x + y)
 
 
-@row("routing to one expert", call=lambda n: ((3 * drawn(n),), {}), room=0.6)
+@row("routing to one expert", call=lambda n: ((3 * drawn(n),), {}), room=0.6, stages=8)
 class Routed(Trunk):
     made_of = Experts
 
@@ -1511,7 +1512,7 @@ class Rotary(Trunk):
         return x * self.cache[: len(x)]
 
 
-@row("a table that grows", call=lambda n: ((drawn(n, (10, 12, 10, 16, 9)[n], WIDTH),), {}), room=0.7)
+@row("a table that grows", call=lambda n: ((drawn(n, (10, 12, 10, 16, 9)[n], WIDTH),), {}), room=0.7, stages=8)
 class GrowingTable(Rotary):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.cache is None or len(self.cache) < len(x):

@@ -1,14 +1,12 @@
-"""Run by torchrun in each of two processes: one of them fails where plans are agreed on; both must say so, and go
+"""Run by `ranks` in each of two processes: one of them fails where plans are agreed on; both must say so, and go
 on."""
 
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
 from models import Residual
+from ranks import say
 from torch import nn
 
 import rotoff
@@ -41,12 +39,10 @@ def said(what: str, act: object) -> None:
     dist.all_gather_object(everyone, found)
     if dist.get_rank() == 0:
         for rank, text in enumerate(everyone):
-            print(f"{what} {rank}: {text}\n", end="", flush=True)  # one write
+            say(f"{what} {rank}: {text}")
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank, x = dist.get_rank(), torch.randn(64, 16)
     for failing in (0, 1):
         torch.manual_seed(0)
@@ -70,9 +66,3 @@ def main() -> None:
         mode = "remat" if rank == failing else "offload"
         said(f"other {failing}", lambda wrapped=wrapped, mode=mode: wrapped.compute_sequence(5, mode=mode))
         wrapped.close()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-main()

@@ -1,14 +1,12 @@
-"""Run by torchrun in each of two processes: a few steps under DDP or FSDP2, with and without rotoff; prints a line that
+"""Run by `ranks` in each of two processes: a few steps under DDP or FSDP2, with and without rotoff; prints a line that
 `test_distributed` reads."""
 
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
 from models import Residual
+from ranks import say
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -68,10 +66,7 @@ def train(module: nn.Module) -> list[torch.Tensor]:
     return [*seen, torch.get_rng_state()]
 
 
-def main() -> None:
-    kind = sys.argv[1]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main(kind: str) -> None:
     expected = train(wrap(kind, None)[0])
     for mode in ("joint", "remat", "offload"):
         module, planned = wrap(kind, mode)
@@ -82,17 +77,11 @@ def main() -> None:
         dist.all_gather_object(plans, f"{planned.sequence}\n{planned.mem_limit}")
         work = any(op.kind not in (OpKind.F_ALL, OpKind.B) for op in planned.sequence)
         if dist.get_rank() == 0:
-            print(f"{kind} {mode}: equal={equal} same_plan={plans[0] == plans[1]} works={work}", flush=True)
+            say(f"{mode}: equal={equal} same_plan={plans[0] == plans[1]} works={work}")
         planned.close()
     if kind == "fsdp":
         try:  # the root shards what its stages do not: those parameters are gone after the first measured backward
             fully_shard(rotoff.Checkpointable(model()).compute_sequence(1 << 20))(torch.randn(64, 16))
         except rotoff.MeasureError as error:
             if dist.get_rank() == 0:
-                print("bare root: refused" if "fully_shard each stage" in str(error) else error, flush=True)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-main()
+                say("bare root: refused" if "fully_shard each stage" in str(error) else str(error))

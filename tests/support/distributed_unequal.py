@@ -1,16 +1,13 @@
-"""Run by torchrun in each of two processes that are unequal in their batches: under every limit both must do the same.
-Arguments: names of models. Prints a line for each that `test_distributed` reads; a process that waits for one that does
-not come fails after a while."""
+"""Run by `ranks` in each of two processes that are unequal in their batches: under every limit both must do the same.
+Arguments: names of models. Prints two lines for each that `test_distributed` reads."""
 
 from __future__ import annotations
 
-import os
-import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import say
 from test_min_mem_limit import made
 from test_runtime import step_peak
 from torch.utils._pytree import tree_map
@@ -18,7 +15,7 @@ from torch.utils._pytree import tree_map
 import rotoff
 
 MODES = ("joint", "remat", "offload")
-POINTS = 4  # limits within each interval
+POINTS = 2  # limits within each interval
 
 
 def everyone(mine: Any) -> list[Any]:
@@ -86,18 +83,10 @@ def run(name: str, few: int) -> None:
     alone.close()
     both.close()
     if rank == 0:
-        print(f"{name} {few}: {counts}; {said or 'alike'}\n", end="", flush=True)  # one write
+        say(f"{name} {few}: {counts}; {said or 'alike'}")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    for name in sys.argv[1:]:
+def main(*names: str) -> None:
+    for name in names:
         for few in (0, 1):
             run(name, few)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-main()

@@ -247,13 +247,14 @@ class Told(NamedTuple):
     measured: int
 
 
-def bytes_and_plans(net: nn.Module, name: str, mode: str) -> Iterator[tuple[Told, rotoff.Checkpointable]]:
-    """Of each limit."""
-    wrapped = planned(net, name, mode)
-    least, most = smallest(wrapped, mode), wrapped.keep_all_memory
-    for part in PARTS:
-        wrapped.compute_sequence(limit := least + int(part * max(0, most - least)), mode=mode, refine=False)
-        yield Told(part, limit, wrapped.get_expected_memory(), step_peak(wrapped, draw)), wrapped
+def bytes_and_plans(net: nn.Module, name: str, *modes: str) -> Iterator[tuple[Told, rotoff.Checkpointable]]:
+    """Of each mode and limit."""
+    wrapped = planned(net, name, modes[0])
+    for mode in modes:
+        least, most = smallest(wrapped, mode), wrapped.keep_all_memory
+        for part in PARTS:
+            wrapped.compute_sequence(limit := least + int(part * max(0, most - least)), mode=mode, refine=False)
+            yield Told(part, limit, wrapped.get_expected_memory(), step_peak(wrapped, draw)), wrapped
     while CYCLES:
         CYCLES.pop().remove()
     wrapped.close()

@@ -521,7 +521,7 @@ class VmapBlock(nn.Module):
         return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.1 * self.calls))(self.block(x)) * (1 + self.n)
 
 
-@row("vmap in a block that counts", room=0.6)
+@row("vmap in a block that counts", room=0.6, stages=8)
 class VmapCounts(Trunk):
     made_of = VmapBlock
 

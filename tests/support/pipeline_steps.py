@@ -1,10 +1,8 @@
-"""Run by torchrun: steps of a pipeline of which every rank is unequal, with and without rotoff; prints a line for each
-rank and case that `test_pipeline` reads."""
+"""Run by `ranks`: steps of a pipeline of which every rank is unequal, with and without rotoff; prints a line for each
+rank and mode that `test_pipeline` reads."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from allocated import peak_bytes
+from ranks import say
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
@@ -27,9 +26,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import rotoff
-from rotoff.solver import anneal
 
-anneal.DEFAULT_SECONDS = 0.05  # to fit is enough
 ROWS, WIDTH, MANY = 48, 32, 8
 
 
@@ -42,12 +39,6 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1)
-
-
-def say(text: str) -> None:
-    """Print a line by one write, which the lines of other processes cannot come into."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def module(number: int) -> nn.Module:
@@ -134,28 +125,20 @@ def refused() -> None:
         say(f"tensor parallel: {error}")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main(name: str) -> None:
+    """name: one of CASES, or "refused"."""
+    if name == "refused":
+        return refused()
     rank = dist.get_rank()
-    if "zero" in sys.argv:
-        refused()
-    for name in (case for case in sys.argv[1:] if case in CASES):
-        expected, plain = train(*pipeline(*CASES[name]), CASES[name][2])
-        for share, mode in ((0.5, "joint"), (0.5, "remat"), (0.7, "offload"))[: 3 if name == "gpipe" else 2]:
-            share += 0.05 * rank  # every rank has a limit of its own, so some keep everything and others do not
-            schedule, modules = pipeline(*CASES[name])
-            limit = int(share * plain)
-            planned = rotoff.attach_schedule(schedule, limit, mode=mode)
-            got, peak = train(schedule, modules, CASES[name][2])
-            equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
-            many = max(one._plan.in_flight for one in planned)
-            say(f"{name} {mode} {rank}: equal={equal} {peak} of {limit} ({plain}), {many} in flight")
-            for one in planned:
-                one.close()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-main()
+    expected, plain = train(*pipeline(*CASES[name]), CASES[name][2])
+    for share, mode in ((0.5, "joint"), (0.5, "remat"), (0.7, "offload"))[: 3 if name == "gpipe" else 1]:
+        share += 0.05 * rank  # every rank has a limit of its own, so some keep everything and others do not
+        schedule, modules = pipeline(*CASES[name])
+        limit = int(share * plain)
+        planned = rotoff.attach_schedule(schedule, limit, mode=mode, mem_slots=20)
+        got, peak = train(schedule, modules, CASES[name][2])
+        equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
+        many = max(one._plan.in_flight for one in planned)
+        say(f"{mode} {rank}: equal={equal} {peak} of {limit} ({plain}), {many} in flight")
+        for one in planned:
+            one.close()

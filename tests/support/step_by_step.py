@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -21,10 +21,9 @@ from torch.utils._pytree import tree_leaves
 import rotoff
 from rotoff import OpKind
 
-LIMITS: dict[tuple[Row, str], int] = {}  # of the trainings so far
+JOINT: dict[Row, int] = {}  # limits for that mode, of the trainings in others before
 MODES = ("remat", "offload", "joint")
 STEPS = 5
-STAGES = 8  # about as many; more take longer to measure
 FORWARDS = (OpKind.F_ALL, OpKind.F_SEL, OpKind.F_CK, OpKind.F_NONE)
 PATCH = pytest.MonkeyPatch()  # a change to what is not the model's goes through it, and is undone after each training
 
@@ -56,7 +55,7 @@ class Row:
     step: forward and backward. refused: the sentence that rotoff must answer with in place of the plain model's step.
     may_refuse: one that it may answer with. raises: what the plain model raises in some steps, and so must rotoff.
     room: which part of the way from the smallest limit to keeping everything is given. again: done once the model is
-    measured, to what no run of it can put back.
+    measured, to what no run of it can put back. stages: about as many; more take longer to measure.
     """
 
     name: str
@@ -71,6 +70,7 @@ class Row:
     again: Callable[[Any], object] | None = None
     adam: bool = False
     steps: int = STEPS
+    stages: int = 5
 
     def __repr__(self) -> str:
         return f"Row({self.name!r})"
@@ -191,34 +191,25 @@ def _plain(row: Row) -> list[dict[str, Any]]:
 # -- the verdict
 
 
-def plan(run: rotoff.Checkpointable, mode: str, room: float) -> bool:
-    """Plan for a limit a little above the smallest, at which values are moved or made again; False where none are at
-    any limit."""
-    try:
-        run.compute_sequence(1, mode=mode, refine=False)
-    except rotoff.InfeasibleError as error:
-        least = error.min_mem_limit
-    else:
-        least = 1
+def limits(run: rotoff.Checkpointable, mode: str, room: float) -> Iterator[int]:
+    """A little above the smallest; then less, where nothing needs to be moved or made again in so many bytes."""
+    least = run.min_mem_limit(mode)
     for part in (room, room / 2, 0):
-        run.compute_sequence(least + int(part * max(0, run.keep_all_memory - least)), mode=mode, refine=False)
-        if moves_or_recomputes(run.sequence, mode):
-            return True
-    return False
+        yield least + int(part * max(0, run.keep_all_memory - least))
 
 
-def moves_or_recomputes(sequence: rotoff.Sequence, mode: str) -> bool:
+def works(sequence: rotoff.Sequence) -> bool:
+    """Whether it moves values or makes them again."""
     runs = Counter(op.stage for op in sequence if op.kind in FORWARDS)
-    recomputes = any(count > 1 for count in runs.values())
-    moves = any(op.kind is OpKind.OFFLOAD for op in sequence)
-    return {"remat": recomputes, "offload": moves, "joint": recomputes or moves}[mode]
+    return any(count > 1 for count in runs.values()) or any(
+        op.kind in (OpKind.OFFLOAD, OpKind.F_SEL) for op in sequence
+    )
 
 
-def verdict(row: Row, mode: str, measured: bool = True) -> str:
+def verdict(row: Row, mode: str) -> str:
     """How `row` trains in `mode`: "equal", "wrong: ...", "refused: ...", "error: ..." or "no plan: ...".
 
-    measured: whether the model has been measured before its first step; else that step measures it, within the limit
-        of the training of `row` in `mode` before, if there was one.
+    The model is measured before its first step; in joint that step measures it, where a limit is known.
     """
     expected = _plain(row)
 
@@ -226,47 +217,55 @@ def verdict(row: Row, mode: str, measured: bool = True) -> str:
         net = fresh(row)
         run = None
         try:
-            if measured or (row, mode) not in LIMITS:
-                run = planned(row, net, mode)
+            worked = mode != "joint" or row not in JOINT
+            if not worked:
+                run = checkpointable(row, net, forms=True).compute_sequence(JOINT[row], mode, refine=False)
             else:
-                run = checkpointable(net, mode).compute_sequence(LIMITS[row, mode], mode=mode, refine=False)
+                run = planned(row, net, mode)
             if run is None:
                 return "no plan: it keeps everything, as the plain model does"
-            LIMITS[row, mode] = run.mem_limit
             if row.again is not None:
                 row.again(net)
             for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
+                worked |= works(run.sequence)
                 for what in wanted:
                     if not same(got[what], wanted[what]):
                         told = f" ({got[what]})" if isinstance(got[what], str) else ""
                         return f"wrong: {what} in step {n}{told}"
-            return "equal"
+            return "equal" if worked else ""
         finally:
             if run is not None:
                 run.close()
 
     try:
-        return by_itself(train_it)
+        said = by_itself(train_it)
+        if said:
+            return said
+        del JOINT[row]  # so much that nothing was to be done: measure it first
+        return verdict(row, mode)
     except rotoff.RotoffError as error:
         return f"refused: {error}"
     except Exception as error:  # what it says is the verdict
         return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def checkpointable(net: nn.Module, mode: str) -> rotoff.Checkpointable:
-    # Where parts of stages can be kept, whole ones are recomputed less; and finding them takes a third of the time.
-    return rotoff.Checkpointable(net, cache_directory=None, stages=STAGES, forms=mode == "joint")
+def checkpointable(row: Row, net: nn.Module, forms: bool) -> rotoff.Checkpointable:
+    return rotoff.Checkpointable(net, cache_directory=None, stages=row.stages, forms=forms)
 
 
 def planned(row: Row, net: nn.Module, mode: str) -> rotoff.Checkpointable | None:
-    """`net`, measured on what its first step gets, with a plan that `mode` shows in; None where there is no such."""
-    run = checkpointable(net, mode)
+    """`net`, measured on what its first step gets, with a plan that moves or recomputes; None where there is no such."""
+    # Where parts of stages can be kept, whole ones are recomputed less; and finding them takes a third of the time.
+    run = checkpointable(row, net, forms=mode == "joint")
     seeded()
     args, kwargs = row.call(0)
     try:
         run.measure(*args, repeats=1, **kwargs)
-        if plan(run, mode, row.room):
-            return run
+        for limit in limits(run, mode, row.room):
+            run.compute_sequence(limit, mode=mode, refine=False)
+            if works(run.sequence):
+                JOINT[row] = next(limits(run, "joint", row.room))
+                return run
     except BaseException:
         run.close()
         raise

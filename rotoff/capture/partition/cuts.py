@@ -14,8 +14,10 @@ A cut never separates an operation that overwrites a tensor from the one that ma
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 
@@ -121,60 +123,67 @@ class _Cost:
 
 def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Cost]:
     """One for each operation. early: variables that need not cross, since they can be made first."""
+    births, made = _births(tape, operations)
+    welded = _welded(operations, births)
+    begin, end = _crossing(tape, operations)
     lasting = early | set(tape.inputs)
-    first: dict[int, int] = {}  # variable -> position of the operation that made it
-    last: dict[int, int] = {n: len(operations) for n in tape.result_variables()}
-    births: dict[int, int] = {}  # storage -> position
-    for n in tape.inputs:
-        if (storage := tape.variables[n].storage) is not None:
-            births[storage] = -1
-    welded = [0] * (len(operations) + 1)
-    made = []
-    for position, op in enumerate(operations):
-        fresh: dict[int, int] = {}
-        for n in _made(op):
-            first.setdefault(n, position)
-            variable = tape.variables[n]
-            if variable.storage is not None and variable.storage not in births:
-                births[variable.storage] = position
-                fresh[variable.storage] = variable.nbytes
-        made.append(sum(fresh.values()))
-        for n in (*op.reads, *_made(op)):
-            last[n] = max(last.get(n, -1), position)
-        for storage in op.writes:
-            for p in range(births.get(storage, position), position):
-                if p >= 0:
-                    welded[p] = 1
-    ends: dict[int, list[int]] = {}
-    for n, position in last.items():
-        ends.setdefault(position, []).append(n)
-    starts: dict[int, list[int]] = {}
-    for n, position in first.items():
-        starts.setdefault(position, []).append(n)
-    costs = []
-    alive: dict[int, int] = {}  # storage -> variables alive
     sizes = {v.storage: v.nbytes for v in tape.variables if v.storage is not None}
     changed = {owned for op in operations for owned in op.writes_owned}
-    # of parameters, and of buffers that change, alive: a stage gets those from the module, and never as its input
-    views = 0
+    alive = Counter[int]()  # storage -> variables alive
+    views = (
+        0  # alive, of parameters, and of buffers that change: a stage gets those from the module, never as its input
+    )
+    costs = []
     for position in range(len(operations)):
-        views += sum(_inner_view(tape, n, changed) and last.get(n, -1) > position for n in starts.get(position, ()))
-        views -= sum(
-            _inner_view(tape, n, changed) and first.get(n, position) < position for n in ends.get(position, ())
-        )
-        for n in starts.get(position, ()):
-            storage = tape.variables[n].storage
-            if n not in lasting and storage is not None and last.get(n, -1) > position:
-                alive[storage] = alive.get(storage, 0) + 1
-        for n in ends.get(position, ()):
-            storage = tape.variables[n].storage
-            if n not in lasting and storage is not None and first.get(n, position) < position:
-                alive[storage] -= 1
-                if not alive[storage]:
-                    del alive[storage]
-        free = None if welded[position] or views else tuple((births[s], sizes[s]) for s in alive)
-        costs.append(_Cost(made[position], free))
+        for variables, more in ((begin, 1), (end, -1)):
+            for n in variables.get(position, ()):
+                views += more * _inner_view(tape, n, changed)
+                if n not in lasting and (storage := tape.variables[n].storage) is not None:
+                    alive[storage] += more
+        crossing = tuple((births[s], sizes[s]) for s, count in alive.items() if count)
+        costs.append(_Cost(made[position], None if position in welded or views else crossing))
     return costs
+
+
+def _births(tape: Tape, operations: list[Operation]) -> tuple[dict[int, int], list[int]]:
+    """Of each storage the position of the operation that made it, -1 for the batch; of each operation the bytes of
+    those that it made."""
+    births = {s: -1 for n in tape.inputs if (s := tape.variables[n].storage) is not None}
+    made = []
+    for position, op in enumerate(operations):
+        fresh = {v.storage: v.nbytes for v in map(tape.variables.__getitem__, _made(op)) if v.storage not in births}
+        fresh.pop(None, None)
+        births.update((storage, position) for storage in fresh if storage is not None)
+        made.append(sum(fresh.values()))
+    return births, made
+
+
+def _welded(operations: list[Operation], births: dict[int, int]) -> set[int]:
+    """Positions after which no cut may be, between an operation and one that overwrites what it made."""
+    spans = [
+        range(max(0, births.get(storage, position)), position)
+        for position, op in enumerate(operations)
+        for storage in op.writes
+    ]
+    return set(chain.from_iterable(spans))
+
+
+def _crossing(tape: Tape, operations: list[Operation]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """The variables that are used after the operation that makes them, by the positions of that one and of the last
+    use."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {n: len(operations) for n in tape.result_variables()}
+    for position, op in enumerate(operations):
+        for n in _made(op):
+            first.setdefault(n, position)
+        for n in (*op.reads, *_made(op)):
+            last[n] = max(last.get(n, -1), position)
+    begin, end = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for n, position in first.items():
+        if last[n] > position:
+            begin[position].append(n)
+            end[last[n]].append(n)
+    return begin, end
 
 
 def _inner_view(tape: Tape, n: int, changed: set[Owned]) -> bool:

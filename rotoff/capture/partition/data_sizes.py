@@ -20,8 +20,9 @@ _COUNT = frozenset(["unbind", "split", "chunk", "tensor_split"])
 _MASKS = (torch.bool, torch.uint8)
 _COUNTS_VALUES = frozenset(["where", "one_hot", "bincount"])  # where they are given nothing but a tensor
 PACK_INSIDE = (
-    ", so that sizes are others in each batch: do all from pack_padded_sequence to pad_packed_sequence(..., total_length=...) in a"
-    " submodule, which is then run as it is, or give the lengths as a list of numbers, each of which is measured by itself"
+    ", so that sizes are others in each batch: do all from pack_padded_sequence to pad_packed_sequence(...,"
+    " total_length=...) in a submodule, which is then run as it is, or give the lengths as a list of numbers, each of"
+    " which is measured by itself"
 )
 
 

@@ -27,7 +27,7 @@ from ..measure import measure
 from ..measured import Measured
 from ..memory.allocator import AllocationLog
 from ..profile import Profile
-from ..provenance import TAIL_TIMES, provenance
+from ..provenance import provenance
 from ..selective.graph import describe, structure
 from ..selective.variant_meter import FormMeter
 from ..selective.variants import Forms, Policy, read_forms
@@ -69,7 +69,7 @@ def estimate_profile(
         meter = FakeMeter(device, mode, read_forms(forms))
         named = bool(strategy.named(copied, wanted))
         profile = measure(stages, value, meter, lambda *_: link(device), named=named)
-    meta = {**provenance(model, value, device), TAIL_TIMES: list(profile.tail_times)}
+    meta = provenance(model, value, device)
     chain = replace(profile.chain, name=type(model).__name__, meta=meta)
     return replace(profile, chain=chain)
 
@@ -128,13 +128,13 @@ class FakeMeter(Meter):
         return FakeFormMeter(self.bench, lambda: self._timed.seconds[-1]["backward"], policy)
 
     def stage(
-        self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None
+        self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None, timed: bool = True
     ) -> tuple[Measured | None, Any]:
         key = structure(stage.modules), describe(value, self._lasting), last
         if key in self._known:
             return self._again(stage, value, *self._known[key])
         self._timed.seconds = []
-        measured, output = super().stage(stage, value, last, known)
+        measured, output = super().stage(stage, value, last, known, timed)
         self._known[key] = measured, [t.requires_grad for t in flatten(output)[0]]
         return measured, output
 

@@ -78,7 +78,7 @@ class Repeats:
             OptionError: for what is no number of runs.
         """
         if repeats is None:
-            return Repeats(FIXED, FIXED) if _in_company() else Repeats()
+            return Repeats(FIXED, FIXED) if _in_company() else STEADY
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise OptionError(
                 f"repeats is {repeats!r}; give a whole number of at least 1, or None to time until steady"
@@ -112,6 +112,9 @@ class Repeats:
                 return
             yield from range(done, done + more)
             done += more
+
+
+STEADY = Repeats()  # where no number of runs is asked for
 
 
 def _in_company() -> bool:

@@ -4,8 +4,7 @@ In a step kernels run between two saved tensors, and the interpreter's code and 
 20 microseconds for a stage in a loop of nothing else become 200. So stages of the very model run under the interpreter,
 and a clock is read where that begins and ends: as a stage is entered and left, and around each of its calls, less the
 call itself. What PyTorch takes to get to the interpreter and back is not seen, nor what it takes to compare a call with
-the one expected; a replay, whose calls nobody follows, takes less than a first run, and is charged the same. What moves
-take is timed on tensors of no size, with memory gone through before each.
+the one expected; a replay, whose calls nobody follows, takes less than a first run, and is charged the same.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,19 +28,15 @@ from ...core.sequence import Op
 from ...core.sequence import Sequence as Operations
 from ...runtime.execution_plan import compile_sequence
 from ...runtime.interpreter import Step
-from ...runtime.links.base import Link
 from ...runtime.live import LiveForward
 from ...runtime.overhead import UpkeepTimes
 from ...runtime.stage_tape import Var
-from ...runtime.values import Held, Slot
 from ...tensors.stage import Behaviour, StageModule
 from ...tensors.tree import flatten
 from .harness import Run, backward, get_edges, ones
 
 logger = logging.getLogger("rotoff")
 MOST = 2e-3  # seconds: what is above was no measurement of this
-COLD_BYTES = 4 << 20  # more than a core's own cache
-MOVES, TENSORS = 9, 16  # the first round does not count
 STAGES, RUNS = 3, 3  # that many stages run that often; the first run of each does not count
 
 
@@ -72,14 +66,12 @@ class UpkeepMeter:
 
     def times(self) -> UpkeepTimes:
         """What the runtime takes, by the medians over all that ran."""
-        cold = torch.zeros(COLD_BYTES // 4)
 
         def median(name: str) -> float:
             found = [seconds for spans in self._spans for seconds in getattr(spans, name)]
             return min(MOST, statistics.median(found)) if found else 0.0
 
-        with torch.enable_grad():
-            return UpkeepTimes(median("forward"), median("backward"), median("pack"), median("unpack"), _move(cold))
+        return UpkeepTimes(*map(median, UpkeepTimes._fields))
 
 
 @dataclass
@@ -172,58 +164,3 @@ def _run_step(run: Run, behaviour: Behaviour, spans: _Spans) -> None:
     edges, gradients = get_edges(outputs), ones(outputs)
     del outputs, step
     backward(edges, gradients, run.targets(leaves))
-
-
-def _nothing() -> None: ...
-
-
-def _move(cold: torch.Tensor) -> float:
-    """What one tensor of a value takes when that leaves, or comes back."""
-
-    def timed(run: Callable[[], object]) -> float:
-        cold.add_(1)
-        start = time.thread_time()
-        run()
-        return time.thread_time() - start
-
-    link, found = _Still(), []
-    nothing = [timed(_nothing) for _ in range(MOVES)]
-    for n in range(MOVES):
-        tensors = [torch.zeros(4) for _ in range(TENSORS)]
-        slots = [Slot(t) for t in tensors]
-        held = Held((None, "probe"), tensors[:1], (True,), [weakref.ref(slot) for slot in slots[1:]])
-        room = sum(t.nbytes for t in tensors)
-        seconds = timed(partial(held.offload, link, 0, room)) + timed(held.release)
-        seconds += timed(partial(held.prefetch, link)) + timed(held.settle)
-        if n:
-            found.append(seconds / (2 * TENSORS))
-    return min(MOST, max(0.0, _lower(found) - _lower([2 * seconds / TENSORS for seconds in nothing])))
-
-
-def _lower(seconds: Sequence[float]) -> float:
-    """The lower quartile, since all noise adds."""
-    return sorted(seconds)[len(seconds) // 4]
-
-
-class _Still(Link):
-    """Takes copies on and does none."""
-
-    def __init__(self) -> None:
-        self.device, self.duplex, self.capacity = torch.device("cpu"), False, 0
-
-    def reserve(self, nbytes: int) -> None: ...
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> object:
-        return object()
-
-    def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: object) -> object:
-        return object()
-
-    def wait(self, ticket: object) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def close(self) -> None: ...

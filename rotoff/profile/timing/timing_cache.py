@@ -38,7 +38,7 @@ KnownForms = tuple[KnownForm, ...]
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage and of its tail (`runtime.early_stop`), in seconds, which forms it has, and whether the device
+    """Times of one stage, in seconds, which forms it has, and whether the device
     waits for the host."""
 
     name: str
@@ -84,12 +84,10 @@ def times_of(profile: Profile) -> tuple[StageTimes, ...]:
     """The times of a measured model's stages."""
     rows = []
     bound = profile.host_bound or (False,) * len(profile.chain)
-    for stage, tail, behaviour, host in zip(
-        profile.chain.stages, profile.tail_times, profile.behaviours, bound, strict=True
-    ):
+    for stage, behaviour, host in zip(profile.chain.stages, profile.behaviours, bound, strict=True):
         pairs = zip(behaviour.forms, stage.forms, strict=True)
         forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
-        rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, tail, forms, host))
+        rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, stage.tail_time, forms, host))
     return tuple(rows)
 
 

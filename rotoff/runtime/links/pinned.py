@@ -25,8 +25,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap does not name
 SEGMENT_BYTES = 1 << 30  # what is locked at once: a driver may refuse one range of tens of GiB that it takes in pieces
 _CURE = (
-    'plan fewer host bytes with a larger mem_limit or with mode="remat", give the process more memory, or say in the environment that'
-    " there is more (ROTOFF_HOST_MEMORY)"
+    'plan fewer host bytes with a larger mem_limit or with mode="remat", give the process more memory, or say in the'
+    " environment that there is more (ROTOFF_HOST_MEMORY)"
 )
 
 

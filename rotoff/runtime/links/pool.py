@@ -86,8 +86,8 @@ class LinkPool:
                 except ExecutionError:  # a host without room for that has none for a plan that moves much either
                     return LinkRates(*alone)
                 logger.info(
-                    "rotoff: while copies run both ways, %.0f %% of the bandwidth to the host are left, and %.0f %% of that"
-                    " from it",
+                    "rotoff: while copies run both ways, %.0f %% of the bandwidth to the host are left, and %.0f %%"
+                    " of that from it",
                     *(100 * share for share in _shares[device]),
                 )
             return LinkRates(*alone, True, *(rate * share for rate, share in zip(alone, _shares[device], strict=True)))

@@ -17,7 +17,8 @@ _guards: list[Guard] = []
 
 
 class Guard:
-    """From now until it is closed, clipping the gradients of `parameters` and scaling losses that reach them are refused."""
+    """From now until it is closed, clipping the gradients of `parameters` and scaling losses that reach them are
+    refused."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.keys = {id(p) for p in parameters}
@@ -33,7 +34,8 @@ class Guard:
 
 def _refusing(what: str) -> ExecutionError:
     return ExecutionError(
-        f'{what} needs all gradients at once, and updates="during" updates each parameter within the backward; plan with updates="after"'
+        f'{what} needs all gradients at once, and updates="during" updates each parameter within the backward; plan'
+        ' with updates="after"'
     )
 
 

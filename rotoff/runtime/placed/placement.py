@@ -42,10 +42,14 @@ class PlacedGroup:
 class PlacedPlan:
     """What a plan says of parameters.
 
-    groups: in the chain's order. resident: the values that the device holds between steps. on_both: those of which the
-    host has a valid copy, too. keep_gradients: the
-    groups whose gradients stay on the device. early: parameters that lie on the host for the caller, and come when a step begins. moved: the groups whose parameters come or go within a step. outside: parameters that
-    stay on the device. during: whether groups are updated within the backward.
+    groups: in the chain's order.
+    resident: the values that the device holds between steps.
+    on_both: those of which the host has a valid copy, too.
+    moved: the groups whose parameters come or go within a step.
+    keep_gradients: the groups whose gradients stay on the device.
+    early: parameters that lie on the host for the caller, and come when a step begins.
+    outside: parameters that stay on the device.
+    during: whether groups are updated within the backward.
     room: bytes that the device has for parameters, in a forward that keeps nothing.
     """
 
@@ -177,8 +181,8 @@ class Placement:
         assert self._plan is not None
         if self._plan.during and any(p.grad is not None for group in self._plan.groups for p in group.parameters):
             raise ExecutionError(
-                'parameters have gradients before the backward, and updates="during" cannot add to them; call zero_grad() before, or'
-                ' plan with updates="after"'
+                'parameters have gradients before the backward, and updates="during" cannot add to them; call'
+                ' zero_grad() before, or plan with updates="after"'
             )
         self._step = weakref.ref(step)
 
@@ -384,8 +388,8 @@ class Placement:
         ]
         if late:
             raise ExecutionError(
-                f"parameters of {self._name(late[0])} were given gradients after their update in the backward, by something outside of"
-                ' the model; plan with updates="after"'
+                f"parameters of {self._name(late[0])} were given gradients after their update in the backward, by"
+                ' something outside of the model; plan with updates="after"'
             )
 
     def _update(self, op: Op) -> None:
@@ -393,8 +397,8 @@ class Placement:
         if not self._chunks:  # within a backward
             if self._awaits_step:
                 raise ExecutionError(
-                    'this is a second backward before optimizer.step(), and updates="during" has made the updates of the first one:'
-                    ' gradients cannot be accumulated; plan with updates="after"'
+                    'this is a second backward before optimizer.step(), and updates="during" has made the updates of'
+                    ' the first one: gradients cannot be accumulated; plan with updates="after"'
                 )
             self._in_backward = True
             self._chunks = [Chunks(optimizer) for optimizer in self.optimizers]
@@ -487,8 +491,8 @@ class Placement:
                 names[0 if parts == {True} else 1 if k in self._updated else 2].append(self._name(k))
         whole, partly, not_yet = (", ".join(some) or "none" for some in names)
         said = (
-            f"rotoff: a backward that updates parameters ended early: updated were those of {whole}; in part, or not, those of"
-            f" {partly}; not those of {not_yet}"
+            f"rotoff: a backward that updates parameters ended early: updated were those of {whole}; in part, or not,"
+            f" those of {partly}; not those of {not_yet}"
         )
         if error is None:
             warnings.warn(said, RuntimeWarning, stacklevel=2)

@@ -54,8 +54,9 @@ class Chunks:
             left = ", ".join(str(self._numbers[id(p)]) for _, p in self._left.values() if p.grad is not None)
             partly = ", ".join(map(str, sorted(self._numbers[key] for key in self._under_way)))
             error.add_note(
-                f"rotoff: of the optimizer's parameters with gradients, this step had updated {len(self.updated)}; those numbered {partly or 'none'}"
-                f" may be updated in part, and those numbered {left or 'none'} are not"
+                f"rotoff: of the optimizer's parameters with gradients, this step had updated {len(self.updated)};"
+                f" those numbered {partly or 'none'} may be updated in part, and those numbered {left or 'none'} are"
+                " not"
             )
 
 

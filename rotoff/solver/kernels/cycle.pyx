@@ -11,7 +11,7 @@ of the limit there is `room`.
 from libc.stdint cimport int16_t, int32_t, int64_t
 
 from rotoff.solver.kernels.operations cimport operations
-from rotoff.solver.kernels.work cimport ALL, BACK, CK, Chain, Work
+from rotoff.solver.kernels.work cimport ALL, BACK, CK, Chain, Work, forward_time
 
 cdef int64_t HUGE = 4611686018427387904
 
@@ -137,7 +137,7 @@ cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
                     _between(s, x + 1, <int32_t>s.n, c.out[i])
                 gradient = c.grad[i - 1]
             else:
-                s.lasts[x] = c.u_F[i]
+                s.lasts[x] = forward_time(c, w, t, s.act[x + 1])
                 need = gradient + (c.f_transient[i * c.K + w.form[t]] if w.kind[t] == ALL else c.ck_transient[i])
                 if i == c.L and not backward:
                     backward = True

@@ -18,7 +18,7 @@ from libc.stdint cimport int16_t, int32_t, int64_t
 
 from rotoff.solver.kernels.lanes cimport BACK_IN, OUT, Lanes, copied, drained, issue, reset
 from rotoff.solver.kernels.operations cimport operations
-from rotoff.solver.kernels.work cimport ALL, BACK, CK, NONE, Chain, Work
+from rotoff.solver.kernels.work cimport ALL, BACK, CK, NONE, Chain, Work, forward_time
 
 # Rows of the emitted operations, as in rotoff.solver.plan_codes.KINDS.
 cdef enum:
@@ -231,7 +231,7 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
             if w.moves[v]:
                 host -= w.size[v]
         else:
-            compute += c.u_F[i]
+            compute += forward_time(c, w, t, t + 1)
         v = w.gone[t]
         if v >= 0:
             compute = _later(compute, copied(l, v))

@@ -15,8 +15,9 @@ cdef struct Costs:
     Py_ssize_t L, N, K
     double beta_F, beta_B
     const double *U           # running sums of u_F
+    const double *u_again     # [i] u_F less the tail
     const double *base        # running sums of u_F + u_B^0
-    const double *least       # running sums of u_F + min_k u_B^k
+    const double *least       # running sums of u_again + min_k u_B^k
     const double *u_B         # [i, k]
     const int32_t *n_forms
     const int32_t *out        # slots of a_i; 0 for a_0, which is charged apart
@@ -112,7 +113,7 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
         if i == j:
             cost = _excess(c.need_B[w] + A + D - N)
             other = need - c.beta_B * c.u_B[w] + A + D - N
-            cost = c.U[i] - c.U[i - 1] + c.u_B[w] + (cost if cost > other else other) / c.beta_B
+            cost = c.u_again[i] + c.u_B[w] + (cost if cost > other else other) / c.beta_B
         else:
             if A + c.saved[w] > N:
                 continue
@@ -267,6 +268,7 @@ cdef class Kernel:
         c.beta_F = costs.beta_F
         c.beta_B = costs.beta_B
         c.U = <double *>_at(costs.U, "d")
+        c.u_again = <double *>_at(costs.u_again, "d")
         c.base = <double *>_at(costs.base, "d")
         c.least = <double *>_at(costs.least, "d")
         c.u_B = <double *>_at(costs.u_B, "d")

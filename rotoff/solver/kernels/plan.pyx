@@ -79,6 +79,7 @@ cdef class Evaluator:
         c.f_transient = <int64_t *>self._input(arrays.f_transient)
         c.b_transient = <int64_t *>self._input(arrays.b_transient)
         c.u_F = <double *>self._input(arrays.u_F)
+        c.u_again = <double *>self._input(arrays.u_again)
         c.u_B = <double *>self._input(arrays.u_B)
         c.n_forms = <int32_t *>self._input(arrays.n_forms)
         w.cap = cap

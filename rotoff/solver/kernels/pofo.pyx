@@ -14,6 +14,7 @@ cdef struct Costs:
     Py_ssize_t L, N
     double beta
     const double *U           # running sums of u_F
+    const double *u_again     # [i] u_F less the tail
     const double *u_B
     const int32_t *out        # slots of a_i
     const int32_t *saved      # slots of ā_i
@@ -70,7 +71,7 @@ cdef void _backward(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize
         if i == j:
             idle = _over(need_B + A + D - N)
             other = _over(need_F - c.beta * u_B + A + D - N)
-            best.cost = u_F + u_B + (idle if idle > other else other) / c.beta
+            best.cost = c.u_again[i] + u_B + (idle if idle > other else other) / c.beta
             best.cut = 0
         else:
             idle = _over(need_B + A + D - N) / c.beta
@@ -162,12 +163,12 @@ cdef class Kernel:
         self.keep = [costs, C, O]
         cdef Costs *c = &self.c
         c.L, c.N, c.beta = costs.L, costs.N, costs.beta
-        cdef const double[::1] U = costs.U, u_B = costs.u_B
+        cdef const double[::1] U = costs.U, u_again = costs.u_again, u_B = costs.u_B
         cdef const int32_t[::1] out = costs.out, saved = costs.saved, all_F = costs.all_F
         cdef const int32_t[::1] need_B = costs.need_B, held = costs.held
         cdef const int32_t[:, ::1] step = costs.step, most = costs.most, rest = costs.rest
         cdef const double[:, ::1] late = costs.late, early = costs.early
-        c.U, c.u_B = &U[0], &u_B[0]
+        c.U, c.u_again, c.u_B = &U[0], &u_again[0], &u_B[0]
         c.out, c.saved, c.all_F, c.need_B, c.held = &out[0], &saved[0], &all_F[0], &need_B[0], &held[0]
         c.step, c.most, c.rest = &step[0, 0], &most[0, 0], &rest[0, 0]
         cdef const int64_t[::1] row = costs.row

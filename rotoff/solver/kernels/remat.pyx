@@ -9,7 +9,7 @@ Three tables, in seconds with m slots beyond the input of stage i (U: running su
 
 Each is the least of
 
-- *all*: u_F(i) + u_B(i, f) + rest(i+1, m − ā_i^f);
+- *all*: u_F(i) + u_B(i, f) + rest(i+1, m − ā_i^f), in C(i, i) less the tail of i;
 - *ck*: U(k) − U(i−1) + C(i, k, m) + rest(k+1, m − a_k), the sweep F_ck i, F_∅ i+1..k;
 - *bare*, in C and W: U(k) − U(i−1) + u_B(k, f) + D(i, k, m − ā_k^f) + rest(k+1, m − ā_k^f), that sweep up to k − 1 and
   ā_k^f kept without its input, which the replay of i..k−1 makes for B k. So stage k itself runs once only.
@@ -39,6 +39,7 @@ cdef struct Problem:
     int64_t room               # bytes of the N slots
     const int64_t *bytes_out   # [i] of a_i
     const double *U
+    const double *u_again      # [i] u_F less the tail
     const double *u_B          # [i, form]
     const int32_t *n_forms
     const int32_t *out         # slots of a_i
@@ -115,7 +116,7 @@ cdef bint _next(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Option *o) 
             return o.form == 0
         if o.form < p.n_forms[i]:
             w = i * p.K + o.form
-            o.cost = p.U[i] - p.U[i - 1] + p.u_B[w]
+            o.cost = (p.u_again[i] if table == BACKWARD and i == j else p.U[i] - p.U[i - 1]) + p.u_B[w]
             o.first = _slots(p, _max(held + p.need_all[w], p.need_B[w]))
             _right(p, table, i + 1, j, p.saved[w], o)
             return True
@@ -196,6 +197,7 @@ cdef class Kernel:
         p.reach, p.bare, p.room = reach, bare, slots.room
         p.bytes_out = <int64_t *>self._at(costs.out, np.int64)
         p.U = <double *>self._at(np.cumsum(costs.u_F), np.float64)
+        p.u_again = <double *>self._at(costs.u_again, np.float64)
         p.u_B = <double *>self._at(costs.u_B, np.float64)
         p.n_forms = <int32_t *>self._at(costs.n_forms, np.int32)
         p.out = <int32_t *>self._at(slots.out, np.int32)

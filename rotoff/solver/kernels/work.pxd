@@ -30,6 +30,7 @@ cdef struct Chain:
     int64_t *f_transient
     int64_t *b_transient
     double *u_F
+    double *u_again   # of a forward that stops early
     double *u_B
     int32_t *n_forms
 
@@ -76,3 +77,12 @@ cdef struct Work:
     int32_t *stash      # ā on the host that `have` does not show, or -1
     int32_t *visits
     int32_t *live       # movable values on the device
+
+
+cdef inline double forward_time(Chain *c, Work *w, int32_t t, int32_t next) noexcept nogil:
+    """Seconds of the forward t; `next` is the operation after it on the compute lane, below 0 for an update. Right
+    before B i it is a replay, which stops early, unless i is L."""
+    cdef int32_t i = w.stage[t]
+    if w.kind[t] == ALL and next >= 0 and w.kind[next] == BACK and w.stage[next] == i:
+        return c.u_again[i]
+    return c.u_F[i]

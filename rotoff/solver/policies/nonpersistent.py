@@ -23,7 +23,8 @@ from .choose import fastest
 MOST_STATES = 60_000  # eight stages of one form
 OUTPUT, SAVED = 1, 2  # what is held of a stage: nothing (0), a_i, or ā_i^k (SAVED + k)
 
-State = tuple[tuple[int, ...], int]  # held[i] for i = 0..L (0 unused), next backward
+# held[i] for i = 0..L (0 unused), next backward, whether the last forward stopped early, so that this comes next
+State = tuple[tuple[int, ...], int, bool]
 
 
 class States:
@@ -35,7 +36,8 @@ class States:
         self.size = [[0, int(c.out[i]), *c.saved[i].tolist()] for i in range(L + 1)]  # [i][what is held of stage i]
         self.out, self.grad, self.ck = c.out.tolist(), c.grad.tolist(), (c.out + c.ck_transient).tolist()
         self.saves, self.b = (c.saved + c.f_transient).tolist(), c.b_transient.tolist()
-        self.u_F, self.u_B, self.n_forms = c.u_F.tolist(), c.u_B.tolist(), c.n_forms.tolist()
+        self.u_F, self.u_again, self.u_B = c.u_F.tolist(), c.u_again.tolist(), c.u_B.tolist()
+        self.n_forms = c.n_forms.tolist()
 
     def held_bytes(self, held: tuple[int, ...], next_B: int) -> int:
         """a_0, values, the gradient once a_L is made, and a_L once ā_L is gone."""
@@ -45,18 +47,21 @@ class States:
             return total + self.grad[next_B] + self.out[L]
         return total + (self.grad[L] if held[L] else 0)
 
-    def after(self, held: tuple[int, ...], next_B: int) -> Iterator[tuple[Op, float, State]]:
+    def after(self, held: tuple[int, ...], next_B: int, early: bool) -> Iterator[tuple[Op, float, State]]:
         """(operation, seconds, state) of every operation that is legal and fits."""
         L = self.L
         now = self.held_bytes(held, next_B)
-        for i in range(1, L + 1):
+        for i in range(1, 0 if early else L + 1):
             if held[i] or i > next_B or not (i == 1 or held[i - 1]):
                 continue
             for k in range(self.n_forms[i]):
                 if now + self.saves[i][k] <= self.limit:
-                    yield F_sel(i, k) if k else F_all(i), self.u_F[i], (_put(held, i, SAVED + k), next_B)
+                    op, made = F_sel(i, k) if k else F_all(i), _put(held, i, SAVED + k)
+                    yield op, self.u_F[i], (made, next_B, False)
+                    if i == next_B < L:
+                        yield op, self.u_again[i], (made, next_B, True)
             if i < L and now + self.ck[i] <= self.limit:
-                yield F_ck(i), self.u_F[i], (_put(held, i, OUTPUT), next_B)
+                yield F_ck(i), self.u_F[i], (_put(held, i, OUTPUT), next_B, False)
         i = next_B
         if held[i] >= SAVED and (i == 1 or held[i - 1]):
             k = held[i] - SAVED
@@ -64,11 +69,11 @@ class States:
                 left = _put(held, i, 0)
                 if i > 1 and left[i - 1] == OUTPUT:
                     left = _put(left, i - 1, 0)
-                yield B(i), self.u_B[i][k], (left, i - 1)
+                yield B(i), self.u_B[i][k], (left, i - 1, False)
         if now <= self.limit:
             for i in range(1, L):
                 if held[i]:
-                    yield Op(OpKind.DROP, i, saved=held[i] >= SAVED), 0.0, (_put(held, i, 0), next_B)
+                    yield Op(OpKind.DROP, i, saved=held[i] >= SAVED), 0.0, (_put(held, i, 0), next_B, early)
 
 
 def _put(held: tuple[int, ...], i: int, what: int) -> tuple[int, ...]:
@@ -101,13 +106,14 @@ def shortest(states: States) -> tuple[Op, ...] | None:
         rest_F.append(rest_F[-1] + states.u_F[i])
         rest_B.append(rest_B[-1] + min(states.u_B[i][: states.n_forms[i]]))
 
-    def must_run(held: tuple[int, ...], next_B: int) -> float:
+    def must_run(held: tuple[int, ...], next_B: int, _: bool) -> float:
         reach = next_B
         while reach and not held[reach]:
             reach -= 1
-        return rest_B[next_B] + rest_F[next_B] - rest_F[reach]
+        tail = states.u_F[next_B] - states.u_again[next_B] if reach < next_B < L else 0.0
+        return rest_B[next_B] + rest_F[next_B] - rest_F[reach] - tail
 
-    start: State = ((0,) * (L + 1), L)
+    start: State = ((0,) * (L + 1), L, False)
     came: dict[State, tuple[State, Op]] = {}
     cost = {start: 0.0}
     heap = [(must_run(*start), 0, start)]

@@ -76,6 +76,7 @@ def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
         N=N,
         beta=beta,
         U=U,
+        u_again=c.u_again,
         u_B=np.ascontiguousarray(c.u_B[:, 0]),
         out=out,
         saved=saved,

@@ -44,7 +44,7 @@ def measured(small: SmallModel) -> Finding:
         "stages": len(planned.chain),
         "smallest_limit": least,
         "keep_all_bytes": most,
-        "keep_all_time": planned.chain.compute_time,
+        "keep_all_time": planned.profile.chain.compute_time,
         "bandwidth": link,
         "host_bound_stages": host_bound,
     }
@@ -135,7 +135,7 @@ def step_time(small: SmallModel) -> Finding:
         del pairs[0]  # warms up
         predicted = small.planned.get_expected_makespan()
         ratio = statistics.median(ours / plain for plain, ours in pairs)
-        expected = predicted / small.planned.chain.compute_time
+        expected = predicted / small.planned.profile.chain.compute_time
         rows.append(
             {
                 "share": share,

@@ -1,0 +1,400 @@
+"""One course of a model's forward, measured: the forward is recorded and cut into stages, and these are run by
+themselves.
+
+Bytes of keeping everything come first. Where these are enough, no stage is timed and no smaller form is looked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..capture import strategy
+from ..capture.backward_roots import read_backward_from
+from ..capture.course import Course, expected
+from ..capture.outside import own_function, without_checkpoints
+from ..capture.recording import same_calls
+from ..capture.sharding import refuse_tensor_parallel
+from ..capture.tape import Tape
+from ..capture.undo import undone
+from ..core.chain import LinkRates, Stage
+from ..errors import MeasureError
+from ..io.cache import Cache
+from ..io.progress import Bar
+from ..profile.kept_profile import find_profile, keep_profile, tells_bytes
+from ..profile.measure import Progress, Walk, measure, measure_bytes, measure_times
+from ..profile.profile import Profile
+from ..profile.provenance import provenance
+from ..profile.selective.variants import read_forms
+from ..profile.stage_meter import Meter
+from ..profile.timing.context import MeasurementContext
+from ..profile.timing.timing_cache import KnownTimes, TimesChanged, known_times, profile_key
+from ..runtime.links.pool import LinkPool
+from ..runtime.placed.lending import Lender, settle_buffers
+from ..runtime.taped_forward import TapedForward, UntapedError
+from ..tensors.buffers import contents_preserved
+from ..tensors.convolutions import other_algorithms, read_conv_algorithms
+from ..tensors.tree import flatten
+from .distributed import agree_on_profile, refuse_root_shards
+from .options import Options
+
+logger = logging.getLogger("rotoff")
+# Measuring watches calls and allocations of the whole process; so one thread does it at a time.
+_MEASURING = threading.RLock()
+# Devices of which a whole profile is taken from the cache. Others' libraries must run before the first planned step, to
+# have their workspaces, so that stages are run all the same.
+KNOWN_WHOLE = frozenset({"cpu"})
+
+
+class Known(NamedTuple):
+    """What was measured at other sizes.
+
+    Attributes:
+        tape: what the forward did there.
+        names: of the stages.
+        times: those that follow for the new size; None: none do.
+    """
+
+    tape: Tape
+    names: Sequence[str] = ()
+    times: KnownTimes | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure.
+
+    Attributes:
+        value: the chain's input.
+        progress, repeats: as of `Checkpointable.measure`.
+        also: what other forwards did, which the stages are for, too.
+        known: what was measured at other sizes, if anything.
+        taped: of the step whose own forward is recorded, if any.
+        captured: what was recorded before on an input of the same signature; None: the forward is to be recorded.
+    """
+
+    value: Any
+    progress: Progress | bool | None = None
+    repeats: int | None = None
+    also: Sequence[Tape] = ()
+    known: Known | None = None
+    taped: TapedForward | None = None
+    captured: strategy.Captured | None = None
+
+
+class CourseMeter:
+    """Measures courses of `model`, in all processes of `group` alike.
+
+    Attributes:
+        plain: what runs the model as it is, where that is not a call of it (`rotoff.attach`).
+        device: on which steps run, where that is not the parameters' own.
+
+    Args:
+        root: the module that is called; `model` where nothing is around it.
+        options: of `Checkpointable`.
+        links: to the host, of which the bandwidth is measured.
+        cache: of profiles.
+    """
+
+    def __init__(
+        self, root: nn.Module, model: nn.Module, options: Options, links: LinkPool, group: Any, cache: Cache
+    ) -> None:
+        self.plain: Callable[..., Any] | None = None
+        self.device = options.device
+        self.model = model
+        self.options = options
+        self.links = links
+        self.cache = cache
+        self.group = group
+        self._root = weakref.ref(root)  # which owns this
+        self._told_whole = False
+
+    def device_for(self, value: Any) -> torch.device:
+        """Where a step on the chain's input `value` runs."""
+        return self.device or device_of(self.model, value)
+
+    def measure(
+        self, wanted: Wanted, enough: Callable[[Profile], bool] | None = None
+    ) -> tuple[strategy.Captured, Profile]:
+        """The course and its profile.
+
+        Args:
+            enough: whether a profile without times will do, which is then what this returns; None: it never will.
+
+        Raises:
+            MeasureError: where it cannot be measured here, or in another process of the group.
+        """
+        began = time.perf_counter()
+        if self.device is not None:
+            settle_buffers(self.model, self.device)
+        with _MEASURING, self._surroundings(wanted) as (lender, progress):
+            one = _Measurement(self, wanted, lender, progress)
+            profile = self._agreed(one.bytes) if enough is not None else None
+            if profile is None or not (enough is not None and enough(profile)):
+                profile = self._agreed(one.whole)
+        what = "stages" if profile.timed else "stages' bytes"
+        logger.info("rotoff: measured %d %s in %.1f s", len(profile.chain), what, time.perf_counter() - began)
+        return one.captured, profile
+
+    def _agreed(self, measure: Callable[[], Profile]) -> Profile:
+        return measure() if self.group is None else agree_on_profile(measure, self.group)
+
+    @contextmanager
+    def _surroundings(self, wanted: Wanted) -> Iterator[tuple[Lender | None, Progress | None]]:
+        """Within, the model can be measured; after, it is as it was."""
+        with ExitStack() as stack:
+            if wanted.taped is None:
+                stack.enter_context(undone(self.model))
+            if wanted.captured is not None:
+                stack.enter_context(torch.enable_grad())
+            elif not self.model.training:
+                self.model.train()
+                stack.callback(self.model.eval)
+            stack.enter_context(without_checkpoints())
+            lender = stack.enter_context(self._lender())
+            bar = stack.enter_context(Bar("measuring"))
+            if wanted.progress is None or wanted.progress is True:
+                yield lender, lambda done, of, name: bar(done / max(1, of), name)
+            else:
+                yield lender, wanted.progress or None
+
+    def _lender(self) -> AbstractContextManager[Lender | None]:
+        """Brings the parameters that lie elsewhere than steps run while the model is measured."""
+        if self.device is None:
+            return nullcontext()
+        lender = Lender(self.model.parameters(), self.device, 0)
+        return lender if lender else nullcontext()
+
+    def record(self, value: Any, taped: TapedForward) -> Tape:
+        """What the forward of a step does on `value`; nothing is measured."""
+        with _MEASURING, without_checkpoints(), self._lender():
+            return self.captured(Wanted(value, taped=taped)).tape
+
+    def captured(self, wanted: Wanted) -> strategy.Captured:
+        """The stages of the model's forward, recorded."""
+        taped, value, device = wanted.taped, wanted.value, self.device_for(wanted.value)
+        forward: Callable[..., Any] = self.plain or self.model
+        like = None if wanted.known is None else wanted.known.tape
+        if taped is None:
+            return strategy.capture(self.model, value, device, self.options.stages, forward, wanted.also, like)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            taped.result = forward(*args, **kwargs)
+            return taped.result
+
+        captured = strategy.capture(self.model, value, device, self.options.stages, run, wanted.also, like, taped)
+        try:
+            taped.let_go(captured.tape)
+        except UntapedError as error:
+            logger.warning(
+                "rotoff: the forward runs once more to measure this step, since %s; what it changes outside of the"
+                " model (globals, iterators, files) it changes twice in this step",
+                error,
+            )
+            taped.put_back()
+            with undone(self.model):
+                return self.captured(replace(wanted, taped=None))
+        return captured
+
+    def refuse_shards(self, stages: Sequence[Any] | None = None) -> None:
+        """Raise MeasureError where the model is sharded in a way that no stage can be run by itself. stages: None
+        before they are known."""
+        root = self._root()
+        if stages is None:
+            refuse_tensor_parallel(self.model if root is None else root, self.model)
+        else:
+            refuse_root_shards(self.model if root is None else root, stages)
+
+    def say_called_again(self, tape: Tape) -> None:
+        """In the log, once: which modules and Functions are run by their own code more often than in the plain
+        model."""
+        names = {module: repr(name) for name, module in self.model.named_modules()}
+        functions = {one.function for op in tape.operations for one in tape.inner.get(id(op), (op,))}
+        told = sorted({names.get(one, "") if isinstance(one, nn.Module) else own_function(one) for one in functions})
+        told = [name for name in told if name]
+        if not told or self._told_whole:
+            return
+        self._told_whole = True
+        logger.warning(
+            "rotoff: the code of %s%s (compiled, sharded, mapped by torch.func, or a torch.autograd.Function) runs"
+            " again when it is measured and in replays; what it changes outside of the model (globals, iterators,"
+            " files) changes more often than in the plain model",
+            ", ".join(told[:4]),
+            ", ..." if len(told) > 4 else "",
+        )
+
+
+class _Measurement:
+    """One course in the making. progress: None: nobody is told."""
+
+    def __init__(self, of: CourseMeter, wanted: Wanted, lender: Lender | None, progress: Progress | None) -> None:
+        self._of = of
+        self._wanted = wanted
+        self._lender = lender
+        self._progress = progress
+        self._walk: Walk | None = None
+        self._device = of.device_for(wanted.value)
+
+    @cached_property
+    def captured(self) -> strategy.Captured:
+        """The course, recorded when it is first asked for."""
+        if self._wanted.captured is not None:
+            strategy.check_measurable(self._of.model, self._wanted.value)
+            return self._wanted.captured
+        self._of.refuse_shards()
+        captured = self._of.captured(self._wanted)
+        self._of.say_called_again(captured.tape)
+        captured = captured.starting(read_backward_from(self._of.options.backward_from))
+        self._of.refuse_shards(captured.stages)
+        return captured
+
+    @cached_property
+    def _known(self) -> Known | None:
+        known = self._wanted.known
+        return known if known is not None and same_calls(known.tape, self.captured.tape) else None
+
+    @cached_property
+    def _key(self) -> dict[str, Any] | None:
+        """Of the cache. Processes that measure together must all do the same, so that they look nothing up."""
+        if self._of.group is not None:
+            return None
+        options = self._of.options
+        chosen = self._of.links.staging_bytes, options.forms, options.conv_algorithms
+        return profile_key(self.captured.stages, self._wanted.value, self._device, self._wanted.repeats, *chosen)
+
+    @cached_property
+    def _kept(self) -> Profile | None:
+        """Of another process."""
+        return find_profile(self._of.cache, self._key, self.captured.stages)
+
+    @cached_property
+    def _kept_holds(self) -> bool:
+        """Whether the bytes of what is kept need no look."""
+        return self._device.type in KNOWN_WHOLE and tells_bytes(self.captured.stages)
+
+    def bytes(self) -> Profile:
+        """The profile without times, or with them where they are known as well."""
+        captured, kept = self.captured, self._kept
+        if kept is not None and self._kept_holds:
+            self._say_kept("profile" if kept.timed else "bytes", kept)
+            return self._described(kept)
+        with _unchanged(self._of.model, captured):
+            self._walk, profile = measure_bytes(
+                captured.stages, self._wanted.value, self._meter(), self._progress, self._named, self._names
+            )
+        if kept is None:
+            keep_profile(self._of.cache, self._key, captured.stages, profile)
+        return self._described(profile)
+
+    def whole(self) -> Profile:
+        """The profile with times and smaller forms."""
+        kept = self._kept if self._kept is not None and self._kept.timed else None
+        between = self._known.times if self._known is not None and kept is None else None
+        if kept is not None:
+            self._say_kept("profile" if self._kept_holds else "times", kept)
+        if kept is not None and self._kept_holds:
+            return self._described(kept)
+        try:
+            profile = self._measured(between or (None if kept is None else known_times(kept, checked=True)))
+        except TimesChanged as changed:
+            logger.info("rotoff: times from the cache are not used, since %s", changed)
+            kept, profile = None, self._measured(None)
+        if kept is None and between is None:
+            keep_profile(self._of.cache, self._key, self.captured.stages, profile)
+        return self._described(profile, interpolated=between is not None)
+
+    def _measured(self, times: KnownTimes | None) -> Profile:
+        """Measured now, with these `times` if they are known."""
+        value, stages, meter = self._wanted.value, self.captured.stages, self._meter()
+        with _unchanged(self._of.model, self.captured):
+            if self._walk is not None:
+                return measure_times(self._walk, value, meter, self._bandwidth, self._progress, times)
+            return measure(stages, value, meter, self._bandwidth, self._progress, times, self._named, self._names)
+
+    def _meter(self) -> Meter:
+        options = self._of.options
+        others = other_algorithms(self._device) if read_conv_algorithms(options.conv_algorithms) else ()
+        bench = MeasurementContext.on(self._device, self._wanted.repeats, self._lender)
+        return Meter(bench, read_forms(options.forms), others)
+
+    def _bandwidth(self, nbytes: int, step_bytes: int) -> LinkRates:
+        return self._of.links.bandwidth(self._device, nbytes, step_bytes)
+
+    @property
+    def _named(self) -> bool:
+        return bool(strategy.named(self._of.model, self._of.options.stages))
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return () if self._known is None else self._known.names
+
+    def _say_kept(self, what: str, kept: Profile) -> None:
+        directory = self._of.cache.directory
+        logger.info("rotoff: %s of %d stages from the cache in %s", what, len(kept.chain), directory)
+
+    def _described(self, profile: Profile, interpolated: bool = False) -> Profile:
+        """`profile` with what a step of this model holds beside its stages."""
+        meta = provenance(self._of.model, self._wanted.value, self._device)
+        if interpolated:
+            meta["times"] = "interpolated between those measured at other sizes"
+        tape = self.captured.tape
+        profile = _with_outside(profile, expected(tape, profile.stages, profile.prefix))
+        stuck = profile.unmanaged_bytes + self._of.links.staging_bytes + tape.changed_bytes
+        return replace(profile, unmanaged_bytes=stuck).described(type(self._of.model).__name__, meta)
+
+
+@contextmanager
+def _unchanged(model: nn.Module, captured: strategy.Captured) -> Iterator[None]:
+    """After the block the model, and the generators and tensors that its forward uses, are as before it."""
+    generators = [generator for generator, _ in captured.tape.generators]
+    states = [generator.get_state() for generator in generators]
+    try:
+        with undone(model), contents_preserved([*captured.tape.changed.values()]):
+            yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _with_outside(profile: Profile, course: Course) -> Profile:
+    """`profile`, where the forwards are also charged for what the model's own code runs there and no stage does: parts
+    of the prefix, and what is computed for nothing."""
+    beside = max(0, profile.prefix_peak_bytes - profile.made_input_bytes) if profile.prefix else 0
+    outside = tuple(
+        nbytes + (beside if i in course.beside else 0) for i, nbytes in enumerate(course.dead_bytes, start=1)
+    )
+
+    def more(one: Any, nbytes: int) -> Any:
+        return replace(one, forward_transient_bytes=one.forward_transient_bytes + nbytes)
+
+    def charged(stage: Stage, nbytes: int) -> Stage:
+        assert stage.checkpoint_transient_bytes is not None
+        forms = tuple(more(form, nbytes) for form in stage.forms)
+        checkpoint = stage.checkpoint_transient_bytes + nbytes
+        return replace(more(stage, nbytes), checkpoint_transient_bytes=checkpoint, forms=forms)
+
+    def all_of(costs: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        return tuple(map(charged, costs, outside))
+
+    compact = profile.compact and profile.compact._replace(stages=all_of(profile.compact.stages))
+    chain = replace(profile.chain, stages=all_of(profile.chain.stages))
+    return replace(profile, chain=chain, compact=compact, outside_bytes=outside)
+
+
+def device_of(model: nn.Module, value: Any) -> torch.device:
+    found = {p.device for p in model.parameters()} or {t.device for t in flatten(value)[0]}
+    if len(found) > 1:
+        raise MeasureError(
+            f"the model's parameters are on {', '.join(sorted(map(str, found)))}; rotoff runs on one device"
+        )
+    return found.pop() if found else torch.device("cpu")

@@ -1,0 +1,191 @@
+"""What was measured at some sizes of the input, and the courses that follow from it for others."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from ..core.sequence import OpKind
+from ..errors import InfeasibleError
+from ..profile.profile import Profile
+from ..profile.timing.timing_cache import KnownTimes, known_times
+from ..runtime.execution_plan import ExecutionPlan
+from .course import Specialization
+from .course_meter import Known
+from .memory_account import reported_bytes
+from .planner import least_limit, make_plan, plan_everything
+from .request import Request
+from .sizes import MeasuredSizes, Sizes, rounded, volume
+
+_FAMILIES = 8  # kinds of input, and states of the model, of which sizes are kept
+_NEAREST = 4  # plans of other sizes that are tried for a new one
+SEVERAL = 2  # sizes measured before a word is said of it, and forms that no plan uses are left out
+LOOSE = 1.2  # times its own bytes: what a size is charged with before it counts as too much
+Measured = MeasuredSizes[Specialization]
+
+
+class KnownSizes:
+    """Courses by the sizes of their inputs. A `family` is what inputs of all sizes have in common (`family_of`).
+
+    Args:
+        varies: whether what was measured at some sizes is to tell of others; otherwise nothing is known of any.
+    """
+
+    def __init__(self, varies: bool) -> None:
+        self._varies = varies
+        self._measured: dict[Any, Measured] = {}  # by family
+        self._rounded: dict[Any, Specialization] = {}  # by family and sizes that were rounded up
+
+    def learn(self, course: Specialization, family: Any, sizes: Sizes, seconds: float) -> None:
+        """Remember that `course` was measured at `sizes`, in so many `seconds`."""
+        if not self._varies:
+            return
+        several = self._measured.setdefault(family, MeasuredSizes())
+        several.add(sizes, course)
+        several.owed, several.price = 0.0, seconds / volume(sizes)
+        while len(self._measured) > _FAMILIES:
+            self._measured.pop(next(iter(self._measured)))
+        self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}  # now better known
+
+    def forget(self, courses: Collection[Specialization]) -> None:
+        """Of `courses`, forget those that follow from other sizes."""
+        gone = {id(one) for one in courses}
+        self._rounded = {of: one for of, one in self._rounded.items() if id(one) not in gone}
+
+    def is_measured(self, course: Specialization) -> bool:
+        """Whether `course` was measured; otherwise it follows from other sizes."""
+        return not self._varies or any(course is one for several in self._measured.values() for one in several)
+
+    def sizes(self, family: Any) -> list[Sizes]:
+        """Those measured of the family."""
+        return self._measured[family].sizes if family in self._measured else []
+
+    def between(self, family: Any, sizes: Sizes, request: Request) -> Specialization | None:
+        """The planned course for an input of new `sizes`, by what was measured at others.
+
+        Returns:
+            None where that does not tell.
+        """
+        measured = self._measured.get(family)
+        if measured is None or request.planner is not None:
+            return None
+        for wanted in dict.fromkeys((rounded(sizes), sizes)):  # which may fit where a rounded one does not
+            course = self._rounded.get((family, wanted))
+            if course is None or lacks_times(course, request):
+                course = self._made(measured, wanted, request)
+            if course is not None:
+                self._rounded[family, wanted] = course
+                return course
+        return None
+
+    def _made(self, measured: Measured, wanted: Sizes, request: Request) -> Specialization | None:
+        """A course with a plan for all sizes up to `wanted`."""
+        near = measured.near(wanted)
+        whole = near is not None and fits(near.profile, request)
+        if near is not None and not (whole or near.profile.timed):
+            near = measured.near(wanted, timed=True)
+            whole = near is not None and fits(near.profile, request)
+        if near is None or (len(measured) == 1 and near.loose >= LOOSE and not whole):
+            return None  # two that were measured tell much more than one
+        course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
+        try:
+            known = self._plans(measured, course.profile)
+            course.plan = make_plan(course.profile, request, near=known, thorough=not known)
+        except InfeasibleError:
+            return None  # what it takes may be less than what it is charged with
+        return course
+
+    def too_loose(self, course: Specialization, family: Any, sizes: Sizes) -> bool:
+        """Whether it is time to measure the `sizes` of this step: steps have taken longer by as much as that costs,
+        since they were planned for more bytes than they take."""
+        measured = self._measured.get(family)
+        if course.loose < LOOSE or course.plan is None or measured is None:
+            return False
+        more = course.plan.trace.makespan - course.profile.chain.compute_time
+        measured.owed += max(0.0, more)
+        return more > 0 and measured.owed > measured.price * volume(sizes)
+
+    def plans_near(self, profile: Profile, family: Any) -> list[tuple[Profile, ExecutionPlan]]:
+        """The plans made for the sizes nearest to that of `profile`."""
+        return self._plans(self._measured.get(family, ()), profile)
+
+    def _plans(self, measured: Iterable[Specialization], profile: Profile) -> list[tuple[Profile, ExecutionPlan]]:
+        every = {id(one): one for one in (*measured, *self._rounded.values()) if one.plan is not None}
+        nearest = sorted(every.values(), key=lambda one: abs(_saved(one.profile) - _saved(profile)))
+        return [(one.profile, one.plan) for one in nearest[:_NEAREST] if one.plan is not None]
+
+    def told(self, family: Any, sizes: Sizes) -> Known | None:
+        """What was measured last at other sizes, and the times that it and others tell of for `sizes`."""
+        measured = self._measured.get(family)
+        if measured is None:
+            return None
+        last = measured.last
+        names = [stage.name for stage in (*last.profile.prefix, *last.profile.stages)]
+        return Known(last.captured.tape, names, self._times(measured, sizes))
+
+    def _times(self, measured: Measured, sizes: Sizes) -> KnownTimes | None:
+        """The times for `sizes`. From the third size on they are only of forms that plans use, where these need more
+        than the plain model."""
+        timed = [(at, one) for at, one in zip(measured.sizes, measured, strict=True) if one.profile.timed]
+        if not timed:
+            return None
+        near = measured.near(sizes, timed=True)
+        if near is not None:
+            times = known_times(near.profile)
+        else:
+            times = known_times(timed[-1][1].profile, volume(sizes) / volume(timed[-1][0]))
+        planned = [(one, one.plan) for one in measured if one.plan is not None and not one.plan.keeps_all]
+        if not planned or len(measured) < SEVERAL:
+            return times
+        used = {
+            (op.stage, one.profile.behaviours[op.stage - 1].forms[op.form - 1].identity)
+            for one, plan in planned
+            for op in plan.sequence.ops
+            if op.kind is OpKind.F_SEL
+        }
+        rows = enumerate(times.stages, start=1)
+        return times._replace(
+            stages=tuple(
+                row._replace(forms=tuple(form for form in row.forms if (i, form.identity) in used)) for i, row in rows
+            )
+        )
+
+    def largest_that_fits(self, low: Sizes, high: Sizes, family: Any, request: Request) -> Sizes | None:
+        """The largest of the sizes from `low` to `high` with a plan within the limit.
+
+        Returns:
+            None where `low` has none.
+        """
+
+        def at(step: int) -> Sizes:
+            return tuple(
+                tuple(a + (b - a) * step // most for a, b in zip(one, other, strict=True))
+                for one, other in zip(low, high, strict=True)
+            )
+
+        def within(step: int) -> bool:
+            near = self._measured[family].near(at(step))
+            return near is not None and least_limit(near.profile, request) <= request.mem_limit
+
+        most = max(b - a for one, other in zip(low, high, strict=True) for a, b in zip(one, other, strict=True))
+        if not within(0):
+            return None
+        return at(bisect.bisect_left(range(1, most + 1), True, key=lambda step: not within(step)))
+
+
+def fits(profile: Profile, request: Request) -> bool:
+    """Whether keeping everything is a plan for `request`: it needs no times."""
+    if request.policy is not None or request.planner is not None:
+        return False
+    everything = plan_everything(profile, request.plain, request.lets_go, request.in_flight)
+    return reported_bytes(profile, everything) <= request.mem_limit
+
+
+def lacks_times(course: Specialization, request: Request) -> bool:
+    """Whether the plan that `course` needs is one by its times, and it has none."""
+    return course.plan is None and not course.profile.timed and not fits(course.profile, request)
+
+
+def _saved(profile: Profile) -> int:
+    return sum(stage.saved_bytes for stage in profile.chain.stages)

@@ -1,0 +1,99 @@
+"""Groups of processes, forked from one that has imported all that they need: a process alone takes seconds to do so.
+
+    python tests/support/ranks.py "2 pipeline_steps gpipe" ...
+
+runs `main("gpipe")` of the module `pipeline_steps` in a group of two, then the next case, and prints what they print
+under a heading for each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+
+HEADING = "== "
+
+
+@cache
+def printed(*cases: str) -> dict[str, list[str]]:
+    """The lines of each case; a rank that fails or waits forever ends them all."""
+    found: dict[str, list[str]] = {}
+    for line in _run(__file__, *cases).splitlines():
+        if line.startswith(HEADING):
+            lines = found[line.removeprefix(HEADING)] = []
+        else:
+            lines.append(line)
+    return found
+
+
+def torchrun(script: Path, *arguments: str) -> str:
+    """What a script prints that is started as a user starts it, in two processes."""
+    return _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *arguments)
+
+
+def _run(*arguments: str) -> str:
+    import rotoff
+
+    support = Path(__file__).parent
+    paths = [str(path) for path in (Path(rotoff.__file__).parent.parent, support, support.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def say(text: str) -> None:
+    """Print a line by one write, which the lines of other processes cannot come into."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def fork(ranks: int, main: Callable[[], object]) -> bool:
+    """Run `main` in so many processes of a group; returns whether all ended well."""
+    import torch.distributed as dist
+
+    children = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(ranks):
+            if child := os.fork():
+                children.append(child)
+                continue
+            code = 1
+            try:
+                store = f"file://{folder}/store"
+                dist.init_process_group("gloo", store, timedelta(seconds=30), world_size=ranks, rank=rank)
+                main()
+                dist.destroy_process_group()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        return not any(codes)
+
+
+if __name__ == "__main__":
+    import torch
+
+    from rotoff.profile.timing import convergence
+    from rotoff.solver import anneal
+
+    torch.set_num_threads(1)
+    anneal.DEFAULT_SECONDS, convergence.FIXED = 0.01, 1  # to fit is enough
+    for case in sys.argv[1:]:
+        count, module, *arguments = case.split()
+        say(f"{HEADING}{case}")
+        if not fork(int(count), partial(importlib.import_module(module).main, *arguments)):
+            sys.exit(f"in {case}")
