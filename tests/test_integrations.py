@@ -84,9 +84,9 @@ def moves_parameters(planned: rotoff.Checkpointable | None) -> bool:
 
 
 def works_hard(planned: rotoff.Checkpointable | None) -> bool:
-    """Whether the plan recomputes or moves anything."""
+    """Whether the plan recomputes or moves anything, or keeps less of a stage than autograd does."""
     assert planned is not None
-    return any(op.kind.value in ("F_ck", "F_none", "offload") for op in planned.sequence)
+    return any(op.kind.value in ("F_ck", "F_none", "F_sel", "offload") for op in planned.sequence)
 
 
 def configured(folder: Path, **said: Any) -> rotoff.RotoffConfig:

@@ -11,7 +11,7 @@ from allocated import peak_bytes
 from torch import nn
 
 import rotoff
-from rotoff.profile.memory.gradients import GradientPlace, charge
+from rotoff.profile.memory.gradients import GradientPlace, Layout, charge
 
 
 class Tanh(torch.autograd.Function):
@@ -77,7 +77,40 @@ def test_copies_of_such_gradients_are_charged(passing: int) -> None:
 
 
 def test_they_stay_so_where_stages_hand_them_on() -> None:
-    fresh, expanded = GradientPlace(1, 8, None), GradientPlace(1, 8, None, strange=True)
-    keeps = GradientPlace(1, 8, None, passed_on=True)
+    fresh, expanded = GradientPlace(1, 8, None), GradientPlace(1, 8, None, Layout.ORDER)
+    keeps = GradientPlace(1, 8, None, from_permuted=Layout.ORDER)
     stages = [([keeps], [8]), ([fresh], [8]), ([keeps], [8]), ([expanded], [8])]
-    assert [one.strange for one in charge(stages)] == [False, False, True, True, False]
+    contiguous, strange = Layout.CONTIGUOUS, Layout.ORDER
+    assert [one.layout for one in charge(stages)] == [contiguous, contiguous, strange, strange, contiguous]
+
+
+def test_a_part_of_a_larger_gradient_is_strange_until_a_kernel_has_made_another() -> None:
+    part = GradientPlace(1, 8, None, Layout.GAPS)
+    handed_on = GradientPlace(2, 8, 0, from_permuted=Layout.ORDER)  # it is the gradient given
+    made = GradientPlace(3, 8, None, from_permuted=Layout.ORDER)
+    stages = [([made], [8]), ([made], [8]), ([handed_on], [8]), ([part], [8])]
+    assert [one.layout for one in charge(stages)] == [0, 0, Layout.GAPS, Layout.GAPS, 0]
+
+
+def test_one_that_a_stage_hands_on_without_reading_it_costs_no_copy_there() -> None:
+    made, part = GradientPlace(3, 8, None, from_permuted=Layout.ORDER), GradientPlace(1, 16, None, Layout.GAPS)
+    skip = GradientPlace(5, 16, 0, from_permuted=Layout.ORDER, untouched=True)
+    stages = [([made], [8]), ([skip, made], [8, 8]), ([part, made], [8, 8])]
+    assert [one.layout for one in charge(stages)] == [0, Layout.GAPS, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layout"),
+    [
+        (torch.ones(2, 3), Layout.CONTIGUOUS),
+        (torch.ones(2, 6)[:, :3], Layout.GAPS),
+        (torch.ones(3, 2).t(), Layout.ORDER),
+        (torch.ones(1).expand(3), Layout.ORDER),
+        (torch.ones(6, 2, 2).narrow(0, 1, 3), Layout.CONTIGUOUS),
+        (torch.ones(2, 6, 2).narrow(1, 1, 1), Layout.GAPS),
+    ],
+)
+def test_the_layout_of_a_gradient(tensor: torch.Tensor, layout: Layout) -> None:
+    assert Layout.of(tensor) is layout
+    # what a kernel that works number by number makes of it is contiguous, unless the order is another
+    assert (tensor * torch.ones(tensor.shape)).is_contiguous() or layout is Layout.ORDER

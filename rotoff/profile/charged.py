@@ -56,8 +56,8 @@ class ChargedStage:
     def _beside(self) -> int:
         """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous,
         and sums."""
-        strange = self.measured.noncontiguous_grad_bytes if self.own.strange else 0
-        return self.own.shared + strange + self.measured.grad_accumulation_bytes
+        copies = self.measured.noncontiguous_grad_bytes if self.own.layout else 0
+        return self.own.shared + copies + self.measured.grad_accumulation_bytes
 
     def _while_copying(self, peak: int) -> int:
         """The peak of a backward, or its end, where what is copied and the copies are there."""

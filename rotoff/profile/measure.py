@@ -146,7 +146,7 @@ def _profile(
         prefix=tuple(walk.prefix),
         stages=tuple(walk.stages),
         behaviours=tuple(m.behaviour for m in measured),
-        unmanaged_bytes=_unmanaged_bytes(walk, meter) + sum(losses),
+        unmanaged_bytes=_unmanaged_bytes(walk, meter) + 2 * sum(losses),  # and their gradients
         replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         rng_bytes=meter.rng_bytes,
         freed_before_backward=tuple(one.freed_before_backward for one in chain),
@@ -366,8 +366,8 @@ def _casts(measured: Sequence[Measured]) -> int:
 
 
 def _loss_bytes(output_bytes: int, device: torch.device) -> int:
-    """What a loss takes that the model returns: its caller holds it to the end, where the machine frees it with the
-    last stage. Larger outputs are dropped by whoever makes a loss of them."""
+    """What a loss takes that the model returns: its caller holds it to the end, as ``backward()`` holds its gradient,
+    where the machine frees them with the last stage. Larger outputs are dropped by whoever makes a loss of them."""
     return output_bytes if output_bytes <= max(8, block_bytes(device)) else 0
 
 

@@ -301,7 +301,7 @@ class Meter:
             return back, 0
         strange = backward_bytes(self.allocator, run, permuted)
         pairs = zip(back.places, strange.places, strict=True)
-        places = tuple(a and a._replace(passed_on=b is not None and b.strange) for a, b in pairs)
+        places = tuple(a and a._replace(from_permuted=b.layout if b else a.layout) for a, b in pairs)
         return back._replace(places=places), max(0, strange.peak - back.peak)
 
     def _dropping(self, run: Run, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> Dropped:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from ...tensors.storage import pieces, storage_key
 from ...tensors.tree import flatten
 from ..timing.harness import Run, backward, handed_over, ones
 from .allocator import AllocationLog, Allocator
-from .gradients import GradientPlace
+from .gradients import GradientPlace, Layout
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -55,6 +55,8 @@ def backward_bytes(
     targets = run.targets(leaves)
     held: list[torch.Tensor] = []
     incoming: list[tuple[int, int]] = []  # (storage, output) of the gradients given
+    entering = {storage_key(t) for t in leaves}
+    untouched: list[int] = []  # outputs that are inputs
     watches: list[StorageWeakRef] = []  # of those, so that no other storage gets the key of one that is gone
     made: set[int] = set()
 
@@ -66,6 +68,7 @@ def backward_bytes(
         needing = [n for n, t in enumerate(outputs) if t.requires_grad]
         incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
         watches.extend(StorageWeakRef(g.untyped_storage()) for g in gradients)
+        untouched.extend(n for n, t in enumerate(outputs) if storage_key(t) in entering)
         made.update(allocator.address(t) for t in outputs)
         start = handed_over(outputs, gradients)
         allocator.mark("backward")
@@ -79,12 +82,16 @@ def backward_bytes(
     begun = rest.after("begun")
     given_back = rest.level() - begun.level()
     staying = rest.without_release(made).peak(ends)
-    places = tuple(_places(allocator, leaves, grads, dict(incoming)))
+    places = tuple(_places(allocator, leaves, grads, dict(incoming), untouched))
     return BackwardBytes(rest.peak(ends), given_back + begun.peak(ends), staying, places)
 
 
 def _places(
-    allocator: Allocator, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], incoming: dict[int, int]
+    allocator: Allocator,
+    leaves: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    incoming: Mapping[int, int],
+    untouched: Collection[int],
 ) -> Iterator[GradientPlace | None]:
     found = iter(grads)
     for leaf in leaves:
@@ -94,4 +101,5 @@ def _places(
         else:
             key = storage_key(gradient)
             nbytes = allocator.rounded(gradient.untyped_storage().nbytes())
-            yield GradientPlace(key, nbytes, incoming.get(key), not gradient.is_contiguous())
+            came = incoming.get(key)
+            yield GradientPlace(key, nbytes, came, Layout.of(gradient), untouched=came in untouched)

@@ -11,33 +11,62 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import NamedTuple
+
+import torch
+
+
+class Layout(IntEnum):
+    """How the numbers of a gradient follow each other."""
+
+    CONTIGUOUS = 0
+    GAPS = 1  # in order: a part of a larger gradient, of which an elementwise kernel makes a contiguous one
+    ORDER = 2  # permuted or expanded, and so may be what an elementwise kernel makes of it
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        if tensor.is_contiguous():
+            return cls.CONTIGUOUS
+        if tensor.layout is not torch.strided:
+            return cls.ORDER
+        strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+        return cls.GAPS if all(strides) and strides == sorted(strides, reverse=True) else cls.ORDER
 
 
 class GradientPlace(NamedTuple):
     """The storage that holds one gradient. incoming: the output whose gradient it came in with, None for a fresh one.
-    strange: whether it is permuted or expanded though the gradients given were contiguous; passed_on: where those were
-    permuted."""
+    layout: where the gradients given were contiguous; from_permuted: where those were permuted. untouched: whether that
+    output is the input itself, so that its gradient is handed on without being read."""
 
     storage: int
     nbytes: int
     incoming: int | None
-    strange: bool = False
-    passed_on: bool = False
+    layout: Layout = Layout.CONTIGUOUS
+    from_permuted: Layout = Layout.CONTIGUOUS
+    untouched: bool = False
+
+    def lies(self, given: Sequence[Layout], read: Layout) -> Layout:
+        """Its layout, where the gradients `given` have theirs; `read` is the strangest of those that are read."""
+        came = read if self.incoming is None else given[self.incoming]
+        if came is Layout.ORDER:
+            return max(self.layout, self.from_permuted)
+        return self.layout if self.incoming is None else max(self.layout, came)
 
 
 class Charge(NamedTuple):
     """Bytes that one δ keeps alive. shared: of those, what lies in one storage with another tensor's gradient, and so
     may stay when the first of them has been used. copied: the tensors whose gradients are copies; copied_bytes: of
-    those. fresh_bytes: what the backward had made before it copied. strange: whether some of it is not contiguous: a
-    mean's gradient is expanded, and so may be those before it. Kernels that want it contiguous copy it first."""
+    those. fresh_bytes: what the backward had made before it copied. layout: the strangest of the gradients' that the
+    next backward reads: a mean's is expanded, and so may be those before it. Kernels that want it contiguous copy it
+    first."""
 
     nbytes: int
     shared: int = 0
     copied: tuple[int, ...] = ()
     copied_bytes: int = 0
     fresh_bytes: int = 0
-    strange: bool = False
+    layout: Layout = Layout.CONTIGUOUS
 
 
 Stages = Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]
@@ -53,6 +82,7 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
     L = len(stages)
     lying = {(L, n): size for n, size in enumerate(stages[-1][1])}  # storage -> bytes, of the present boundary
     held: list[tuple[int, int] | None] = list(lying)  # storage of each tensor's gradient
+    layouts = [Layout.CONTIGUOUS] * len(held)
     charges = [Charge(sum(lying.values()))]
     for i in range(L, 0, -1):
         places = stages[i - 1][0]
@@ -66,18 +96,22 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
             storage = came if came is not None else (i, place.storage)
             lying[storage] = before[storage] if came is not None else place.nbytes
             held.append(storage)
-        strange = any(p.strange or (p.passed_on and charges[-1].strange) for p in places if p is not None)
+        untouched = {place.incoming for place in places if place is not None and place.untouched}
+        read = max((one for n, one in enumerate(layouts) if n not in untouched), default=Layout.CONTIGUOUS)
+        charges[-1] = charges[-1]._replace(layout=read)
+        layouts = [Layout.CONTIGUOUS if place is None else place.lies(layouts, read) for place in places]
         fresh = sum(size for storage, size in lying.items() if storage not in before)
         copied = _waiting(held, lying, *stages[i - 2]) if compact and i > 1 else ()
         for n in copied:
             held[n] = i, ~n
+            layouts[n] = Layout.CONTIGUOUS
             lying[i, ~n] = stages[i - 2][1][n]
         lying = {storage: lying[storage] for storage in held if storage is not None}
         alone = sum(stages[i - 2][1]) if i > 1 else 0
         places_of = Counter(storage for storage in held if storage is not None)
         shared = sum(lying[storage] for storage, tensors in places_of.items() if tensors > 1)
         size = sum(stages[i - 2][1][n] for n in copied)
-        charges.append(Charge(max(sum(lying.values()), alone), shared, copied, size, fresh, strange))
+        charges.append(Charge(max(sum(lying.values()), alone), shared, copied, size, fresh))
     return charges[::-1]
 
 
