@@ -1,5 +1,6 @@
 """The compiled part of the package; everything else is in pyproject.toml."""
 
+import os
 import sys
 import sysconfig
 from glob import glob
@@ -28,5 +29,6 @@ kernels = [
 
 setup(
     ext_modules=cythonize(kernels, language_level=3),
-    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
+    options={"build_ext": {"parallel": os.cpu_count()}}
+    | ({"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {}),
 )

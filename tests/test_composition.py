@@ -603,6 +603,7 @@ assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain
 """
 
 
+@pytest.mark.slow
 def test_a_function_compiled_inside_a_module_has_nothing_of_ours_compiled() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent), "TORCH_LOGS": "recompiles"}
     command = [sys.executable, "-W", "always", "-c", COMPILED_INSIDE]

@@ -32,11 +32,22 @@ def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_pla
     assert "bare root: refused" in said or kind == "ddp"
 
 
+LINK = "copies at once", "one link"  # as in training, where each has its part of what the host can do
+
+
 def test_processes_time_stages_together_or_not_at_all() -> None:
     said = printed(*CASES)[ROOM]
     assert "timed with room: 0 0" in said, said
     assert "shown: refused refused" in said, said  # one process alone would wait for the others
-    for what in ("same bytes", "timed for less", "expected", "timed where one lacks room", "one plan", "one limit"):
+    for what in (
+        "same bytes",
+        "timed for less",
+        "expected",
+        "timed where one lacks room",
+        "one plan",
+        "one limit",
+        *LINK,
+    ):
         assert f"{what}: True True" in said, said
 
 
@@ -92,7 +103,8 @@ def test_processes_with_unequal_batches_do_the_same_under_every_limit(case: str)
     assert not any("'copied': 0" in line for line in copying), said
 
 
-@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp"])
 def test_the_example_trains(shard: bool) -> None:
     limit = "2.3 MiB" if shard else "1.7 MiB"
     small = ["--limit", limit, "--width", "64", "--rows", "256", "--steps", "4"]

@@ -138,6 +138,7 @@ def test_every_public_name_says_what_it_is() -> None:
                     assert function.__doc__, f"{name}.{method}"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")

@@ -264,6 +264,7 @@ def test_a_device_that_cannot_be(change: dict[str, Any], sentence: str) -> None:
         rotoff.Device(**{**fields, **change})
 
 
+@pytest.mark.slow
 def test_networks_of_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("needs torchvision")

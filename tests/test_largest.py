@@ -35,7 +35,7 @@ def deep(n: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return blocks(n), (torch.empty(64, WIDTH, device="meta"),)
 
 
-@pytest.mark.parametrize(("build", "step"), [(rows, 1000), (deep, 4)])
+@pytest.mark.parametrize(("build", "step"), [(rows, 1000), pytest.param(deep, 4, marks=pytest.mark.slow)])
 def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -> None:
     found = rotoff.largest(build, device=SMALL, step=step)
     assert found.size > 0 and found.size % step == 0 and found.refused == found.size + step

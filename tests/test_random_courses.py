@@ -131,8 +131,11 @@ def steps(model: nn.Module, x: torch.Tensor, seeds: range) -> tuple[list[float],
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: LayerDrop(10, 0.5), lambda: LayerDrop(10, 0.1, scaled=True), Branches],
-    ids=["half", "tenth", "branches"],
+    [
+        pytest.param(lambda: LayerDrop(10, 0.5), id="half", marks=pytest.mark.slow),
+        pytest.param(lambda: LayerDrop(10, 0.1, scaled=True), id="tenth"),
+        pytest.param(Branches, id="branches"),
+    ],
 )
 def test_one_plan_holds_for_every_course(
     make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture, rotoff: Any

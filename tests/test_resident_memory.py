@@ -62,6 +62,7 @@ def child(fraction: float) -> tuple[int, int, float]:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc/self/clear_refs")
+@pytest.mark.slow
 def test_the_resident_set_stays_at_what_is_predicted() -> None:
     _, plain, expected = child(1.0)
     limit, grown, total = child(0.4)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from ..errors import MeasureError
 from ..io.cache import Cache
 from ..io.progress import Bar
 from ..profile.kept_profile import find_profile, keep_profile, tells_bytes
-from ..profile.measure import Progress, Walk, measure, measure_bytes, measure_times
+from ..profile.measure import UNKNOWN, Progress, Walk, link_of, measure, measure_bytes, measure_times
 from ..profile.profile import Profile
 from ..profile.provenance import provenance
 from ..profile.selective.variants import read_forms
@@ -141,7 +141,9 @@ class CourseMeter:
             one = _Measurement(self, wanted, lender, progress)
             profile = self._agreed(one.bytes) if enough is not None else None
             if profile is None or not (enough is not None and enough(profile)):
-                profile = self._agreed(one.whole)
+                profile = whole = self._agreed(one.whole)
+                if self.group is not None:  # all are here now, and so copy at the same time, as they do in training
+                    profile = self._agreed(lambda: one.with_link(whole))
         what = "stages" if profile.timed else "stages' bytes"
         logger.info("rotoff: measured %d %s in %.1f s", len(profile.chain), what, time.perf_counter() - began)
         return one.captured, profile
@@ -327,7 +329,14 @@ class _Measurement:
         bench = MeasurementContext.on(self._device, self._wanted.repeats, self._lender)
         return Meter(bench, read_forms(options.forms), others)
 
+    def with_link(self, profile: Profile) -> Profile:
+        """`profile` with what the link does now."""
+        rates = link_of(profile.chain.stages, partial(self._of.links.bandwidth, self._device))
+        return replace(profile, chain=replace(profile.chain, **rates._asdict()))
+
     def _bandwidth(self, nbytes: int, step_bytes: int) -> LinkRates:
+        if self._of.group is not None:
+            return UNKNOWN  # until all processes of the group measure it (`with_link`)
         return self._of.links.bandwidth(self._device, nbytes, step_bytes)
 
     @property

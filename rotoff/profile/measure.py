@@ -20,7 +20,7 @@ import torch
 from ..capture.aliasing import merge_aliases
 from ..capture.backward_roots import BackwardStarts
 from ..capture.unsaved import merge_unsaved
-from ..core.chain import Chain, LinkRates
+from ..core.chain import Chain, LinkRates, Stage
 from ..errors import MeasureError
 from ..runtime.overhead import NO_UPKEEP, UpkeepTimes
 from ..tensors.buffers import preserved
@@ -240,8 +240,13 @@ def _running(stage: StageModule, meter: Meter) -> Iterator[None]:
 def _link(
     measured: Sequence[Measured], bandwidth: Callable[[int, int], LinkRates], known: KnownTimes | None
 ) -> LinkRates:
-    sizes = [m.costs.saved_bytes for m in measured]
-    return known.link if known and known.link else bandwidth(max(1, int(statistics.median(sizes))), sum(sizes))
+    return known.link if known and known.link else link_of([m.costs for m in measured], bandwidth)
+
+
+def link_of(stages: Sequence[Stage], bandwidth: Callable[[int, int], LinkRates]) -> LinkRates:
+    """What the link does in steps of `stages`; bandwidth: as of `measure`."""
+    sizes = [stage.saved_bytes for stage in stages]
+    return bandwidth(max(1, int(statistics.median(sizes))), sum(sizes))
 
 
 def _gradients(walk: Walk, meter: Meter, compact: bool = False) -> list[Charge]:

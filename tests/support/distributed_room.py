@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -13,15 +14,26 @@ from torch import nn
 
 import rotoff
 from rotoff.profile import stage_meter
+from rotoff.runtime.links import pool
 
 timed = 0
-own = stage_meter.time_stage
+copied: list[tuple[float, float]] = []  # when the link was last measured here
+own, own_bandwidth = stage_meter.time_stage, pool.measure_bandwidth
 
 
 def counted(*args: Any) -> None:
     global timed
     timed += 1
+    time.sleep(0.1 * dist.get_rank())  # one process is later than the other
     own(*args)
+
+
+def copying(*args: Any) -> tuple[float, float]:
+    began = time.monotonic()
+    found = own_bandwidth(*args)
+    time.sleep(0.1)
+    copied[:] = [(began, time.monotonic())]
+    return found if dist.get_rank() else (found[0] / 2, found[1])
 
 
 def model() -> nn.Sequential:
@@ -44,6 +56,7 @@ def said(what: str, found: object) -> None:
 def main() -> None:
     global timed
     stage_meter.time_stage = counted  # in this process, which was forked for it
+    pool.measure_bandwidth = copying
     rows = (32, 64)[dist.get_rank()]
     few, many = keep_all(32), keep_all(64)
 
@@ -69,6 +82,12 @@ def main() -> None:
     plans: list[Any] = [None, None]
     dist.all_gather_object(plans, [str(op) for op in apart.sequence])
     said("one plan", plans[0] == plans[1])
+    spans: list[Any] = [None, None]
+    dist.all_gather_object(spans, copied[0])
+    said("copies at once", max(begin for begin, _ in spans) < min(end for _, end in spans))
+    links: list[Any] = [None, None]
+    dist.all_gather_object(links, apart.profile.chain.link)
+    said("one link", links[0] == links[1] and links[0].d2h_bandwidth > 1)
     apart.close()
 
     least = rotoff.Checkpointable(model(), process_group=True).compute_sequence(many + 4096)
