@@ -2,7 +2,7 @@
 #
 #   make demo        train a small GPT under memory limits in every mode and print the table (a few minutes)
 #   make test        the tests, against the installed wheel and not the source tree
-#   make test-all    also the slow ones
+#   make test-all    also the slow ones, all cases of each grid, four times the random examples
 #   make lint        ruff and mypy
 #   make quickstart  the README's quick start
 #   make docs        the documentation site as HTML, into docs/_build/html/
@@ -53,6 +53,7 @@ JOBS ?= -n auto --maxprocesses 4 --dist worksteal
 test: $(VENV)/tools
 	$(PYTEST) $(JOBS) $(ARGS)
 
+test-all: export HYPOTHESIS_PROFILE ?= thorough
 test-all: $(VENV)/tools
 	$(PYTEST) -m "" $(JOBS) $(ARGS)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from zlib import crc32
 
 import pytest
 
@@ -26,7 +27,8 @@ else:
     # The same examples on every run unless asked otherwise, so that a red run is red again for whoever looks into it:
     # HYPOTHESIS_PROFILE=explore searches anew. No deadline: the first call of a kernel or of torch is slow.
     _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("default", derandomize=True, max_examples=50, **_COMMON)
+    settings.register_profile("default", derandomize=True, max_examples=25, **_COMMON)
+    settings.register_profile("thorough", derandomize=True, max_examples=100, **_COMMON)
     settings.register_profile("explore", max_examples=1000, **_COMMON)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -44,7 +46,16 @@ def pytest_report_header() -> str:
     return f"rotoff {rotoff.__version__} from {os.path.dirname(rotoff.__file__)}, torch {torch and torch.__version__}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    grids: set[object] = set()
+    for item in items:
+        if (mark := item.get_closest_marker("grid")) is None:
+            continue
+        first, part = item.function not in grids, crc32(item.name.encode()) % mark.kwargs.get("every", 4)
+        grids.add(item.function)
+        if part and not first:
+            item.add_marker(pytest.mark.slow)
     if torch is not None and torch.cuda.is_available():
         return
     for item in items:

@@ -56,6 +56,7 @@ def test_interpreter_cost(tmp_path: Path) -> None:
     assert set(found["run twice"]) == {"us_per_replay", "us_per_call", "us_per_tensor"}
 
 
+@pytest.mark.slow
 def test_no_plan_is_below_the_floor_of_all_forms(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     out = tmp_path / "floor.json"

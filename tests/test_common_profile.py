@@ -194,6 +194,7 @@ def test_a_new_field_needs_a_rule() -> None:
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.grid
 def test_the_smallest_limit_is_exact_whatever_the_numbers_are(name: str, mode: str) -> None:
     for seed in range(3):
         profile = unequal(profile_of(name, 1), seed)

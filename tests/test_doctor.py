@@ -119,6 +119,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", [*SOURCES, "host waits"])
+@pytest.mark.grid
 def test_a_check_that_raises_is_said_and_the_others_run(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -39,6 +39,7 @@ def values(chain: rotoff.Chain) -> list[tuple[str, int, int, int | None]]:
 
 # mkldnn's recurrent kernels keep a workspace whose size only they know
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"recurrent"}))
+@pytest.mark.grid
 def test_bytes_of_values_are_those_measured(name: str) -> None:
     model, batch = fresh(name)
     measured, estimated = pair(model, batch())
@@ -47,6 +48,7 @@ def test_bytes_of_values_are_those_measured(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "frozen", "tied", "overwriting", "handed_on", "double"])
+@pytest.mark.grid
 def test_transients_are_those_measured(name: str) -> None:
     """Of models whose kernels have no temporaries of their own."""
     model, batch = fresh(name)

@@ -168,6 +168,7 @@ def check_same(ours: list[Any], theirs: list[Any]) -> None:
 @pytest.mark.parametrize("mode", ["remat", "joint"])
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.grid
 def test_outside_of_the_model_all_is_as_under_the_plain_one(part: str, sequential: bool, mode: str) -> None:
     probe = rotoff.Checkpointable(made(part, sequential)[0], cache_directory=None)
     probe.measure(torch.randn(64, WIDTH), repeats=1)
@@ -186,6 +187,7 @@ def test_outside_of_the_model_all_is_as_under_the_plain_one(part: str, sequentia
 
 @pytest.mark.filterwarnings("ignore:.*non-full backward hook:FutureWarning")
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.grid
 def test_so_it_is_where_parameters_move(part: str) -> None:
     probe, _ = made(part)
     run = rotoff.Checkpointable(probe, cache_directory=None).measure(torch.randn(64, WIDTH), repeats=1)

@@ -153,6 +153,7 @@ def test_each_step_is_on_disk_before_the_next_begins(tmp_path: Path, mode: str) 
 
 
 @pytest.mark.parametrize("mode", list(STEPS))
+@pytest.mark.grid
 def test_where_the_time_of_steps_runs_out_the_others_still_run(tmp_path: Path, mode: str) -> None:
     """Every second one, then those between."""
     for n in range(1, min(3, len(STEPS[mode]))):

@@ -44,6 +44,7 @@ def gradients(run: nn.Module, net: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "modes"), CASES)
+@pytest.mark.grid
 def test_gradients_are_the_plain_ones_and_bytes_the_predicted_ones(name: str, modes: tuple[str, ...]) -> None:
     net = fresh(name)
     expected = gradients(net, net)

@@ -96,6 +96,7 @@ def trained(
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.2, 0.5])
+@pytest.mark.grid
 def test_copies_come_in_order(updates: str, share: float, eagerness: float, host: bool) -> None:
     plain, placed, link = trained(updates, share, eagerness, host)
     assert all(map(torch.equal, placed, plain))

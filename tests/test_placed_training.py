@@ -225,6 +225,7 @@ def own_again(model: nn.Module, optimizers: list[Optimizer]) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("name", [*ALL, *RECORDED])
+@pytest.mark.grid
 def test_bits_of_the_plain_model(name: str, share: float) -> None:
     plain = plainly(name, adamw, usual)
     placed, model = trained(name, adamw, usual, share)
@@ -289,6 +290,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.grid
 def test_optimizers(name: str, updates: str) -> None:
     plain = plainly("untied", OPTIMIZERS[name], usual)
     placed, _ = trained("untied", OPTIMIZERS[name], usual, 0.2, updates=updates)
@@ -451,6 +453,7 @@ STEPS = (
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.grid
 def test_what_surrounds_a_step(step: Any) -> None:
     plain = plainly("untied", adamw, step)
     share = 0.6 if step is scaled else 0.2  # autocast keeps casts of the weights
@@ -463,6 +466,7 @@ def test_what_surrounds_a_step(step: Any) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
 @pytest.mark.parametrize("name", ["deep", "tied_language"])
+@pytest.mark.grid
 def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
     """The allocator's account of whole steps, the optimizer's included, beside what lies in private memory between
     them."""
@@ -818,6 +822,7 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+@pytest.mark.grid
 def test_an_error_at_any_operation(kind: type[BaseException], updates: str) -> None:
     """Parameters that no update was begun of are as they were, the others whole; the caller is told; and the next step
     trains."""

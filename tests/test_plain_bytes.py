@@ -248,6 +248,7 @@ class Program(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.grid
 def test_the_plain_model_never_holds_more_than_is_said(seed: int) -> None:
     torch.manual_seed(seed)
     model, x = Program(seed), torch.randn(1024, 32)

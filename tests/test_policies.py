@@ -16,6 +16,7 @@ CHAIN = Chain((Stage("one", 1.0, 2.0, 10, 30), Stage("two", 1.0, 2.0, 10, 30)), 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(chains(), st.sampled_from([0.05, 0.3, 0.6, 0.9, 1.0]))
+@pytest.mark.grid
 def test_within_the_limit_or_refused(policy: str, chain: Chain, share: float) -> None:
     limit = max(1, round(share * simulate(chain, keep_all(chain)).peak_bytes))
     try:

@@ -25,6 +25,7 @@ def with_sequence(model: rotoff.Checkpointable, sequence: rotoff.Sequence) -> ro
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.grid
 def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str) -> None:
     model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
@@ -39,6 +40,7 @@ def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str) -> None
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.grid
 def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str, mode: str) -> None:
     expected = plain(name)
     model, batch = fresh(name)

@@ -144,6 +144,7 @@ def step(model: nn.Module, batch: tuple[Any, ...]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["joint", "remat"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.grid
 def test_sizes_between_two_train_bit_for_bit_within_the_limit_unmeasured(
     kind: str, mode: str, measurings: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
