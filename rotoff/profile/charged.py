@@ -29,11 +29,13 @@ class ChargedStage:
         """As the chain has them."""
         costs = self.measured.costs
         stage: Stage = self._charged(costs, grad_bytes=self.own.nbytes)
-        return replace(stage, forms=tuple(self._charged(form) for form in costs.forms))
+        # what the copy of a strange gradient takes was measured of the whole stage, whose peak may be elsewhere
+        more = max(0, self.own.nbytes - self.measured.noncontiguous_grad_bytes) if self.own.layout else 0
+        return replace(stage, forms=tuple(self._charged(form, more) for form in costs.forms))
 
-    def _charged(self, one: Any, **more: int) -> Any:
-        """A stage or a form, with what its ``B`` holds and takes here."""
-        transient = self._while_copying(one.backward_transient_bytes) + self._beside - self.made.nbytes
+    def _charged(self, one: Any, beside: int = 0, **more: int) -> Any:
+        """A stage or a form, with what its ``B`` holds and takes here. beside: bytes that it holds, too."""
+        transient = self._while_copying(one.backward_transient_bytes) + self._beside + beside - self.made.nbytes
         time = one.backward_time + self.copying
         return replace(one, backward_time=time, backward_transient_bytes=max(0, transient), **more)
 

@@ -102,4 +102,4 @@ def _places(
             key = storage_key(gradient)
             nbytes = allocator.rounded(gradient.untyped_storage().nbytes())
             came = incoming.get(key)
-            yield GradientPlace(key, nbytes, came, Layout.of(gradient), untouched=came in untouched)
+            yield GradientPlace(key, nbytes, came, Layout.of(gradient, leaf), untouched=came in untouched)

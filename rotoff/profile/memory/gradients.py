@@ -18,32 +18,35 @@ import torch
 
 
 class Layout(IntEnum):
-    """How the numbers of a gradient follow each other."""
+    """How the numbers of a gradient follow each other, beside those of the tensor that it belongs to."""
 
-    CONTIGUOUS = 0
-    GAPS = 1  # in order: a part of a larger gradient, of which an elementwise kernel makes a contiguous one
+    ALIKE = 0
+    GAPS = 1  # in the same order: a part of a larger gradient, of which an elementwise kernel makes one without gaps
     ORDER = 2  # permuted or expanded, and so may be what an elementwise kernel makes of it
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
-        if tensor.is_contiguous():
-            return cls.CONTIGUOUS
-        if tensor.layout is not torch.strided:
+    def of(cls, gradient: torch.Tensor, tensor: torch.Tensor) -> Layout:
+        if gradient.layout is not torch.strided:
             return cls.ORDER
-        strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+        usual = torch.empty_like(tensor, device="meta").stride()
+        wide = [n for n, size in enumerate(gradient.shape) if size > 1]
+        order = sorted(wide, key=lambda n: -usual[n])
+        strides = [gradient.stride(n) for n in order]
+        if strides == [usual[n] for n in order]:
+            return cls.ALIKE
         return cls.GAPS if all(strides) and strides == sorted(strides, reverse=True) else cls.ORDER
 
 
 class GradientPlace(NamedTuple):
     """The storage that holds one gradient. incoming: the output whose gradient it came in with, None for a fresh one.
-    layout: where the gradients given were contiguous; from_permuted: where those were permuted. untouched: whether that
-    output is the input itself, so that its gradient is handed on without being read."""
+    layout: where the gradients given lay as their tensors do; from_permuted: where they did not. untouched: whether
+    that output is the input itself, so that its gradient is handed on without being read."""
 
     storage: int
     nbytes: int
     incoming: int | None
-    layout: Layout = Layout.CONTIGUOUS
-    from_permuted: Layout = Layout.CONTIGUOUS
+    layout: Layout = Layout.ALIKE
+    from_permuted: Layout = Layout.ALIKE
     untouched: bool = False
 
     def lies(self, given: Sequence[Layout], read: Layout) -> Layout:
@@ -66,7 +69,7 @@ class Charge(NamedTuple):
     copied: tuple[int, ...] = ()
     copied_bytes: int = 0
     fresh_bytes: int = 0
-    layout: Layout = Layout.CONTIGUOUS
+    layout: Layout = Layout.ALIKE
 
 
 Stages = Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]
@@ -82,7 +85,7 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
     L = len(stages)
     lying = {(L, n): size for n, size in enumerate(stages[-1][1])}  # storage -> bytes, of the present boundary
     held: list[tuple[int, int] | None] = list(lying)  # storage of each tensor's gradient
-    layouts = [Layout.CONTIGUOUS] * len(held)
+    layouts = [Layout.ALIKE] * len(held)
     charges = [Charge(sum(lying.values()))]
     for i in range(L, 0, -1):
         places = stages[i - 1][0]
@@ -97,14 +100,14 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
             lying[storage] = before[storage] if came is not None else place.nbytes
             held.append(storage)
         untouched = {place.incoming for place in places if place is not None and place.untouched}
-        read = max((one for n, one in enumerate(layouts) if n not in untouched), default=Layout.CONTIGUOUS)
+        read = max((one for n, one in enumerate(layouts) if n not in untouched), default=Layout.ALIKE)
         charges[-1] = charges[-1]._replace(layout=read)
-        layouts = [Layout.CONTIGUOUS if place is None else place.lies(layouts, read) for place in places]
+        layouts = [Layout.ALIKE if place is None else place.lies(layouts, read) for place in places]
         fresh = sum(size for storage, size in lying.items() if storage not in before)
         copied = _waiting(held, lying, *stages[i - 2]) if compact and i > 1 else ()
         for n in copied:
             held[n] = i, ~n
-            layouts[n] = Layout.CONTIGUOUS
+            layouts[n] = Layout.ALIKE
             lying[i, ~n] = stages[i - 2][1][n]
         lying = {storage: lying[storage] for storage in held if storage is not None}
         alone = sum(stages[i - 2][1]) if i > 1 else 0

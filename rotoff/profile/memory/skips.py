@@ -180,12 +180,12 @@ def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int], sta
 
     def less(form: Form) -> Form:
         assert form.forward_transient_bytes is not None and form.backward_transient_bytes is not None
-        # what is spared in a smaller form is not known
+        # what a smaller form spares, and needs more where outputs stay, is not known
         return replace(
             form,
             saved_bytes=form.saved_bytes - nbytes,
             forward_transient_bytes=form.forward_transient_bytes + nbytes,
-            backward_transient_bytes=form.backward_transient_bytes + min(made, staying),
+            backward_transient_bytes=form.backward_transient_bytes + made,
         )
 
     return replace(

@@ -49,24 +49,36 @@ def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
 
 def ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
+    """As autograd most often gives gradients: laid out as the outputs are."""
+    return [torch.ones_like(t) for t in outputs if t.requires_grad]
 
 
 def like_values(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The outputs' own numbers as their gradients: devices are faster on numbers that are all the same than on those of
     training."""
-    return [t.detach().clone(memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
+    return [t.detach().clone() for t in outputs if t.requires_grad]
 
 
 def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As `ones`, but with the first dimension's numbers side by side."""
-    turned = [_reversed(t) for t in outputs if t.requires_grad]
-    return [_reversed(torch.ones_like(t, memory_format=torch.contiguous_format)) for t in turned]
+    """As `ones`, but in another order."""
+    return [_permuted(t) for t in outputs if t.requires_grad]
 
 
-def _reversed(tensor: torch.Tensor) -> torch.Tensor:
-    """Its dimensions in the other order."""
-    return tensor.permute(tuple(range(tensor.dim()))[::-1])
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _permuted(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous where `tensor` is not, else channels last as images may be, else with the first dimension's numbers
+    side by side."""
+    gradient = torch.ones_like(tensor, memory_format=torch.contiguous_format)
+    if not tensor.is_contiguous():
+        return gradient
+    if tensor.dim() in _CHANNELS_LAST:
+        last = gradient.to(memory_format=_CHANNELS_LAST[tensor.dim()])
+        if not last.is_contiguous():
+            return last
+    turned = tuple(range(tensor.dim()))[::-1]
+    return gradient.permute(turned).contiguous().permute(turned)
 
 
 class _Act(torch.autograd.Function):
