@@ -31,14 +31,18 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
+STANDS_FOR: dict[int, int] = {}  # of storages that stand for others: of parameters while they are lent to a device
+
+
 def storage_key(tensor: torch.Tensor) -> int:
-    """What two tensors that share bytes have in common.
+    """What two tensors that share bytes have in common, and a parameter keeps while it is lent.
 
     Raises:
         MeasureError: where the tensor has no storage, as sparse ones have none.
     """
     try:
-        return tensor.untyped_storage()._cdata
+        key = tensor.untyped_storage()._cdata
+        return STANDS_FOR.get(key, key)
     except NotImplementedError:
         raise MeasureError(
             f"the model works on a {str(tensor.layout).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)};"

@@ -17,6 +17,9 @@ from models import ALL, Attention, Residual, fresh
 from torch import nn
 
 import rotoff
+from rotoff.capture.known_tensors import KnownTensors
+from rotoff.capture.unrepeatable import Parameters
+from rotoff.runtime.placed.lending import Lender
 
 pytestmark = pytest.mark.cuda
 
@@ -305,6 +308,29 @@ def test_no_step_holds_more_than_predicted(share: float, updates: str, record_pr
     record_property("measured and predicted bytes", f"{peak} {wrapped.get_expected_memory()} of {limit}")
     assert peak <= wrapped.get_expected_memory() <= limit
     wrapped.close()
+
+
+def test_while_parameters_are_lent_no_other_tensor_is_taken_for_one() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    with Lender(model.parameters(), CUDA, 0):
+        known, parameters = KnownTensors(model), Parameters([model])
+        others = [torch.empty(3, device=CUDA) for _ in range(50)]
+        assert not any(known.owners(t) or parameters.objection(torch.relu_, (t,), {}) for t in others)
+
+
+@pytest.mark.parametrize("reach", [lambda w: w, lambda w: w.data, lambda w: w.detach(), lambda w: w.view(-1)])
+@pytest.mark.parametrize("lent", [False, True])
+def test_a_model_that_changes_a_parameter_is_refused_where_that_lies_on_the_host_too(lent: bool, reach: Any) -> None:
+    class Changing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x) if lent else x
+            with torch.no_grad():
+                reach(self.weight).mul_(0.5)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Changing(8, 8))
+    with pytest.raises(rotoff.MeasureError, match="changes parameter '2.weight'"):
+        rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(torch.randn(4, 8, device=CUDA))
 
 
 def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None:

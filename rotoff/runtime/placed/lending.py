@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...tensors.eager_mode import EagerFunctionMode
+from ...tensors.storage import STANDS_FOR, storage_key
 from .brought import bring
 
 _ASKED = frozenset({"device", "is_cuda", "is_cpu"})
-_FACTS = frozenset({"__get__", "__set__", "get_device"})
+_FACTS = frozenset({"__get__", "__set__", "get_device", "untyped_storage"})
 
 
 class Lender(EagerFunctionMode):
@@ -35,6 +37,7 @@ class Lender(EagerFunctionMode):
         self._away = {id(p) for p in parameters if p.device != device and not p.is_meta}
         self._kept: Collection[int] = frozenset()
         self._lent: OrderedDict[int, tuple[nn.Parameter, torch.Tensor]] = OrderedDict()
+        self._standing: list[StorageWeakRef] = []  # for those of parameters, on the device
 
     def __bool__(self) -> bool:
         """Whether there is anything to lend."""
@@ -58,6 +61,8 @@ class Lender(EagerFunctionMode):
             if self._taken + more <= self._room:
                 break
             self._take_back(key)
+        if len(self._standing) > len(self._lent):
+            self._forget(every=False)
         for key, p in new.items():
             self._lent[key] = p, self._bring(p)
             self._taken += p.nbytes
@@ -82,6 +87,7 @@ class Lender(EagerFunctionMode):
         """Give all back."""
         for key in list(self._lent):
             self._take_back(key)
+        self._forget(every=True)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -90,13 +96,25 @@ class Lender(EagerFunctionMode):
     def _bring(self, parameter: nn.Parameter) -> torch.Tensor:
         """Have it on the device; what is to be kept of it."""
         own: torch.Tensor = parameter.data
-        parameter.data = own.to(self._device)
+        there, home = own.to(self._device), storage_key(own)
+        self._standing.append(StorageWeakRef(there.untyped_storage()))
+        STANDS_FOR[self._standing[-1].cdata] = home
+        parameter.data = there
         return own
 
     def _take_back(self, key: int) -> None:
         parameter, own = self._lent.pop(key)
         self._taken -= parameter.nbytes
         parameter.data = own
+
+    def _forget(self, every: bool) -> None:
+        """Take storages no longer for those of parameters: those that are gone, since views may outlive a loan."""
+        standing, self._standing = self._standing, []
+        for one in standing:
+            if every or one.expired():
+                del STANDS_FOR[one.cdata]
+            else:
+                self._standing.append(one)
 
 
 class Streamed(Lender):
