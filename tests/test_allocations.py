@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+import torch
+
 import rotoff
-from rotoff.profile.memory.allocator import UNSPLIT, Allocation, AllocationLog
+from rotoff.profile.memory import allocator
+from rotoff.profile.memory.allocator import UNSPLIT, Allocation, AllocationLog, DeviceAllocator
 from rotoff.profile.selective.variant_meter import _alike
 
 MIB = 1 << 20
@@ -40,3 +44,14 @@ def test_stages_that_do_the_same_are_alike_within_what_blocks_may_be_larger() ->
     assert not _alike(STAGE, other, UNSPLIT)
     assert _alike(STAGE, other, 2 * UNSPLIT)
     assert not _alike(STAGE, replace(STAGE, saved_bytes=301), 2 * UNSPLIT)
+
+
+def test_an_allocator_that_does_not_tell_what_it_gives_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = [AllocationLog(()), AllocationLog((Allocation(1, 512), Allocation(1, -512)))]
+    monkeypatch.setattr(allocator, "_telling", set())
+    monkeypatch.setattr(allocator, "record", lambda *_: (None, logs.pop(0)))
+    with pytest.raises(rotoff.MeasureError, match="allocator of cuda:0 does not tell what it gives.*cudaMallocAsync"):
+        DeviceAllocator(torch.device("cuda", 0))
+    for _ in range(2):
+        DeviceAllocator(torch.device("cuda", 0))
+    assert not logs

@@ -142,11 +142,26 @@ class Allocator(Protocol):
         each got."""
 
 
+_telling: set[torch.device] = set()  # whose allocators have been seen to tell what they give
+
+
 class DeviceAllocator:
-    """The allocator of a device."""
+    """The allocator of a device.
+
+    Raises:
+        MeasureError: where it is one on CUDA that does not tell what it gives.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        if device.type == "cuda" and device not in _telling:
+            _, log = record(lambda: torch.empty(1, device=device), device)
+            if not log.events:
+                raise MeasureError(
+                    f"the allocator of {device} does not tell what it gives, so no bytes can be measured; use PyTorch's"
+                    " own one (no backend:cudaMallocAsync in PYTORCH_ALLOC_CONF, no PYTORCH_NO_CUDA_MEMORY_CACHING)"
+                )
+            _telling.add(device)
 
     def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
         return record(run, self._device)
