@@ -13,6 +13,7 @@ import rotoff
 from rotoff.runtime.links import half as link_half
 from rotoff.runtime.links.bandwidth import measure_bandwidth
 from rotoff.runtime.links.half import HalfLink, check_offload_dtype
+from rotoff.runtime.values import Held
 
 
 class RecordingHalfLink(HalfLink, RecordingLink):
@@ -45,6 +46,21 @@ def test_float32_comes_back_rounded_and_bytes_as_they_were(dtype, monkeypatch):
         assert torch.equal(got[1], mask)
     assert not torch.equal(got[0], floats)
     assert link.check() == []
+    link.close()
+
+
+def test_on_the_host_each_storage_begins_at_a_boundary_of_its_own():
+    sizes = (5001, 4000, 16, 1024, 5002, 0)
+    held = Held(("a_1", "stage"), [torch.zeros(size, dtype=torch.uint8) for size in sizes])
+    link = RecordingHalfLink(0.0, 0)
+    link.reserve(sum(sizes))
+    assert held.offload(link, 0, sum(sizes))
+    offset = 0
+    for size in held._sizes:
+        assert not size or offset % (size & -size) == 0
+        offset += size
+    assert sorted(held._sizes) == sorted(sizes)
+    held.release()
     link.close()
 
 

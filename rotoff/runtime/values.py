@@ -114,8 +114,8 @@ class Held:
             elif kinds[index] is not tensor.dtype:
                 kinds[index] = None
             layout.append((weakref.ref(slot), index, View.of(tensor)))
-        # A random state of 8 bytes before the others would leave those off any boundary on the host.
-        order = sorted(range(len(storages)), key=lambda n: -storages[n].nbytes())
+        # By the powers of two that their bytes are multiples of, so that on the host each begins at one of its own.
+        order = sorted(range(len(storages)), key=lambda n: -(storages[n].nbytes() & -storages[n].nbytes()))
         if order != list(range(len(storages))):
             places = {n: place for place, n in enumerate(order)}
             storages, kinds = [storages[n] for n in order], [kinds[n] for n in order]
