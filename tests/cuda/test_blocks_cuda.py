@@ -21,7 +21,7 @@ def test_stages_that_do_the_same_have_the_same_bytes_whatever_was_there() -> Non
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Tanh()) for _ in range(4)]).cuda()
     x = torch.randn(ROWS, 1024, device="cuda", requires_grad=True)
-    found = []
+    found, forms = [], []
     for history in range(3):
         torch.cuda.empty_cache()
         # blocks of odd sizes that lie between others, and so do not become one
@@ -29,6 +29,7 @@ def test_stages_that_do_the_same_have_the_same_bytes_whatever_was_there() -> Non
         del made[::2]
         wrapped = measured(model, x)
         found.append([(s.saved_bytes, s.output_bytes) for s in wrapped.chain.stages])
+        forms.append([[form.saved_bytes for form in s.forms] for s in wrapped.chain.stages])
         wrapped.close()
         reserved = torch.cuda.memory_reserved()
         torch.cuda.empty_cache()
@@ -37,3 +38,5 @@ def test_stages_that_do_the_same_have_the_same_bytes_whatever_was_there() -> Non
     assert found[0] == found[1] == found[2]
     assert len(set(found[0][1:-1])) == 1
     assert found[0][1] == (3 * x.nbytes, x.nbytes)
+    assert forms[0] == forms[1] == forms[2]
+    assert x.nbytes in forms[0][1]

@@ -67,11 +67,12 @@ class VariantRun:
     def costs(self, backward_time: float) -> Form:
         """The form, of which ``B`` takes `backward_time`. What its backward holds is above what ā and δ_i do, its redo
         included; as `BackwardBytes.peak`."""
-        allocator, kept = self._bench.allocator, set[int]()
+        allocator, kept = self._bench.allocator, dict[int, int]()  # by address, what is taken for it
 
         def step() -> Gradients:
             outputs, made = self.forward()
-            kept.update(allocator.address(t) for t in (*outputs, *made.stored(1)))
+            every = ((allocator.address(t), t.untyped_storage().nbytes()) for t in (*outputs, *made.stored(1)))
+            kept.update((address, allocator.rounded(nbytes)) for address, nbytes in every)
             allocator.mark("forward")
             start = handed_over(outputs, ones(outputs))
             allocator.mark("backward")
@@ -81,7 +82,7 @@ class VariantRun:
         _, log, ends = log_backward(allocator, self._run.parameters, step)
         forward = log.before("forward")
         live = forward.live()
-        saved = sum(size for ptr, size in live.items() if ptr in kept)
+        saved = sum(kept[ptr] for ptr in live if ptr in kept)
         transient = max(0, forward.peak() - sum(live.values()) - self._carried_bytes)
         return Form(saved + self._carried_bytes, backward_time, transient, log.after("backward").peak(ends))
 
