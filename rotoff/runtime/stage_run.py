@@ -18,6 +18,7 @@ from ..errors import ExecutionError
 from ..tensors.recipe import Recipe
 from ..tensors.stage import Behaviour, SavedKind
 from ..tensors.storage import View, storage_key
+from .hollowing import key_of
 from .live import LiveForward
 from .placed.tensor import PlacedTensor
 from .replay import ReplayState
@@ -148,8 +149,8 @@ class StageRun:
     ) -> None:
         """What autograd saves from now on, in the model's own code, is the stage's; `given` are its input's tensors."""
         self.recipe = recipe
-        live.reads.places = places = {storage_key(t): n for n, t in enumerate(given) if n not in staying}
-        kept_keys = {storage_key(given[n]) for n in staying}
+        live.reads.places = places = {key_of(t): n for n, t in enumerate(given) if n not in staying}
+        kept_keys = {key_of(given[n]) for n in staying}
         slots, shapes, resident, brought = self._slots, self._shapes, live.reads.resident, self.brought
         live.saved, live.saved_shapes = slots, shapes
         whole = [View.of(t) for t in given]

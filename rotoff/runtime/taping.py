@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..capture.outside import other_generators, put_other_generators
 from ..capture.recorder import one_call
-from ..tensors.storage import storage_key, version_of
+from ..tensors.storage import version_of
+from .hollowing import key_of
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
 from .replay import ReplayState, Surroundings
@@ -129,7 +130,7 @@ class Taping(LiveForward):
         self.reads: _Reads = _Reads()
         for tensor in given:
             self.reads.note_resident(tensor)
-        self.reads.places = {storage_key(tensor): n for n, tensor in enumerate(given)}
+        self.reads.places = {key_of(tensor): n for n, tensor in enumerate(given)}
         self.spans: list[Span] = []
         self.hooks: list[tuple[Call, RemovableHandle | None]] = []
         self.untaped = ""
