@@ -229,6 +229,22 @@ def test_both_directions_are_measured_alone_and_together(
     assert link.capacity <= 256 << 20
 
 
+def test_a_device_without_room_for_copies_in_both_directions_is_enough(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(TwoWays):
+        def allocate(self, nbytes: int) -> torch.Tensor:
+            if nbytes > 1 << 20:
+                raise torch.OutOfMemoryError("no room")
+            return super().allocate(nbytes)
+
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: Full(clock, (0.5, 0.5)))
+    monkeypatch.setattr(link_pool, "_shares", {})
+    rates = LinkPool().bandwidth(torch.device("cpu"), 1 << 20)
+    assert rates == (pytest.approx(COLD), pytest.approx(COLD), True, None, None)
+    assert not link_pool._shares
+
+
 def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
     link = CachedLink(clock, room=5 << 20)
     assert measure_bandwidth(link, 3 << 20, 1 << 40) == (pytest.approx(HOT), pytest.approx(HOT))

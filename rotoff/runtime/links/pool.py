@@ -83,7 +83,8 @@ class LinkPool:
             if device not in _shares:
                 try:
                     _shares[device] = bidirectional_shares(link)
-                except ExecutionError:  # a host without room for that has none for a plan that moves much either
+                # a host without room for that has none for a plan that moves much either; a device may have it later
+                except (ExecutionError, torch.OutOfMemoryError):
                     return LinkRates(*alone)
                 logger.info(
                     "rotoff: while copies run both ways, %.0f %% of the bandwidth to the host are left, and %.0f %%"
