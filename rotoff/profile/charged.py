@@ -30,7 +30,7 @@ class ChargedStage:
         costs = self.measured.costs
         stage: Stage = self._charged(costs, grad_bytes=self.own.nbytes)
         # what the copy of a strange gradient takes was measured of the whole stage, whose peak may be elsewhere
-        more = max(0, self.own.nbytes - self.measured.noncontiguous_grad_bytes) if self.own.layout else 0
+        more = max(0, self.own.nbytes - self.measured.other_layout_bytes) if self.own.layout else 0
         return replace(stage, forms=tuple(self._charged(form, more) for form in costs.forms))
 
     def _charged(self, one: Any, beside: int = 0, **more: int) -> Any:
@@ -58,7 +58,7 @@ class ChargedStage:
     def _beside(self) -> int:
         """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous,
         and sums."""
-        copies = self.measured.noncontiguous_grad_bytes if self.own.layout else 0
+        copies = self.measured.other_layout_bytes if self.own.layout else 0
         return self.own.shared + copies + self.measured.grad_accumulation_bytes
 
     def _while_copying(self, peak: int) -> int:

@@ -48,7 +48,7 @@ class Measured:
     own_gradient_bytes: of each output tensor's gradient by itself, 0 for those without.
     lies: which tensors share storages.
     begun_bytes, output_retention: of the backward, as of `BackwardBytes`.
-    noncontiguous_grad_bytes: what the backward holds more where the gradients given are not contiguous.
+    other_layout_bytes: what the backward holds more where gradients are given that lie otherwise than their tensors.
     grad_accumulation_bytes: what it holds more where a gradient of a parameter of its own is added to a waiting part.
     held_bytes: what stays whatever is dropped (`dropped`).
     holds_others: whether its inputs or outputs are among that.
@@ -68,7 +68,7 @@ class Measured:
     lies: StorageAliasing
     begun_bytes: int
     output_retention: int
-    noncontiguous_grad_bytes: int = 0
+    other_layout_bytes: int = 0
     grad_accumulation_bytes: int = 0
     held_bytes: int = 0
     holds_others: bool = False

@@ -177,7 +177,7 @@ class Meter:
         generators.put(drawn)
         forward = self._forward(run, changes, generators)
         stuck = forward.behaviour.unmanaged_bytes
-        back, noncontiguous_grad_bytes = self._backward(run, forward.outputs)
+        back, other_layout_bytes = self._backward(run, forward.outputs)
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
         dropping = self._dropping(run, forward.shapes)
         kept_above = forward.log.peak() - forward.saved_bytes - stuck
@@ -199,7 +199,7 @@ class Meter:
             lies=forward.lies._replace(spare=(max(0, -kept_above), max(0, -dropped_above))),
             begun_bytes=back.begun,
             output_retention=back.staying,
-            noncontiguous_grad_bytes=noncontiguous_grad_bytes,
+            other_layout_bytes=other_layout_bytes,
             held_bytes=self._held_bytes(run, dropping, stuck, forward.outputs),
             holds_others=bool(dropping.inputs or dropping.outputs),
             casts=casts,
@@ -295,7 +295,7 @@ class Meter:
         return replace(whole.costs, forms=found.forms), replace(whole.behaviour, forms=found.recipes), found.reason
 
     def _backward(self, run: Run, outputs: Sequence[torch.Tensor]) -> tuple[BackwardBytes, int]:
-        """The bytes of the backward, and what it holds more where the gradients given are not contiguous."""
+        """The bytes of the backward, and what it holds more where gradients lie otherwise than their tensors."""
         back = backward_bytes(self.allocator, run)
         if run.last or all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension lies in one way
             return back, 0
