@@ -108,3 +108,14 @@ def test_where_memory_is_plenty_nothing_is_copied(skipping: tuple[rotoff.Checkpo
     assert copied[0] == copied[1] + 1
     assert wrapped.sequence.meta.get("compact_gradients") is None
     wrapped.close()
+
+
+def test_a_gradient_is_copied_where_its_tensor_is_read() -> None:
+    # Stage 4 concatenates two values of 6. Stages 2 and 3 make the second anew; the first passes them unread.
+    both = GradientPlace(7, 12, None)
+    made, unread = GradientPlace(1, 6, None), GradientPlace(0, 6, 0, untouched=True)
+    stages = [([made], [6, 6]), ([unread, made], [6, 6]), ([unread, made], [6, 6]), ([both, both], [12])]
+    assert [one.nbytes for one in charge(stages)] == [6, 18, 18, 12, 12]
+    compact = charge(stages, compact=True)
+    assert [one.copied for one in compact] == [(), (), (), (0,), ()]
+    assert [one.nbytes for one in compact] == [6, 12, 12, 18, 12]

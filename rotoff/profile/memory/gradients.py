@@ -104,7 +104,7 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
         charges[-1] = charges[-1]._replace(layout=read)
         layouts = [Layout.ALIKE if place is None else place.lies(layouts, read) for place in places]
         fresh = sum(size for storage, size in lying.items() if storage not in before)
-        copied = _waiting(held, lying, *stages[i - 2]) if compact and i > 1 else ()
+        copied = _waiting(held, lying, places, *stages[i - 2]) if compact and i > 1 else ()
         for n in copied:
             held[n] = i, ~n
             layouts[n] = Layout.ALIKE
@@ -121,17 +121,24 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
 def _waiting(
     held: Sequence[tuple[int, int] | None],
     lying: Mapping[tuple[int, int], int],
+    here: Sequence[GradientPlace | None],
     places: Sequence[GradientPlace | None],
     sizes: Sequence[int],
 ) -> tuple[int, ...]:
-    """Tensors whose gradients fill a part of their storage only, one of which the next backward hands on.
+    """Tensors whose gradients fill a part of their storage only, one of which the next backward hands on; or will do so
+    once that has used up the others, where it does not read theirs: only who reads a tensor can copy its gradient.
 
-    places, sizes: as in `charge`, of the stage that has these tensors as its outputs.
+    here: where the gradients of these tensors are left. places, sizes: as in `charge`, of the stage that has these
+    tensors as its outputs.
     """
     further = {place.incoming for place in places if place is not None}
+    unread = {place.incoming for place in places if place is not None and place.untouched}
     found: list[int] = []
     for storage, nbytes in lying.items():
         inside = [n for n, one in enumerate(held) if one == storage]
-        if nbytes > sum(sizes[n] for n in inside) and further.intersection(inside):
-            found += inside
+        if nbytes == sum(sizes[n] for n in inside):
+            waiting = [n for n in inside if n in unread] if not further.issuperset(inside) else []
+        else:
+            waiting = inside if further.intersection(inside) else []
+        found += waiting if all(not one.untouched for n in waiting if (one := here[n]) is not None) else []
     return tuple(sorted(found))
