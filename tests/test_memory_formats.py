@@ -65,8 +65,10 @@ class Images(nn.Module):
         return (y.transpose(0, 1) * 1.0).sum() if self.turned else y.square().mean()
 
 
-@pytest.mark.grid(every=8)
-@pytest.mark.parametrize("seed", range(80))
+ALWAYS = {23, 44, *range(0, 80, 10)}  # two that held more than predicted, and others
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in range(80)])
 def test_no_step_holds_more_than_predicted(seed: int) -> None:
     drawn = random.Random(seed)
     model, x = Images(drawn), torch.randn(4, 3, 16, 16)

@@ -35,10 +35,8 @@ class KnownTensors:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._there: dict[int, StorageWeakRef] = {}  # by number, those not known to be gone
         self._owners: dict[int | None, list[Owned]] = {}  # by storage
-        self._watched: list[StorageWeakRef] = []  # which keep an address from being given to another storage
         for owned in self._owned.values():
             self._owners.setdefault(storage_key(owned.tensor), []).append(owned)
-            self._watched.append(StorageWeakRef(owned.tensor.untyped_storage()))
         self._lasting: set[int | None] = set(self._owners)
 
     def reference(self, tensor: torch.Tensor) -> Owned | Ref | torch.Tensor | None:
@@ -101,6 +99,7 @@ class KnownTensors:
         if key not in self._storages:
             if not new:
                 return None
+            # a weak reference keeps the address from being given to another storage
             watch = StorageWeakRef(tensor.untyped_storage())
             self._storages[key] = (watch, len(self._storages))
             self._there[self._storages[key][1]] = watch
