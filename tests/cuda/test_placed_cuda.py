@@ -4,9 +4,11 @@ memory, beside the plain model that has all of it on the device."""
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,32 @@ def penalised(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int
     return loss.detach()
 
 
+class Slowly(torch.autograd.Function):
+    """Its gradient comes when a model's own backward has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+def penalised_late(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int, times: int = 2, seconds: float = 0.1
+) -> torch.Tensor:
+    for _ in range(times):
+        loss = model(x).float().square().mean()
+        penalty = Slowly.apply(next(model.parameters()).square().sum(), seconds)
+        (loss + penalty.to(CUDA)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def clamped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
     loss = step(model, optimizer, x, n)
     for p in model.parameters():
@@ -266,7 +294,7 @@ def test_training_is_the_plain_models(name: str, share: float, updates: str, rec
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize(
-    "how", [clipped, accumulated, hooked, looked_at, penalised, clamped, loaded, given_up, frozen_later]
+    "how", [clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, frozen_later]
 )
 def test_what_surrounds_a_step(how: Any, share: float, record_property: Record) -> None:
     least = 0.3 if how is frozen_later else 0.0  # a limit for more parameters that need gradients
@@ -276,6 +304,12 @@ def test_what_surrounds_a_step(how: Any, share: float, record_property: Record) 
 @pytest.mark.parametrize("how", [step, hooked, clamped, loaded])
 def test_what_surrounds_a_step_that_updates_during_its_backward(how: Any, record_property: Record) -> None:
     compare("language", 0.3, "during", how, OPTIMIZERS["AdamW"], record_property)
+
+
+def test_a_gradient_that_comes_after_its_update_is_refused(record_property: Record) -> None:
+    how = functools.partial(penalised_late, times=1, seconds=1.0)
+    with pytest.raises(rotoff.ExecutionError, match='something outside of the model; plan with updates="after"'):
+        compare("language", 0.0, "during", how, OPTIMIZERS["AdamW"], record_property)
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])

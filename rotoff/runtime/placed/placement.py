@@ -161,6 +161,8 @@ class Placement:
             )
         self._abandon()
         self._rest, self._updated, self._gone = (), [], set()
+        for places in self._places.values():
+            places.gradient.apart = None  # of a backward that failed
         self.show()
         self.link.begin()
         self._follow(plan, host_bytes)
@@ -262,6 +264,8 @@ class Placement:
             return  # it comes when the next step begins, since the caller may change it before
         updating = self.link.queues and op.of == "g" and op.stage in self._updated
         for tensor in self._tensors(op.value):
+            if self._is_with_autograd(tensor):
+                continue
             if updating:  # by the host's thread, which alone may look at the caller's
                 tensor.let_go()
             elif op.kind is OpKind.PREFETCH:
@@ -326,6 +330,7 @@ class Placement:
                 for tensor in (places.weight, *places.states(self._state(parameter))):
                     tensor.hand_over()
                 places.gradient.hand_over()
+                places.gradient.join()
         if self.link.queues:
             self.link.drain()
 
@@ -416,16 +421,18 @@ class Placement:
                 if apart:
                     tensor.prefetch()
                 tensor.use_device()
-        gradients = [self._places[id(p)].gradient for p in self._parameters(k)]
+        parameters = self._updatable(k)
+        gradients = [self._places[id(p)].gradient for p in parameters]
         for gradient in gradients:
             if apart:
                 gradient.prefetch()
             gradient.hand_over()
         for chunks in self._chunks:
-            chunks.step(self._parameters(k))
+            chunks.step(parameters, self._apart(parameters))
         for gradient in gradients:
             if self._in_backward:
-                gradient.drop()
+                gradient.let_go()
+                gradient.forget()
             elif gradient.leaving and not (apart and w(k) in self._plan.resident):
                 gradient.release()
 
@@ -434,19 +441,20 @@ class Placement:
         parameter's is made."""
         assert self._plan is not None
         apart, resident, within = self.link.queues, o(k) in self._plan.resident, self._in_backward
-        tensors = [tensor for v in (g(k), w(k), o(k)) for tensor in self._tensors(v)] if apart else []
+        tensors = [tensor for v in (w(k), g(k), o(k)) for tensor in self._tensors(v)] if apart else []
         for tensor in tensors:
-            tensor.show_host()
-        chunks = self._chunks
+            if not self._is_with_autograd(tensor):
+                tensor.show_host()
+        chunks, parameters = self._chunks, self._updatable(k)
 
         def update() -> None:
             for tensor in tensors:
                 tensor.arrive()
-            for parameter in self._parameters(k):
+            for parameter in parameters:
                 for one in chunks:
-                    one.step([parameter])
+                    one.step([parameter], self._apart([parameter]))
                 if within:
-                    parameter.grad = None
+                    self._places[id(parameter)].gradient.forget()
                 if not apart:
                     for state in self._places[id(parameter)].states(self._state(parameter)):
                         state.rest(resident)
@@ -500,6 +508,20 @@ class Placement:
             error.add_note(said)
 
     # -- small things
+
+    def _is_with_autograd(self, tensor: PlacedTensor) -> bool:
+        """Whether it is a gradient that autograd may be adding to on a thread of its own."""
+        return self._step is not None and isinstance(tensor, PlacedGradient) and tensor.with_autograd
+
+    def _updatable(self, k: int) -> list[nn.Parameter]:
+        """The parameters of group k, but for those whose gradients hooks are to see first: ``optimizer.step()`` updates
+        them."""
+        return [p for p in self._parameters(k) if not self._is_with_autograd(self._places[id(p)].gradient)]
+
+    def _apart(self, parameters: Iterable[nn.Parameter]) -> dict[int, torch.Tensor]:
+        """Gradients that the parameters themselves do not have, by id."""
+        found = {id(p): self._places[id(p)].gradient.apart for p in parameters}
+        return {key: gradient for key, gradient in found.items() if gradient is not None}
 
     def _name(self, k: int) -> str:
         assert self._plan is not None

@@ -234,72 +234,81 @@ class PlacedParameter(PlacedTensor):
 
 
 class PlacedGradient(PlacedTensor):
-    """A parameter's gradient. While it lies on another device than the parameter, within a step, the caller finds
-    none."""
+    """A parameter's gradient.
+
+    Of a parameter that lies on the host, autograd adds up on a thread of its own what does not come by `take`: a
+    penalty of the parameter that the loss takes outside of the model. So what comes by `take` is kept apart, out of
+    ``parameter.grad``, until the backward has ended. So is what lies on another device than the parameter: the caller
+    finds none of it within a step.
+    """
 
     def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int) -> None:
         super().__init__(link, offset, room)
         self._parameter = parameter
-        self._apart: torch.Tensor | None = None
+        self.apart: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor | None:
-        return self._parameter.grad if self._apart is None else self._apart
+        return self._parameter.grad if self.apart is None else self.apart
 
     def put(self, tensor: torch.Tensor) -> None:
-        fits = tensor.device == self._parameter.device
-        self._apart = None if fits else tensor
-        self._parameter.grad = tensor if fits else None
+        if self.apart is not None:
+            self.apart = tensor
+        elif tensor.device == self._parameter.device:
+            self._parameter.grad = tensor
+        else:
+            self.apart, self._parameter.grad = tensor, None
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Keep what autograd has for a parameter that lies on the host; returns what it is to add up there itself, at
-        once: all of it where hooks want to see it."""
-        parameter = self._parameter
+        """Keep what autograd has for a parameter that lies on the host; returns what autograd is to add up there
+        itself: all of it where hooks want to see it, or where the caller has some to which it is added."""
+        parameter, apart = self._parameter, self.apart
+        adds = parameter.grad is not None if apart is None else apart.device != gradient.device
         hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        if hooked or gradient.layout is not torch.strided or type(gradient) is not torch.Tensor:
+        if adds or hooked or gradient.layout is not torch.strided or type(gradient) is not torch.Tensor:
             return gradient.to(parameter.device)
-        if self._apart is not None:
-            gradient = self._apart + gradient
+        if apart is not None:
+            gradient = apart + gradient
         if gradient.stride() != parameter.stride() or not placeable(gradient):
             own = torch.empty_strided(
                 parameter.size(), parameter.stride(), dtype=gradient.dtype, device=gradient.device
             )
             gradient = own.copy_(gradient)
         self.settle()
-        self._apart, self.device, self._valid = gradient, gradient, False
+        self.apart, self.device, self._valid = gradient, gradient, False
         return None
+
+    @property
+    def with_autograd(self) -> bool:
+        """Whether autograd alone may have it on the host, and add to it there as long as a backward runs."""
+        gradient, there = self._parameter.grad, self._link.device
+        away = self._parameter.device != there and (gradient is None or gradient.device != there)
+        return away and self.apart is None
 
     @property
     def on_device(self) -> bool:
         """Whether the device has it, and alone."""
-        return self.look() and self.device is not None and not self.leaving and not self._joins()
+        alone = self.apart is None or self._parameter.grad is None
+        return alone and self.look() and self.device is not None and not self.leaving
 
-    def drop(self) -> None:
-        """The parameter has been updated."""
-        self.settle()
-        self._parameter.grad = self._apart = self.device = None
-
-    def _joins(self) -> bool:
-        """Whether it is to be added to one that the caller has."""
-        return self._apart is not None and self._parameter.grad is not None
-
-    def offload(self) -> None:
-        if not self._joins():
-            super().offload()
-
-    def release(self) -> None:
-        if self._joins():
-            assert self._apart is not None
-            assert self._parameter.grad is not None
+    def join(self) -> None:
+        """The backward has ended: have all of it in one place, for the caller to find if the parameter lies there."""
+        apart, theirs = self.apart, self._parameter.grad
+        if apart is None:
+            return
+        if theirs is not None:
             self.settle()
+            self.arrive()
             with torch.no_grad():
-                self._parameter.grad.add_(self._apart.to(self._parameter.grad.device))
-            self._apart = self.device = None
-        super().release()
+                apart.add_(theirs.to(apart.device))
+            self._parameter.grad, self._valid = None, False
+        if apart.device == self._parameter.device:
+            self.apart, self._parameter.grad = None, apart
 
-    def hand_over(self) -> None:
-        super().hand_over()
-        if self._apart is not None and self._apart.device == self._parameter.device:
-            self.put(self._apart)
+    def forget(self) -> None:
+        """Nobody wants it any more: the backward has updated the parameter, or had failed when the next step began."""
+        if self.apart is None:
+            self._parameter.grad = None
+        self.apart = None
 
 
 class PlacedState(PlacedTensor):

@@ -3,10 +3,12 @@ updated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,29 +26,46 @@ class Chunks:
         self._left = {id(p): (n, p) for n, p in every}
         self._numbers = {id(p): number for number, (_, p) in enumerate(every)}
 
-    def step(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Update `parameters`, of those that have not been yet; None: all that are left."""
+    def step(
+        self, parameters: Iterable[nn.Parameter] | None = None, gradients: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        """Update `parameters`, of those that have not been yet; None: all that are left. gradients: by id, those that
+        the parameters do not have themselves."""
+        gradients = gradients or {}
         keys = list(self._left) if parameters is None else [id(p) for p in parameters]
         chosen: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         for key in keys:
-            if (found := self._left.get(key)) is not None and found[1].grad is not None:
+            if (found := self._left.get(key)) is not None and (key in gradients or found[1].grad is not None):
                 chosen[found[0]].append(found[1])
                 del self._left[key]
-        own = {id(p) for some in chosen for p in some}
+        own = {id(p): p for some in chosen for p in some}
         if not own:
             return
         for group, some in zip(self._optimizer.param_groups, chosen, strict=True):
             for p in some:
                 scalars = bool(group.get("fused") or group.get("capturable"))
                 move_state(p, self._optimizer.state.get(p, {}), scalars)
+        stand_ins = {key: _stand_in(own[key], gradient) for key, gradient in gradients.items() if key in own}
         part = copy_of(self._optimizer)
         part.param_groups = [
-            {**group, "params": some} for group, some in zip(self._optimizer.param_groups, chosen, strict=True)
+            {**group, "params": [stand_ins.get(id(p), p) for p in some]}
+            for group, some in zip(self._optimizer.param_groups, chosen, strict=True)
         ]
-        self._under_way |= own
-        own_step(part)
-        self._under_way -= own
-        self.updated |= own
+        if stand_ins:
+            known = self._optimizer.state
+            part.state = defaultdict(dict, {stand_ins.get(key, p): known.get(p, {}) for key, p in own.items()})
+        self._under_way |= own.keys()
+        try:
+            own_step(part)
+        finally:
+            for key, p in own.items() if stand_ins else ():
+                used = stand_ins.get(key, p)
+                if state := part.state[used]:
+                    self._optimizer.state[p] = state
+                if used.data_ptr() != p.data_ptr():  # an optimizer that made a new one
+                    p.data = used.data
+        self._under_way -= own.keys()
+        self.updated |= own.keys()
 
     def explain(self, error: BaseException) -> None:
         """Have `error` say what has been updated; parameters have the numbers of the optimizer's state_dict."""
@@ -64,6 +83,14 @@ def copy_of(optimizer: Optimizer) -> Any:
     """An optimizer that shares its state, for a step on other groups of parameters."""
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
+    return made
+
+
+def _stand_in(parameter: nn.Parameter, gradient: torch.Tensor) -> nn.Parameter:
+    """The same parameter with another gradient."""
+    made = nn.Parameter(parameter.detach())
+    made.__dict__.update(parameter.__dict__)
+    made.grad = gradient
     return made
 
 
