@@ -218,6 +218,14 @@ def test_the_smallest_device_and_a_large_batch() -> None:
     assert fits(48 * 2**20, row.largest_batch) and not fits(48 * 2**20, 8 * row.largest_batch)
 
 
+def test_where_everything_fits_nothing_moves() -> None:
+    model, x = wide(2)
+    for row in rotoff.plan(model, x, device=device_of(400)).placed:
+        assert row.host_bytes == 0
+        assert row.bound_time <= row.step_time
+        assert row.largest_batch > 64
+
+
 def test_frozen_parameters_have_no_update() -> None:
     model, x = wide(4)
     for parameter in model[:3].parameters():

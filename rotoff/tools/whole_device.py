@@ -16,6 +16,7 @@ from torch import nn
 
 from ..core.chain import Chain, Form, Stage
 from ..core.parameters import ParameterGroup
+from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError
 from ..profile.estimate.devices import Device
@@ -24,6 +25,7 @@ from ..profile.parameter_groups import find_groups
 from ..profile.profile import Profile
 from ..solver import solve
 from ..solver.bounds import host_plan, lower_bound, min_mem_limit
+from ..solver.plan_codes import keep_all
 from ..tensors.stage import StageModule
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -119,20 +121,25 @@ def placed_step(chain: Chain, constant: int, usable: int, margin: float, batch: 
     """
     least = int((min_mem_limit(chain, "joint", updates) + constant) / (1 - margin)) + 1
     limit, unit = usable - constant, chain.compute_time
+    sequence = keep_all(chain, updates)
     try:
         if limit <= 0:
             raise InfeasibleError("nothing is left", least)
-        made = solve(chain, limit, updates=updates, refine=EFFORT)
+        if simulate(chain, sequence, updates=updates).peak_bytes <= limit:
+            bound = unit  # as training does: nothing moves, even where an update on the host would be faster
+        else:
+            sequence = solve(chain, limit, updates=updates, refine=EFFORT)
+            bound = lower_bound(chain, limit, updates=updates)
     except InfeasibleError:
         return PlacedStep(updates, None, None, None, None, None, least, None)
-    time = made.meta["makespan"]
+    trace = simulate(chain, sequence, updates=updates)
     return PlacedStep(
         updates=updates,
-        step_time=time,
-        overhead=time / unit - 1 if unit else 0.0,
-        peak_bytes=made.meta["peak_bytes"] + constant,
-        host_bytes=made.meta["host_peak_bytes"],
-        bound_time=lower_bound(chain, limit, updates=updates),
+        step_time=trace.makespan,
+        overhead=trace.makespan / unit - 1 if unit else 0.0,
+        peak_bytes=trace.peak_bytes + constant,
+        host_bytes=trace.host_peak_bytes,
+        bound_time=bound,
         min_device_bytes=least,
         largest_batch=None if batch is None else _largest_batch(chain, limit, batch, updates),
     )

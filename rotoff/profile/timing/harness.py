@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from ...tensors.stage import StageModule
 
@@ -39,8 +39,12 @@ class Run:
 def backward(
     edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of `targets`, added to no ``.grad``."""
-    return torch.autograd.grad(edges, targets, gradients, allow_unused=True)
+    """Gradients of `targets`, added to no ``.grad``: what ``torch.autograd.grad`` calls, which, given gradients, would
+    first import sympy for a second."""
+    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        tuple(edges), tuple(gradients), False, False, tuple(targets), True, accumulate_grad=False
+    )
+    return found
 
 
 def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
