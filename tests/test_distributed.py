@@ -21,7 +21,12 @@ STEPS = {kind: f"2 distributed_steps {kind}" for kind in ("ddp", "fsdp")}
 FAILURES = "2 distributed_failures"
 UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
 ROOM = "2 distributed_room"
-CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM)
+SPLIT = {  # FSDP2 of what is tensor parallel takes four processes
+    "tensor": "2 distributed_tensor_parallel tensor",
+    "sequence": "2 distributed_tensor_parallel sequence",
+    "sharded": "4 distributed_tensor_parallel tensor",
+}
+CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *SPLIT.values())
 
 
 @pytest.mark.parametrize("kind", STEPS)
@@ -30,6 +35,15 @@ def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_pla
     for mode in ("joint", "remat", "offload"):
         assert f"{mode}: equal=True same_plan=True works=True" in said
     assert "bare root: refused" in said or kind == "ddp"
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_tensor_parallel_models_train_as_without_rotoff_by_one_plan(kind: str) -> None:
+    said = printed(*CASES)[SPLIT[kind]]
+    for mode in ("joint", "remat", "offload"):
+        assert f"{mode}: equal=True same_plan=True works=True stages=True" in said
+    for what in ("alone", "sharded result"):
+        assert f"{what}: refused" in said
 
 
 LINK = "copies at once", "one link"  # as in training, where each has its part of what the host can do

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..tensors.storage import key_of, storage_key
+from ..tensors.storage import key_of, local, storage_key
 from .tape import Owned, Ref, Variable
 
 
@@ -80,7 +80,8 @@ class KnownTensors:
         number = len(self.variables)
         self._known[id(tensor)] = (weakref.ref(tensor), number)
         storage = self.storage(tensor, new=True)
-        self.variables.append(Variable(storage, _nbytes(tensor), tensor.requires_grad, self.owners(tensor)))
+        one = Variable(storage, _nbytes(tensor), tensor.requires_grad, self.owners(tensor), local(tensor) is not tensor)
+        self.variables.append(one)
         return number
 
     def number(self, tensor: torch.Tensor) -> int | None:
@@ -100,7 +101,7 @@ class KnownTensors:
             if not new:
                 return None
             # a weak reference keeps the address from being given to another storage
-            watch = StorageWeakRef(tensor.untyped_storage())
+            watch = StorageWeakRef(local(tensor).untyped_storage())
             self._storages[key] = (watch, len(self._storages))
             self._there[self._storages[key][1]] = watch
         return self._storages[key][1]
@@ -119,6 +120,6 @@ class KnownTensors:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().nbytes()
+        return local(tensor).untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
         return 0

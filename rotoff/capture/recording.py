@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..tensors.buffers import buffers_of, buffers_preserved, preserved
 from ..tensors.rng import Generators
+from ..tensors.saved_tensors import saved_hooks
 from ..tensors.storage import copied
 from ..tensors.tree import flatten
 from .outside import other_generators, put_other_generators, seen_calls
@@ -170,7 +170,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
         try:
             with (
                 nullcontext() if call.in_step is None else call.in_step.watched(),
-                saved_tensors_hooks(recorder.saves, _never),
+                saved_hooks(recorder.saves, _never),
                 seen_calls(recorder.called, recorder.applied),
                 recorder.casts.counting(),
                 recorder,

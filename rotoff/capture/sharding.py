@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 from torch import nn
 
-from ..errors import MeasureError
+from .outside import Patches
 
 
 def shards(module: nn.Module) -> bool:
@@ -23,15 +24,21 @@ def gathers(module: nn.Module) -> bool:
     )
 
 
-def refuse_tensor_parallel(root: nn.Module, model: nn.Module) -> None:
-    """Raise MeasureError where parameters of `model` are DTensors that FSDP, at `root` or inside, does not gather."""
+def tensor_parallel(root: nn.Module, model: nn.Module) -> bool:
+    """Whether parameters of `model` are DTensors that FSDP, at `root` or inside, does not gather whole."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
-        return
+        return False
     sharded = {id(p) for m in (root, *model.modules()) if shards(m) for p in m.parameters()}
-    for name, p in model.named_parameters():
-        if isinstance(p, tensor.DTensor) and (id(p) not in sharded or p.device_mesh.ndim > 1):
-            raise MeasureError(
-                f"the parameter {name!r} is a DTensor of tensor parallelism, which rotoff cannot measure; plan a model"
-                " without parallelize_module, or shard its stages by FSDP2"
-            )
+    return any(
+        isinstance(p, tensor.DTensor) and (id(p) not in sharded or p.device_mesh.ndim > 1) for p in model.parameters()
+    )
+
+
+@cache
+def collectives_waited_for() -> Patches:
+    """Within, collectives of DTensors are waited for where they are issued. A replay may end before the first use of
+    one, which otherwise waits, and its bytes would stay for good."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return Patches((collectives, "_maybe_wrap_tensor", lambda _: collectives.wait_tensor))

@@ -265,6 +265,11 @@ def capture(
             )
         raise MeasureError(f"the model's forward cannot be recorded ({said}); {cure}") from error
     count = wanted if isinstance(wanted, int) else cuts.STAGES
+    if any(tape.variables[n].sharded for n in (*tape.inputs, *tape.result_variables())):
+        raise MeasureError(
+            "the model takes or returns a DTensor, whose bytes and gradients rotoff cannot follow; have it take and"
+            " return local tensors (use_local_output=True in its plan, or to_local())"
+        )
     found = cuts.stages(tape, count, names)
     return Captured(found, how, tape, cached, bool(tape.attributes))
 

@@ -42,12 +42,14 @@ class Pinned:
 
 class Variable(NamedTuple):
     """storage: number of its storage, equal for tensors that share bytes; None where a parameter's or constant's bytes
-    are its own. nbytes: of that storage. owners: the parameters and buffers that lie there."""
+    are its own. nbytes: of that storage. owners: the parameters and buffers that lie there. sharded: it is
+    a DTensor, which no stage hands on."""
 
     storage: int | None
     nbytes: int
     needs_grad: bool
     owners: tuple[Owned, ...] = ()
+    sharded: bool = False
 
 
 NOTHING = object()  # no value is expected

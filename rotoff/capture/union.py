@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .places import is_exact
-from .tape import Operation, Ref, Tape, Variable, substitute
+from .tape import Operation, Ref, Tape, substitute
 
 
 def union(one: Tape, other: Tape, order: Mapping[str, int]) -> Tape | None:
@@ -174,7 +174,7 @@ class _Union:
             variable = side.tape.variables[n]
             storage = None if variable.storage is None else self._storage(side, variable.storage)
             needs = any(each.tape.variables[m].needs_grad for each, m in numbers)
-            self._tape.variables.append(Variable(storage, variable.nbytes, needs, variable.owners))
+            self._tape.variables.append(variable._replace(storage=storage, needs_grad=needs))
         for each, m in numbers:
             self._stands_for(each, m, found)
         return found

@@ -24,7 +24,7 @@ from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.outside import own_function, without_checkpoints
 from ..capture.recording import same_calls
-from ..capture.sharding import refuse_tensor_parallel
+from ..capture.sharding import collectives_waited_for, tensor_parallel
 from ..capture.tape import Tape
 from ..capture.undo import undone
 from ..core.chain import LinkRates, Stage
@@ -118,6 +118,7 @@ class CourseMeter:
         self.group = group
         self._root = weakref.ref(root)  # which owns this
         self._told_whole = False
+        self._waiting: weakref.finalize[..., Any] | None = None  # for collectives where they are issued
 
     def device_for(self, value: Any) -> torch.device:
         """Where a step on the chain's input `value` runs."""
@@ -209,13 +210,21 @@ class CourseMeter:
         return captured
 
     def refuse_shards(self, stages: Sequence[Any] | None = None) -> None:
-        """Raise MeasureError where the model is sharded in a way that no stage can be run by itself. stages: None
-        before they are known."""
-        root = self._root()
-        if stages is None:
-            refuse_tensor_parallel(self.model if root is None else root, self.model)
-        else:
-            refuse_root_shards(self.model if root is None else root, stages)
+        """Raise MeasureError where the model is sharded in a way that no stage can be run by itself, or not by this
+        process alone. stages: None before they are known."""
+        owner = self._root()
+        root = self.model if owner is None else owner
+        if stages is not None:
+            refuse_root_shards(root, stages)
+        elif tensor_parallel(root, self.model):
+            if self.group is None:
+                raise MeasureError(
+                    "parameters of the model are DTensors, and processes with plans of their own would wait for each"
+                    " other; give Checkpointable process_group=True, so that all follow one plan"
+                )
+            if self._waiting is None:
+                collectives_waited_for().__enter__()
+                self._waiting = weakref.finalize(self, collectives_waited_for().__exit__)
 
     def say_called_again(self, tape: Tape) -> None:
         """In the log, once: which modules and Functions are run by their own code more often than in the plain

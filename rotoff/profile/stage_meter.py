@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..capture.mutations import ChangedAttributes, ChangedBuffers
 from ..capture.operations import OperationLog
@@ -18,6 +17,7 @@ from ..runtime.overhead import UpkeepTimes
 from ..runtime.replay import ReplayState, Surroundings
 from ..tensors.convolutions import Algorithms
 from ..tensors.rng import RNG_BYTES, Generators
+from ..tensors.saved_tensors import saved_hooks
 from ..tensors.stage import Behaviour, SavedKind, StageModule
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
@@ -109,7 +109,7 @@ class Meter:
             shapes.append((tensor.shape, tensor.dtype))
             return tensor.detach()  # a tensor that its own node held would never go
 
-        with saved_tensors_hooks(note, lambda t: t):
+        with saved_hooks(note, lambda t: t):
             outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
         self._refuse_subclasses(stage, outputs)
         needs = [t.requires_grad for t in outputs]

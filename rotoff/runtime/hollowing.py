@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ..tensors.storage import local
+
 
 def key_of(tensor: torch.Tensor) -> int:
     """Tells the storage of a tensor from others."""
     try:
-        return tensor.untyped_storage()._cdata
+        return local(tensor).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

@@ -28,6 +28,7 @@ from ..tensors.convolutions import StageAlgorithms
 from ..tensors.dataclass_trees import look_into
 from ..tensors.eager_mode import without
 from ..tensors.recipe import Recipe
+from ..tensors.saved_tensors import saved_hooks
 from ..tensors.stage import Behaviour, StageModule
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
@@ -363,7 +364,7 @@ class Step:
 
     def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
         """What a stage's first run is under."""
-        return saved_tensors_hooks(pack, unpack)
+        return saved_hooks(pack, unpack)
 
     def advance_to(self, i: int) -> None:
         """Run all operations up to ``B i`` and let autograd do that one."""

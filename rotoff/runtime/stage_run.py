@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ExecutionError
 from ..tensors.recipe import Recipe
+from ..tensors.saved_tensors import saved_hooks
 from ..tensors.stage import Behaviour, SavedKind
 from ..tensors.storage import View, storage_key
 from .hollowing import key_of
@@ -217,7 +218,7 @@ class StageRun:
     def restored(self, given: list[torch.Tensor], var: Var) -> torch.Tensor:
         """The bytes of a tensor that the stage made, by a replay."""
         inputs, _ = self._detached(given)
-        with self._replay, saved_tensors_hooks(lambda _: None, _never):
+        with self._replay, saved_hooks(lambda _: None, _never):
             return self.tape.run(inputs, [var])[0].detach()
 
     def _read(self, packed: Packed, step: Backward) -> torch.Tensor:
@@ -255,7 +256,7 @@ class StageRun:
             if self.tape.running_dead:
                 found.append(tensor.detach())
 
-        with self._replay, saved_tensors_hooks(pack, _never):
+        with self._replay, saved_hooks(pack, _never):
             self.tape.run(inputs, everything=True)
         return found[packed.number]
 
@@ -294,7 +295,7 @@ class StageRun:
                 raise Redone
 
         try:
-            with self._replay, saved_tensors_hooks(pack, _never):
+            with self._replay, saved_hooks(pack, _never):
                 made = self.tape.run(inputs)
         except Redone:
             return []

@@ -1,20 +1,48 @@
-"""What autograd saves in a run that is only looked at: no backward follows it."""
+"""What autograd saves."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import MeasureError
+from .storage import local
+
+
+class _Sharded(NamedTuple):
+    packed: Any
+    like: Callable[[torch.Tensor], torch.Tensor]  # makes the DTensor of its shard
+
+
+def saved_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
+    """``saved_tensors_hooks`` that see the shards of DTensors in their place."""
+    if "torch.distributed.tensor" not in sys.modules:  # so that there are none
+        return saved_tensors_hooks(pack, unpack)
+
+    def pack_local(tensor: torch.Tensor) -> Any:
+        shard = local(tensor)
+        return pack(shard) if shard is tensor else _Sharded(pack(shard), _kind(tensor))
+
+    def unpack_local(packed: Any) -> torch.Tensor:
+        return packed.like(unpack(packed.packed)) if type(packed) is _Sharded else unpack(packed)
+
+    return saved_tensors_hooks(pack_local, unpack_local)
+
+
+def _kind(tensor: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes a DTensor like `tensor` of its shard."""
+    kind, spec = type(tensor), tensor._spec
+    return lambda shard: kind(shard, spec, requires_grad=False)
 
 
 def watch_saved(look: Callable[[torch.Tensor], object]) -> saved_tensors_hooks:
-    """Within this, `look` is called with each tensor that autograd saves, in order; what it returns stays in the graph
-    in its place."""
-    return saved_tensors_hooks(look, _never)
+    """For a run that is only looked at, without a backward: `look` is called with each tensor that autograd saves, in
+    order; what it returns stays in the graph in its place."""
+    return saved_hooks(look, _never)
 
 
 def _never(_: Any) -> torch.Tensor:

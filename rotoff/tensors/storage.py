@@ -31,6 +31,17 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
+_OWN = frozenset([torch.Tensor, torch.nn.Parameter])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor: of a DTensor its shard, of others themselves."""
+    if type(tensor) in _OWN:
+        return tensor
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
+
+
 STANDS_FOR: dict[int, int] = {}  # of storages that stand for others: of parameters while they are lent to a device
 
 
@@ -41,7 +52,7 @@ def storage_key(tensor: torch.Tensor) -> int:
         MeasureError: where the tensor has no storage, as sparse ones have none.
     """
     try:
-        key = tensor.untyped_storage()._cdata
+        key = local(tensor).untyped_storage()._cdata
         return STANDS_FOR.get(key, key)
     except NotImplementedError:
         raise MeasureError(

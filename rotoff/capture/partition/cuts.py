@@ -130,18 +130,16 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
     sizes = {v.storage: v.nbytes for v in tape.variables if v.storage is not None}
     changed = {owned for op in operations for owned in op.writes_owned}
     alive = Counter[int]()  # storage -> variables alive
-    views = (
-        0  # alive, of parameters, and of buffers that change: a stage gets those from the module, never as its input
-    )
+    bound = 0  # alive, and nothing that a stage can take as its input
     costs = []
     for position in range(len(operations)):
         for variables, more in ((begin, 1), (end, -1)):
             for n in variables.get(position, ()):
-                views += more * _inner_view(tape, n, changed)
+                bound += more * _is_bound(tape, n, changed)
                 if n not in lasting and (storage := tape.variables[n].storage) is not None:
                     alive[storage] += more
         crossing = tuple((births[s], sizes[s]) for s, count in alive.items() if count)
-        costs.append(_Cost(made[position], None if position in welded or views else crossing))
+        costs.append(_Cost(made[position], None if position in welded or bound else crossing))
     return costs
 
 
@@ -186,9 +184,12 @@ def _crossing(tape: Tape, operations: list[Operation]) -> tuple[dict[int, list[i
     return begin, end
 
 
-def _inner_view(tape: Tape, n: int, changed: set[Owned]) -> bool:
+def _is_bound(tape: Tape, n: int, changed: set[Owned]) -> bool:
+    """Whether no stage takes a variable as its input: a DTensor; a view of a parameter, or of a buffer that changes,
+    which a stage gets from the module."""
     variable = tape.variables[n]
-    return variable.storage is None and (variable.needs_grad or not changed.isdisjoint(variable.owners))
+    inner = variable.storage is None and (variable.needs_grad or not changed.isdisjoint(variable.owners))
+    return variable.sharded or inner
 
 
 def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:

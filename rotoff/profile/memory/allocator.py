@@ -16,7 +16,7 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 
 from ...errors import MeasureError
-from ...tensors.storage import block_bytes, rounded
+from ...tensors.storage import block_bytes, local, rounded
 
 T = TypeVar("T")
 _MARK = "rotoff::mark "
@@ -171,7 +171,7 @@ class DeviceAllocator:
 
     def address(self, tensor: torch.Tensor) -> int:
         try:
-            return tensor.untyped_storage().data_ptr()
+            return local(tensor).untyped_storage().data_ptr()
         except RuntimeError as error:
             raise MeasureError(
                 f"the model works on a {type(tensor).__name__}, whose bytes rotoff cannot see; use plain tensors"

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...capture.partition.segment import results_noted
 from ...tensors.saved_tensors import watch_saved
+from ...tensors.storage import local
 from ...tensors.tree import flatten
 from ..timing.harness import Run, get_edges
 from .allocator import AllocationLog, Allocator
@@ -59,9 +60,9 @@ def dropped(run: Run, allocator: Allocator, look: Callable[[torch.Tensor], None]
 
 
 def _place(allocator: Allocator, tensor: torch.Tensor) -> tuple[int, StorageWeakRef]:
-    return allocator.address(tensor), StorageWeakRef(tensor.untyped_storage())
+    return allocator.address(tensor), StorageWeakRef(local(tensor).untyped_storage())
 
 
 def _uses(tensor: torch.Tensor) -> int:
     """How many tensors lie in the storage of this one."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(local(tensor).untyped_storage()._cdata)

@@ -1,0 +1,126 @@
+"""Run by `ranks`: a few steps of a model that `parallelize_module` has split, with and without rotoff; prints lines that
+`test_distributed` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from distributed_steps import whole
+from ranks import say
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import rotoff
+from rotoff.core.sequence import OpKind
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, 4 * WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = self.norm(x)  # with sequence parallelism a DTensor, which the model's code holds
+        return x + self.down(nn.functional.silu(self.gate(here)) * self.up(here))
+
+
+class Net(nn.Module):
+    """No ``nn.Sequential``: stages are found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+SPLITS: dict[str, Callable[[], dict[str, object]]] = {
+    "tensor": lambda: {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()},
+    "sequence": lambda: {
+        "norm": SequenceParallel(),
+        "gate": ColwiseParallel(input_layouts=Shard(1)),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    },
+}
+
+
+def model(split: str, mesh: DeviceMesh) -> Net:
+    torch.manual_seed(0)
+    made = Net()
+    inner = mesh["tp"] if mesh.ndim > 1 else mesh
+    for block in made.blocks:
+        parallelize_module(block, inner, SPLITS[split]())
+    if mesh.ndim > 1:
+        for block in (*made.blocks, made.head):
+            fully_shard(block, mesh=mesh["dp"])
+    return made
+
+
+def train(run: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.05, momentum=0.9)
+    seen = []
+    for n in range(3):
+        optimizer.zero_grad()
+        loss = run(x + n).square().mean()
+        loss.backward()
+        seen += [loss.detach(), *(whole(p.grad).clone() for p in run.parameters())]
+        optimizer.step()
+    return seen
+
+
+def main(split: str) -> None:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if ranks > 2 else init_device_mesh("cpu", (2,))
+    inner = mesh["tp"] if mesh.ndim > 1 else mesh
+    x = torch.randn(4, 16 if split == "tensor" else 8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    if split == "tensor":
+        dist.broadcast(x, group=inner.get_group(), group_src=0)
+    expected = train(model(split, mesh), x)
+    for mode in ("joint", "remat", "offload"):
+        planned = rotoff.Checkpointable(model(split, mesh), process_group=True, cache_directory=None).measure(x)
+        limit = (planned.min_mem_limit(mode) + planned.keep_all_memory) // 2
+        planned.compute_sequence(limit, mode=mode)
+        got = train(planned, x)
+        equal = all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        plans: list[str | None] = [None] * ranks
+        dist.all_gather_object(plans, f"{planned.sequence}\n{planned.mem_limit}")
+        work = any(op.kind not in (OpKind.F_ALL, OpKind.B) for op in planned.sequence)
+        if dist.get_rank() == 0:
+            say(f"{mode}: equal={equal} same_plan={len(set(plans)) == 1} works={work} stages={len(planned.chain) > 3}")
+        planned.close()
+    returning = model(split, mesh)
+    returning.head = parallelize_module(nn.Linear(WIDTH, 8), inner, ColwiseParallel(use_local_output=False))
+    alone = refusal(model(split, mesh), x, None, "give Checkpointable process_group=True")
+    sharded = refusal(returning, x, True, "use_local_output=True")
+    if dist.get_rank() == 0:
+        say(f"alone: {alone}")
+        say(f"sharded result: {sharded}")
+
+
+def refusal(made: nn.Module, x: torch.Tensor, group: bool | None, sentence: str) -> str:
+    """ "refused" where measuring is, by a `sentence` like this."""
+    try:
+        rotoff.Checkpointable(made, process_group=group, cache_directory=None).measure(x)
+    except rotoff.MeasureError as error:
+        return "refused" if sentence in str(error) else str(error)
+    return "measured"
