@@ -23,7 +23,7 @@ import numpy as np
 
 from ..core.chain import Chain, check_chain
 from ..core.sequence import Op, OpKind, Sequence
-from .arrays import Arrays, arrays
+from .arrays import arrays
 from .kernels.plan import Evaluator
 from .placement import RESIDENT, place
 
@@ -77,11 +77,8 @@ def evaluator(
     chain: Chain, mem_limit: int, visits: int, host_limit: int | None = None, most_ops: int | None = None
 ) -> Evaluator:
     """Decoder of plans with `visits` columns at a limit of `mem_limit` bytes."""
-    c: Arrays = arrays(chain)
     most = most_ops if most_ops is not None else 16 * len(chain) + 64
-    host = -1 if host_limit is None else min(host_limit, 2**63 - 1)  # more than a chain can have
-    links = (chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex, chain.bidirectional_shares)
-    return Evaluator(c, *links, mem_limit, host, visits, most)
+    return Evaluator(chain, arrays(chain), mem_limit, host_limit, visits, most)
 
 
 def to_ops(rows: np.ndarray) -> tuple[Op, ...]:
