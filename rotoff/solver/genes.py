@@ -13,17 +13,15 @@ from functools import lru_cache
 import numpy as np
 
 from ..core.chain import Chain
-from ..core.sequence import Op, OpKind, Sequence, Value
+from ..core.sequence import Sequence, Value
 from .arrays import arrays
 from .kernels.place import Placer
-from .plan_codes import KINDS as MOVES_OF_STAGES
+from .plan_codes import OF, to_ops
 
 GENES, SLOTS = 4, 4
 MASK, FLAGS, AT, RANK = range(GENES)
 EVERYWHERE = (1 << 13) - 1  # every bit of a mask
 STATE_LEAVES, GRADIENT_LEAVES, ON_HOST = 1, 2, 4
-KINDS = (*MOVES_OF_STAGES, OpKind.U, OpKind.H)
-_OF = {1: "w", 2: "g", 3: "o"}
 
 
 # Bytes and seconds of a group, as `kernels.cycle` reads them.
@@ -74,13 +72,4 @@ def joined(codes: np.ndarray, genes: np.ndarray) -> np.ndarray:
 def to_sequence(kernel: Placer, plan: np.ndarray) -> Sequence:
     """The sequence that `plan` stands for."""
     rows, rest = kernel.text(plan)
-    ops = []
-    for number, stage, form, of in rows:
-        kind = KINDS[number]
-        if kind is OpKind.F_ALL:
-            ops.append(Op(OpKind.F_SEL if form else kind, stage, form))
-        elif number < 4 or number >= len(MOVES_OF_STAGES):
-            ops.append(Op(kind, stage))
-        else:
-            ops.append(Op(kind, stage, saved=of == 0, of=_OF.get(of, "")))
-    return Sequence(tuple(ops), resident=[str(Value(False, k, _OF[of])) for of, k in rest])
+    return Sequence(to_ops(rows), resident=[str(Value(False, k, OF[of])) for of, k in rest])

@@ -68,16 +68,16 @@ cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_liv
 
 
 cdef inline void _emit(int32_t *emitted, Result *r, int32_t kind, int32_t stage, int32_t form,
-                       bint saved) noexcept nogil:
+                       int32_t of) noexcept nogil:
     """A row for what is emitted, where anything is."""
     cdef int32_t *row = emitted + 4 * r.n_emitted
     if emitted != NULL:
-        row[0], row[1], row[2], row[3] = kind, stage, form, saved
+        row[0], row[1], row[2], row[3] = kind, stage, form, of
         r.n_emitted += 1
 
 
 cdef inline void _emit_move(int32_t *emitted, Result *r, int32_t kind, Value *value) noexcept nogil:
-    _emit(emitted, r, kind, value.level, 0, value.form >= 0)
+    _emit(emitted, r, kind, value.level, 0, 0 if value.form >= 0 else -1)
 
 
 cdef struct Moves:
@@ -177,7 +177,7 @@ cdef inline double _later(double a, double b) noexcept nogil:
 
 
 cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Result *r) noexcept nogil:
-    """Pass 4: when everything happens; rows (kind, stage, form, saved) go to `emitted` where that is not NULL."""
+    """Pass 4: when everything happens; rows (kind, stage, form, of) go to `emitted` where that is not NULL."""
     cdef int32_t v, i, t, g
     cdef Py_ssize_t next_free = 0, next_wait = 0
     cdef int64_t peak = 0, host = 0, host_peak = 0
@@ -221,7 +221,7 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
             compute = _later(compute, copied(l, v))
             if w.value[v].moves:
                 host -= w.value[v].size
-        _emit(emitted, r, op.kind, i, op.form, op.kind == ALL)
+        _emit(emitted, r, op.kind, i, op.form, -1)
         if v >= 0 and (op.kind == ALL or op.kind == CK):
             _emit_move(emitted, r, E_DROP, &w.value[v])
         v = op.made
@@ -258,5 +258,5 @@ cdef void judge(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Result *r
 
 
 cdef void write(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *emitted, Result *r) noexcept nogil:
-    """The same, and its operations as rows (kind, stage, form, saved)."""
+    """The same, and its operations as rows (kind, stage, form, of), as of `rotoff.solver.plan_codes.to_ops`."""
     _decode(c, w, codes, V, emitted, r)

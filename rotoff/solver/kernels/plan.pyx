@@ -123,13 +123,13 @@ cdef class Evaluator:
         return r.makespan, r.peak, r.host_peak, r.over
 
     def operations(self, const int16_t[:, ::1] codes):
-        """The plan's operations as rows (kind, stage, form, saved); None where it has too many."""
+        """The plan's operations as rows (kind, stage, form, of); None where it has too many."""
         cdef Result r
         with nogil:
             write(&self.c, &self.w, &codes[0, 0], self.V, &self.emitted[0], &r)
         if r.n_ops < 0:
             return None
-        return np.asarray(self.emitted)[: 4 * r.n_emitted].reshape(-1, 4).copy()
+        return np.asarray(self.emitted)[: 4 * r.n_emitted].reshape(-1, 4).tolist()
 
     def anneal(self, int16_t[:, ::1] codes, Py_ssize_t evaluations, uint64_t seed, double hot, double cold,
                const int16_t[::1] masks, double weight, int16_t[:, ::1] best, const int8_t[::1] stop):

@@ -11,7 +11,7 @@ cdef enum:
     EARLY = 8  # the same from the start: a_q is made right after ā_q, which leaves at once
     KIND = 4   # code >> KIND: 0 is F_ck, 1 + k is F_all (k = 0) or F_sel k
 
-# How an operation runs, and what else stands in a decoded plan, as in rotoff.solver.genes.KINDS.
+# How an operation runs, and what else stands in a decoded plan, as in rotoff.solver.plan_codes.KINDS.
 cdef enum:
     ALL = 0  # F_all, or F_sel of a form
     CK = 1

@@ -59,6 +59,7 @@ from ..arrays import arrays
 from .heavy import check_stages, heavy_stages
 from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
+from .segments import sweep
 
 TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")
 
@@ -119,11 +120,9 @@ def forward(L: int, checkpoints: list[int], kept: bool) -> list[Op]:
 
 def again(segment: Segment, last: int) -> list[Op]:
     """From the checkpoint before a segment to ā_last alone."""
-    made: list[Op] = []
-    for q in range(segment.first, last):
-        made.append(F_ck(q) if q == segment.first else F_none(q))
-    made.append(F_all(last))
-    return made + ([drop(a(last - 1))] if last > segment.first else [])
+    if last == segment.first:
+        return [F_all(last)]
+    return [*sweep(segment.first, last - 1), F_all(last), drop(a(last - 1))]
 
 
 def backward(L: int, checkpoints: list[int], once: set[Segment], kept: bool) -> list[Op]:
