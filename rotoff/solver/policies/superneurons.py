@@ -232,17 +232,12 @@ def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[i
     pool = Pool(chain, mem_limit, [] if technique == "liveness" else checkpoints)
     if technique == "pool":
         return _eagerly(pool, compute, checkpoints)
-    before = _checkpoint_before(checkpoints)
+    # What a checkpoint's backward fetches for the one before it: the ā from which that one's input comes.
+    before = {i: abar(checkpoints[n - 2]) for n, i in enumerate(checkpoints) if n >= 2}
     for op in compute:
         if not pool.run(op, before.get(op.stage) if op.kind is OpKind.B else None):
             return None
     return tuple(pool.ops)
-
-
-def _checkpoint_before(checkpoints: list[int]) -> dict[int, Value]:
-    """What the backward of each checkpoint fetches for the checkpoint before it: the ā from which that one's input
-    comes."""
-    return {i: abar(checkpoints[n - 2]) for n, i in enumerate(checkpoints) if n >= 2}
 
 
 def _eagerly(pool: Pool, compute: list[Op], checkpoints: list[int]) -> tuple[Op, ...] | None:
