@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ChainError
 from ..io.json_file import load_json, save_json
-from .chain_fields import at_most, bytes_of, check_name, seconds, several
+from .chain_fields import at_most, bytes_of, check_name, number, several
 from .parameters import ParameterGroup
 
 FORMAT = "rotoff.chain"
@@ -85,9 +85,9 @@ class Stage:
         where = f"stage {self.name!r}" if self.name else "a stage"
         put = object.__setattr__
         check_name(self.name, "a stage")
-        put(self, "forward_time", seconds(self.forward_time, "forward_time", where))
-        put(self, "backward_time", seconds(self.backward_time, "backward_time", where))
-        put(self, "tail_time", seconds(self.tail_time, "tail_time", where))
+        put(self, "forward_time", number(self.forward_time, "forward_time", where))
+        put(self, "backward_time", number(self.backward_time, "backward_time", where))
+        put(self, "tail_time", number(self.tail_time, "tail_time", where))
         if self.tail_time > self.forward_time:
             raise ChainError(
                 f"tail_time of {where} is {self.tail_time}, more than its forward_time of {self.forward_time}; it is"
@@ -162,7 +162,7 @@ class Chain:
             if not isinstance(stage, Stage):
                 raise ChainError(f"a stage is {stage!r}, not a rotoff.Stage")
         for name in ("d2h_bandwidth", "h2d_bandwidth"):
-            value = seconds(getattr(self, name), name, "the chain")
+            value = number(getattr(self, name), name, "the chain")
             if value == 0:
                 raise ChainError(f"{name} of the chain is 0; give bytes per second above 0 (mode='remat' uses no link)")
             put(self, name, value)
@@ -355,7 +355,7 @@ def _checked_form(form: Form, k: int, where: str) -> Form:
         raise ChainError(f"{where} is {form!r}, not a rotoff.Form")
     return Form(
         saved_bytes=bytes_of(form.saved_bytes, "saved_bytes", where),
-        backward_time=seconds(form.backward_time, "backward_time", where),
+        backward_time=number(form.backward_time, "backward_time", where),
         forward_transient_bytes=bytes_of(form.forward_transient_bytes, "forward_transient_bytes", where),
         backward_transient_bytes=bytes_of(form.backward_transient_bytes, "backward_transient_bytes", where),
         extra=form.extra,

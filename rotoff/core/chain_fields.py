@@ -33,10 +33,6 @@ def number(value: Any, name: str, where: str) -> float:
     return real
 
 
-def seconds(value: Any, name: str, where: str) -> float:
-    return number(value, name, where)
-
-
 def bytes_of(value: Any, name: str, where: str) -> int:
     real = number(value, name, where)
     whole = int(value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ChainError
-from .chain_fields import bytes_of, check_name, seconds, several
+from .chain_fields import bytes_of, check_name, number, several
 
 _FIELDS = ("name", "stages", "bytes", "grad_bytes", "state_bytes", "update_time", "update_transient_bytes")
 
@@ -57,9 +57,9 @@ class ParameterGroup:
         put(self, "stages", stages)
         for name in ("bytes", "grad_bytes", "state_bytes", "update_transient_bytes"):
             put(self, name, bytes_of(getattr(self, name), name, where))
-        put(self, "update_time", seconds(self.update_time, "update_time", where))
+        put(self, "update_time", number(self.update_time, "update_time", where))
         if self.host_update_time is not None:
-            put(self, "host_update_time", seconds(self.host_update_time, "host_update_time", where))
+            put(self, "host_update_time", number(self.host_update_time, "host_update_time", where))
         if self.state_bytes and not self.grad_bytes:
             raise ChainError(
                 f"state_bytes of {where} is {self.state_bytes}, but grad_bytes is 0; frozen parameters have no"

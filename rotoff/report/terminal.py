@@ -21,9 +21,10 @@ from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes, parse_bytes
 from .expected_step import ShownStep, shown_step
-from .summary import Fate, GroupFate, fates, group_fates, ranges
+from .summary import fates, group_fates, ranges
 
 _HEIGHT = 7  # rows of the curve
+_LEFT = 9  # characters before a row
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
 # ANSI: forward, recompute, backward, idle, both copies, updates, copies and bytes of parameters, what is faint
@@ -52,8 +53,14 @@ _STYLES = {
     "h": "31",
     "z": "31",
 }
-_FATES = {"kept": "k", "reduced": "s", "moved": "m", "recomputed": "r", "moved and recomputed": "x"}
-_GROUP_FATES = {  # a letter and words for what becomes of a group of parameters
+_FATES = {  # a letter and words for what becomes of a stage, or of a group of parameters
+    "kept": ("k", "kept"),
+    "reduced": ("s", "kept in a smaller form"),
+    "moved": ("m", "moved to the host"),
+    "recomputed": ("r", "recomputed"),
+    "moved and recomputed": ("x", "moved and recomputed"),
+}
+_GROUP_FATES = {
     "resident": ("k", "resident"),
     "streamed": ("p", "parameters streamed"),
     "state moved": ("o", "optimizer state moved"),
@@ -99,22 +106,22 @@ def render(
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     paint = _Paint(has_colour(sys.stdout) if colour is None else colour)
     columns = max(40, min(120, shutil.get_terminal_size().columns) if width is None else width)
-    left = 9
-    room = columns - left - 1
+    room = columns - _LEFT - 1
 
     lines = [paint("bold", part) for part in _wrap(_headline(chain, step, mode), columns)]
-    lines += ["", *_curve(shown, limit, room, left, paint)]
+    lines += ["", *_curve(shown, limit, room, paint)]
     for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d"), ("on host", "host")):
         if lane == "compute" or any(event.lane == lane for event in shown.events):
-            lines.append(f"{name:>{left - 1}} {paint.each(_lane(shown, lane, room))}".rstrip())
-    lines.append(f"{'':>{left}}{_axis(shown.makespan, room)}")
+            lines.append(f"{name:>{_LEFT - 1}} {paint.each(_lane(shown, lane, room))}".rstrip())
+    lines.append(f"{'':>{_LEFT}}{_axis(shown.makespan, room)}")
     legend = "F forward  R forward again  B backward  . idle  > to host  < to device"
     if chain.parameters:
         legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
-    lines += [paint("faint", f"{'':>{left}}{part}") for part in _wrap(legend, room)]
-    lines += ["", *_stages(fates(ops), room, left, columns, paint)]
+    lines += [paint("faint", f"{'':>{_LEFT}}{part}") for part in _wrap(legend, room)]
+    lines += ["", *_letters("stages", {f.stage: f.word for f in fates(ops)}, _FATES, columns, paint)]
     if chain.parameters:
-        lines += _groups(group_fates(sequence if isinstance(sequence, Plan) else ops), room, left, columns, paint)
+        groups = group_fates(sequence if isinstance(sequence, Plan) else ops)
+        lines += _letters("params", {f.group: f.word for f in groups}, _GROUP_FATES, columns, paint)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -161,7 +168,7 @@ def _headline(chain: Chain, step: ShownStep, mode: str) -> str:
     return " · ".join(parts)
 
 
-def _curve(trace: Trace, limit: int | None, room: int, left: int, paint: _Paint) -> list[str]:
+def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[str]:
     """The most bytes on the device in each column's time, in `_HEIGHT` rows; the top is the limit, if there is one."""
     top = max(limit or 0, trace.peak_bytes) or 1
     peaks, parameters = [0] * room, [0] * room
@@ -190,10 +197,10 @@ def _curve(trace: Trace, limit: int | None, room: int, left: int, paint: _Paint)
             for height, lower in zip(eighths, theirs, strict=True)
         )
         mark = marks.get(row, "")
-        rows.append(f"{mark:>{left - 1}} {paint.bars(cells)}")
+        rows.append(f"{mark:>{_LEFT - 1}} {paint.bars(cells)}")
     if limit is not None:
         label = f"limit {format_bytes(limit)} "
-        rows.insert(0, f"{'':>{left}}{paint('faint', label + '┄' * max(0, room - len(label)))}")
+        rows.insert(0, f"{'':>{_LEFT}}{paint('faint', label + '┄' * max(0, room - len(label)))}")
     return rows
 
 
@@ -234,40 +241,19 @@ def _axis(makespan: float, room: int) -> str:
     return text + end.rjust(max(len(end) + 1, room - len(text)))
 
 
-def _stages(made: tuple[Fate, ...], room: int, left: int, columns: int, paint: _Paint) -> list[str]:
-    """A letter for each stage, and the same in words."""
-    letters = "".join(_FATES[fate.word] for fate in made)
-    words = {
-        "k kept": [f.stage for f in made if f.word == "kept"],
-        "s kept in a smaller form": [f.stage for f in made if f.word == "reduced"],
-        "m moved to the host": [f.stage for f in made if f.word == "moved"],
-        "r recomputed": [f.stage for f in made if f.word == "recomputed"],
-        "x moved and recomputed": [f.stage for f in made if f.word == "moved and recomputed"],
-    }
-    return _row_of_letters("stages", letters, words, room, left, columns, paint)
-
-
-def _groups(made: tuple[GroupFate, ...], room: int, left: int, columns: int, paint: _Paint) -> list[str]:
-    """The same for each group of parameters."""
-    letters = "".join(_GROUP_FATES[fate.word][0] for fate in made)
-    words = {
-        f"{letter} {text}": [f.group for f in made if f.word == word] for word, (letter, text) in _GROUP_FATES.items()
-    }
-    return _row_of_letters("params", letters, words, room, left, columns, paint)
-
-
-def _row_of_letters(
-    name: str, letters: str, words: dict[str, list[int]], room: int, left: int, columns: int, paint: _Paint
+def _letters(
+    name: str, found: dict[int, str], letters: dict[str, tuple[str, str]], columns: int, paint: _Paint
 ) -> list[str]:
-    rows = []
-    for start in range(0, len(letters), room):
-        mark = f"{start + 1}-{min(len(letters), start + room)}"
-        rows.append(f"{name if not start else '':>{left - 1}} {paint.each(letters[start : start + room])}")
-        rows[-1] += f"  {paint('faint', mark)}" if len(letters) <= room - len(mark) - 2 else ""
-    for word, numbers in words.items():
-        if numbers:
-            text = _wrap(f"{word}: {ranges(numbers)}", columns - left)
-            rows += [f"{'':>{left}}{part}" for part in (text if len(text) <= 2 else [*text[:1], f"{text[1][:-2]} …"])]
+    """A letter for each number by what is `found` of it, and the same in words."""
+    row, room, rows = "".join(letters[fate][0] for fate in found.values()), columns - _LEFT - 1, []
+    for start in range(0, len(row), room):
+        mark = f"{start + 1}-{min(len(row), start + room)}"
+        rows.append(f"{name if not start else '':>{_LEFT - 1}} {paint.each(row[start : start + room])}")
+        rows[-1] += f"  {paint('faint', mark)}" if len(row) <= room - len(mark) - 2 else ""
+    for fate, (letter, words) in letters.items():
+        if numbers := [number for number, word in found.items() if word == fate]:
+            text = _wrap(f"{letter} {words}: {ranges(numbers)}", columns - _LEFT)
+            rows += [f"{'':>{_LEFT}}{part}" for part in (text if len(text) <= 2 else [text[0], f"{text[1][:-2]} …"])]
     return rows
 
 

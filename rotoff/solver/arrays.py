@@ -32,6 +32,23 @@ class Arrays:
     b_transient: np.ndarray
     u_B: np.ndarray
 
+    @property
+    def real(self) -> np.ndarray:
+        """Which columns are forms of each stage."""
+        return np.arange(self.u_B.shape[1]) < self.n_forms[:, None]
+
+    @property
+    def fastest(self) -> np.ndarray:
+        """Seconds of each stage's backward in its fastest form."""
+        return np.where(self.real, self.u_B, np.inf).min(axis=1)
+
+    @property
+    def entry(self) -> np.ndarray:
+        """Bytes of the smallest of a_i and the forms of ā_i, which stage i + 1 needs as its input; 0 of a_0 and a_L,
+        which the caller holds."""
+        smallest = np.where(self.real, self.saved, np.iinfo(np.int64).max).min(axis=1)
+        return np.concatenate([[0], np.minimum(self.out, smallest)[1:-1], [0]])
+
 
 MOST_BYTES = 2**54  # all values of a chain together; times 500 slots they still fit 64 bits
 
@@ -52,9 +69,6 @@ def arrays(chain: Chain) -> Arrays:
     L, K = len(chain), 1 + max(len(s.forms) for s in chain.stages)
     forms = [[stage.form(k) for k in range(1 + len(stage.forms))] for stage in chain.stages]
 
-    def row(values: list[Any], dtype: Any) -> np.ndarray:
-        return np.array(values, dtype=dtype)
-
     def table(name: str, dtype: Any) -> np.ndarray:
         made = np.zeros((L + 1, K), dtype=dtype)
         for i, stage_forms in enumerate(forms, start=1):
@@ -63,14 +77,14 @@ def arrays(chain: Chain) -> Arrays:
         return made
 
     return Arrays(
-        out=row([chain.output_bytes(i) for i in range(L + 1)], np.int64),
-        grad=row([chain.grad_bytes(i) for i in range(L + 1)], np.int64),
-        u_F=row([0.0] + [s.forward_time for s in chain.stages], np.float64),
-        u_again=row(
-            [0.0, *(s.forward_time - s.tail_time for s in chain.stages[:-1]), chain.stages[-1].forward_time], np.float64
+        out=np.array([chain.output_bytes(i) for i in range(L + 1)], np.int64),
+        grad=np.array([chain.grad_bytes(i) for i in range(L + 1)], np.int64),
+        u_F=np.array([0.0, *(s.forward_time for s in chain.stages)]),
+        u_again=np.array(
+            [0.0, *(s.forward_time - s.tail_time for s in chain.stages[:-1]), chain.stages[-1].forward_time]
         ),
-        ck_transient=row([0] + [s.checkpoint_transient_bytes for s in chain.stages], np.int64),
-        n_forms=row([1] + [len(f) for f in forms], np.int32),
+        ck_transient=np.array([0, *(s.checkpoint_transient_bytes for s in chain.stages)], np.int64),
+        n_forms=np.array([1, *map(len, forms)], np.int32),
         saved=table("saved_bytes", np.int64),
         f_transient=table("forward_transient_bytes", np.int64),
         b_transient=table("backward_transient_bytes", np.int64),

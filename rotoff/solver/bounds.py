@@ -240,10 +240,7 @@ def largest_operation(chain: Chain) -> tuple[str, int, int]:
 def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
     """Of stages 1 to L, what the forward and the backward need at least while they run."""
     c, L = arrays(chain), len(chain)
-    real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
-    most = np.iinfo(np.int64).max
-    entry = np.minimum(c.out, np.where(real, c.saved, most).min(axis=1)) * (np.arange(L + 1) < L)
-    entry[0] = 0
+    real, entry, most = c.real, c.entry, np.iinfo(np.int64).max
     ck = np.where(np.arange(L + 1) < L, c.out + c.ck_transient, most)
     forward = c.out[0] + np.minimum(np.where(real, c.saved + c.f_transient, most).min(axis=1)[1:], ck[1:]) + entry[:-1]
     gradients = c.grad[1:] + c.grad[:-1] + c.out[L] * (np.arange(1, L + 1) < L)
@@ -349,23 +346,19 @@ def least_time_of(chain: Chain, limit: int) -> float:
 @lru_cache(maxsize=256)
 def _certified(chain: Chain, limit: int) -> float:
     c, L = arrays(chain), len(chain)
-    real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
-    fastest = np.where(real, c.u_B, np.inf).min(axis=1)
+    fastest = c.fastest
     # In the machine's order, which a sum from the left is: rounding makes no other sequence's time less.
     least = float(np.cumsum(np.concatenate([c.u_F[1:], fastest[:0:-1]]))[-1])
     if L == 1 or least == 0:
         return least
     seconds, size = least, float(min(limit, 4 * MOST_BYTES))  # more than any sequence holds
-    saved = np.where(real, c.saved, np.inf).min(axis=1)
-    entry = np.minimum(c.out, saved) * (np.arange(L + 1) < L)
-    entry[0] = 0
     needs_F, needs_B = _needs_alone(chain)
     room = np.ascontiguousarray(1 - np.concatenate([needs_F, needs_B[::-1]]) / size)
     work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
     # A link that hardly moves may as well be faster: any finite rate is enough to keep all copies out.
     rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
-    slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
-    stages = (c.u_again / seconds, c.saved / size, slower, entry / size, c.n_forms)
+    slower = np.where(c.real, c.u_B - fastest[:, None], 0.0) / seconds
+    stages = (c.u_again / seconds, c.saved / size, slower, c.entry / size, c.n_forms)
     costs: tuple[Any, ...] = (chain.duplex, *rates, room, work, *stages)
 
     patience = max(20, min(PATIENCE, (480 if c.saved.shape[1] > 1 else 120) * L, ASCENT_WORK // (40 * L * L)))
@@ -395,10 +388,7 @@ def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[flo
     only.
     """
     c, L = arrays(chain), len(chain)
-    u_F, saved = (
-        c.u_again[1:L],
-        c.saved[1:L].min(axis=1, where=np.arange(c.saved.shape[1]) < c.n_forms[1:L, None], initial=1 << 62),
-    )
+    u_F, saved = c.u_again[1:L], c.saved[1:L].min(axis=1, where=c.real[1:L], initial=1 << 62)
     forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())
     most = np.finfo(np.float64).max / 1e20  # seconds of a copy over a link that hardly moves; times bytes it is finite
     with np.errstate(over="ignore"):

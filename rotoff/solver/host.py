@@ -9,6 +9,10 @@ import numpy as np
 from ..core.chain import Chain
 from ..core.sequence import (
     COMPUTES,
+    B,
+    F_all,
+    F_ck,
+    F_sel,
     H,
     Op,
     OpKind,
@@ -35,36 +39,23 @@ from .steady_bounds import update_moments
 
 def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
     """Operations that hold no more than `plan` was checked for (see `bounds.host_plan`), copy after copy."""
-    L, ops = len(chain), []
-
-    def move(kind: OpKind, v: Value) -> None:
-        ops.append(Op(kind, v.stage, saved=v.saved))
-
-    source = a(0)
+    L = len(chain)
+    inputs = [a(i) if plan.output_input[i] else abar(i) for i in range(L)]  # what is brought for B i + 1
+    forwards = [F_sel(i, form) if form else F_all(i) for i, form in enumerate(plan.form)]
+    ops: list[Op] = []
     for i in range(1, L):
-        form = plan.form[i]
-        ops.append(Op(OpKind.F_SEL if form else OpKind.F_ALL, i, form))
-        move(OpKind.OFFLOAD, abar(i))
+        ops += [forwards[i], offload(abar(i))]
         if plan.output_input[i]:
-            move(OpKind.FREE, abar(i))
-            ops.append(Op(OpKind.F_CK, i))
-            move(OpKind.OFFLOAD, a(i))
-        if source != a(0):
-            move(OpKind.FREE, source)
-        source = a(i) if plan.output_input[i] else abar(i)
-    form = plan.form[L]
-    ops.append(Op(OpKind.F_SEL if form else OpKind.F_ALL, L, form))
-    ops.append(Op(OpKind.B, L))
-    on_device = source  # dropped by B where it is an output
-    for i in range(L - 1, 0, -1):
-        if on_device != abar(i):
-            move(OpKind.PREFETCH, abar(i))
-            move(OpKind.WAIT, abar(i))
+            ops += [free(abar(i)), F_ck(i), offload(a(i))]
         if i > 1:
-            on_device = a(i - 1) if plan.output_input[i - 1] else abar(i - 1)
-            move(OpKind.PREFETCH, on_device)
-            move(OpKind.WAIT, on_device)
-        ops.append(Op(OpKind.B, i))
+            ops.append(free(inputs[i - 1]))
+    ops += [forwards[L], B(L)]  # which drops its input where that is an output
+    for i in range(L - 1, 0, -1):
+        if plan.output_input[i]:
+            ops += [prefetch(abar(i)), wait(abar(i))]
+        if i > 1:
+            ops += [prefetch(inputs[i - 1]), wait(inputs[i - 1])]
+        ops.append(B(i))
     return tuple(ops)
 
 

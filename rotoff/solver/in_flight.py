@@ -18,6 +18,7 @@ from ..core.chain import Chain, Stage
 from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Machine, simulate
+from ..core.trace import figures
 from ..errors import InfeasibleError, InvalidSequenceError, OptionError
 from .anneal import FLOAT_ERROR
 from .bounds import min_mem_limit
@@ -25,13 +26,8 @@ from .plan_codes import keep_all
 from .search import parse_host_limit
 from .solve import solve
 
-SHARES = (
-    1.0,
-    0.85,
-    0.6,
-    0.3,
-    0.0,
-)  # of the way from the fewest resting bytes to the most that can be; the quickest first
+# of the way from the fewest resting bytes to the most that can be; the quickest first
+SHARES = (1.0, 0.85, 0.6, 0.3, 0.0)
 QUICKLY = 0.01  # `refine` of each of these trades
 SEARCHED = 2  # of these trades, the fastest ones, are searched with all of the effort
 # In which modes trades are solved, and whether ā_L rests whole (`_resting`).
@@ -163,8 +159,7 @@ class _Shared:
         made, chain = tuple(ops), self.chain
         active = self.left(made)
         trace = simulate(chain, made, active)
-        said = {"makespan": trace.makespan, "peak_bytes": trace.peak_bytes, "host_peak_bytes": trace.host_peak_bytes}
-        meta = {**said, "resting_bytes": resting_bytes(chain, made), "source": source}
+        meta = {**figures(trace), "resting_bytes": resting_bytes(chain, made), "source": source}
         return Plan(made, mode=mode, mem_limit=active, meta=meta)
 
 

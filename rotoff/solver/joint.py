@@ -57,7 +57,6 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
         early[i, i:L] = np.maximum.accumulate(own[i, i:L] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
         late[i, i:L] = np.maximum.accumulate(own[i, i:L] + beta_B * U[i:L]) - beta_B * U[i:L]
     held = need.held
-    fastest = np.where(np.arange(c.u_B.shape[1]) < c.n_forms[:, None], c.u_B, np.inf).min(axis=1)
     clock_B = clock(c.u_B[:, 0], beta_B)
     by_form = np.diff(clock_B, prepend=0)[:, None] + np.floor(beta_B * (c.u_B - c.u_B[:, :1]) + 0.5).astype(np.int64)
     return Costs(
@@ -70,7 +69,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
         U=U,
         u_again=c.u_again,
         base=np.cumsum(c.u_F + c.u_B[:, 0]),
-        least=np.cumsum(c.u_again + fastest),
+        least=np.cumsum(c.u_again + c.fastest),
         u_B=c.u_B,
         n_forms=c.n_forms,
         out=slots.out,

@@ -86,10 +86,12 @@ class Pipeline:
         """The stages on a rank."""
         return sorted({task.stage for task in self.order[rank]})
 
-    def least(self, rank: int, mode: str = "joint") -> int:
+    def least(self, rank: int) -> int:
         """The smallest limit of a rank at which each of its stages has a plan by itself."""
         many = most_in_flight(self.order[rank])
-        return max(least_in_flight(self.pieces[s], mode, many, self.beside) + self.beside for s in self.of_rank(rank))
+        return max(
+            least_in_flight(self.pieces[s], "joint", many, self.beside) + self.beside for s in self.of_rank(rank)
+        )
 
     def run(self, plans: Sequence[tuple[Op, ...]]) -> PipelineTrace:
         """The step in which each stage runs its plan."""
@@ -124,9 +126,7 @@ class PlannedRanks(NamedTuple):
     rules: tuple[tuple[str, float], ...]
 
 
-def plan_pipeline(
-    pipeline: Pipeline, limits: Sequence[int], mode: str = "joint", refine: bool | float = REFINE
-) -> PlannedRanks:
+def plan_pipeline(pipeline: Pipeline, limits: Sequence[int], refine: bool | float = REFINE) -> PlannedRanks:
     """The fastest pipeline found in which each rank holds at most its limit, in bytes.
 
     Raises:
@@ -135,7 +135,7 @@ def plan_pipeline(
     known: dict[tuple[Chain, int, int], tuple[Op, ...]] = {}
     plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)
     for rank, limit in enumerate(limits):
-        plans = _planned_rank(pipeline, plans, rank, limit, mode, refine, known)
+        plans = _planned_rank(pipeline, plans, rank, limit, refine, known)
     found = [("rotoff", tuple(plans), pipeline.run(plans))]
     for rule in RULES:
         by_hand = _by_rule(pipeline, rule, limits)
@@ -149,7 +149,6 @@ def _planned_rank(
     plans: list[tuple[Op, ...]],
     rank: int,
     limit: int,
-    mode: str,
     refine: bool | float,
     known: dict[tuple[Chain, int, int], tuple[Op, ...]],
 ) -> list[tuple[Op, ...]]:
@@ -161,7 +160,7 @@ def _planned_rank(
             piece, left = pipeline.shared(pipeline.pieces[stage]), limit - beside - less
             if (key := (piece, many, left)) not in known:
                 try:
-                    known[key] = solve_in_flight(piece, max(1, left), many, beside, mode, refine=refine).ops
+                    known[key] = solve_in_flight(piece, max(1, left), many, beside, refine=refine).ops
                 except InfeasibleError as error:
                     least = error.min_mem_limit + beside + less
                     told = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, H, Op, OpKind, U, Value, drop, free, g, o, offload, prefetch, w, wait
 from ..core.sequence import Sequence as Plan
-from ..core.steady_step import WHEN, group_bytes
+from ..core.steady_step import Readers, check_when, group_bytes
 from ..errors import OptionError
 
 
@@ -55,8 +55,7 @@ def place(
         OptionError: if there is not one place for each group, or a group that the host should update has no
             host_update_time.
     """
-    if updates not in WHEN:
-        raise OptionError(f"updates is {updates!r}; give {' or '.join(map(repr, WHEN))}")
+    check_when(updates)
     if len(places) != len(chain.parameters):
         raise OptionError(f"there are {len(places)} places for {len(chain.parameters)} groups; give one for each")
     for k, (spot, group) in enumerate(zip(places, chain.parameters, strict=True), start=1):
@@ -71,10 +70,7 @@ class _Walk:
     def __init__(self, chain: Chain, places: Sequence[Place], updates: str, ahead: int) -> None:
         self.chain, self.updates, self.ahead = chain, updates, ahead
         self.places = dict(enumerate(places, start=1))
-        self.readers: dict[int, list[int]] = {}
-        for k, group in enumerate(chain.parameters, start=1):
-            for i in group.stages if group.bytes else ():
-                self.readers.setdefault(i, []).append(k)
+        self.readers = Readers(chain)
         self.ops: list[Op] = []
         spots = [pair for k, spot in self.places.items() for pair in ((w(k), spot.weights), (o(k), spot.state))]
         self.resident = [v for v, kept in spots if kept and group_bytes(chain, v)]
@@ -91,7 +87,7 @@ class _Walk:
 
     def run(self, activations: tuple[Op, ...]) -> Plan:
         computes = [op for op in activations if op.kind in COMPUTES]
-        self.uses = [self.readers.get(op.stage, []) for op in computes]
+        self.uses = [[v.stage for v in self.readers.weights.get(op.stage, ())] for op in computes]
         t = 0
         for op in activations:
             if op.kind not in COMPUTES:
@@ -119,9 +115,7 @@ class _Walk:
 
     def finished(self, i: int) -> list[int]:
         """The groups whose gradient is whole after ``B i``."""
-        return [
-            k for k, group in enumerate(self.chain.parameters, start=1) if min(group.stages) == i and group.grad_bytes
-        ]
+        return [v.stage for v in self.readers.whole.get(i, ())]
 
     def issue(self, t: int | None) -> None:
         """Issue what is due by t; everything if t is None."""

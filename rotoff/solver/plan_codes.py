@@ -22,15 +22,16 @@ from dataclasses import replace
 import numpy as np
 
 from ..core.chain import Chain, check_chain
-from ..core.sequence import Op, OpKind, Sequence
-from .arrays import Arrays, arrays
+from ..core.sequence import TRANSFERS, Op, OpKind, Sequence
+from .arrays import arrays
 from .kernels.plan import Evaluator
 from .placement import RESIDENT, place
 
 MOVE, DROP, APART, EARLY = 1, 2, 4, 8
 CK, ALL = 0, 16  # F_sel k is ALL + 16 * k
 _MOVES = (OpKind.OFFLOAD, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT, OpKind.DROP)
-KINDS = (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE, OpKind.B, *_MOVES)
+KINDS = (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE, OpKind.B, *_MOVES, OpKind.U, OpKind.H)
+OF = {1: "w", 2: "g", 3: "o"}
 
 
 def select(form: int) -> int:
@@ -45,15 +46,14 @@ def empty(chain: Chain, visits: int = 4) -> np.ndarray:
     return codes
 
 
-def from_forwards(chain: Chain, forwards: Iterable[tuple[int, int]], at_least: int = 4) -> np.ndarray:
+def from_forwards(chain: Chain, forwards: Iterable[tuple[int, int]]) -> np.ndarray:
     """The plan whose forwards, in program order, are the pairs (stage, code); codes repeat after a stage's last
     visit.
     """
     rows: list[list[int]] = [[] for _ in range(len(chain) + 1)]
     for stage, code in forwards:
         rows[stage].append(code)
-    width = max(at_least, max(len(row) for row in rows))
-    codes = empty(chain, width)
+    codes = empty(chain, max(4, *map(len, rows)))
     for stage, row in enumerate(rows):
         if row:
             codes[stage, : len(row)] = row
@@ -77,24 +77,21 @@ def evaluator(
     chain: Chain, mem_limit: int, visits: int, host_limit: int | None = None, most_ops: int | None = None
 ) -> Evaluator:
     """Decoder of plans with `visits` columns at a limit of `mem_limit` bytes."""
-    c: Arrays = arrays(chain)
     most = most_ops if most_ops is not None else 16 * len(chain) + 64
-    host = -1 if host_limit is None else min(host_limit, 2**63 - 1)  # more than a chain can have
-    links = (chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex, chain.bidirectional_shares)
-    return Evaluator(c, *links, mem_limit, host, visits, most)
+    return Evaluator(chain, arrays(chain), mem_limit, host_limit, visits, most)
 
 
-def to_ops(rows: np.ndarray) -> tuple[Op, ...]:
-    """The operations that decoded rows (kind, stage, form, saved) stand for."""
+def to_ops(rows: Iterable[Iterable[int]]) -> tuple[Op, ...]:
+    """The operations that decoded rows (kind, stage, form, of) stand for; of: -1 for a, 0 for ā, as in `OF` else."""
     ops = []
-    for kind, stage, form, saved in rows.tolist():
-        what = KINDS[kind]
-        if what is OpKind.F_ALL:
-            ops.append(Op(OpKind.F_SEL if form else what, stage, form))
-        elif kind < 4:
-            ops.append(Op(what, stage))
+    for number, stage, form, of in rows:
+        kind = KINDS[number]
+        if kind is OpKind.F_ALL:
+            ops.append(Op(OpKind.F_SEL if form else kind, stage, form))
+        elif kind in TRANSFERS:
+            ops.append(Op(kind, stage, saved=of == 0, of=OF.get(of, "")))
         else:
-            ops.append(Op(what, stage, saved=bool(saved)))
+            ops.append(Op(kind, stage))
     return tuple(ops)
 
 

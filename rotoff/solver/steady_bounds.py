@@ -157,8 +157,7 @@ def problem(
     time.
     """
     L, groups = len(chain), chain.parameters
-    real = np.arange(c.saved.shape[1])[None, :] < c.n_forms[:, None]
-    fastest = np.where(real, c.u_B, np.inf).min(axis=1)
+    fastest = c.fastest
     work = np.concatenate([c.u_F[1:], fastest[:0:-1], [0.0]])
     sizes = np.array(
         [[s.bytes for s in groups], [s.grad_bytes for s in groups], [s.state_bytes for s in groups]], float
@@ -170,14 +169,11 @@ def problem(
     if seconds == 0:
         return None
     size = float(min(max(limit, 1), MOST_LIMIT))
-    smallest = np.where(real, c.saved, np.inf).min(axis=1)
-    entry = np.minimum(c.out, smallest) * (np.arange(L + 1) < L)
-    entry[0] = 0
     at_end = c.out[0] + c.out[L] + c.grad[0]
     room = 1 + ROOM_ERROR - np.concatenate([needs[0], needs[1][::-1], [at_end]]) / size
     cuts = [sorted([i - 1 for i in s.stages] + [2 * L - i for i in s.stages]) for s in groups]
     rates = (size / chain.d2h_bandwidth / seconds, size / chain.h2d_bandwidth / seconds)
-    slower = np.where(real, c.u_B - fastest[:, None], 0.0) / seconds
+    slower = np.where(c.real, c.u_B - fastest[:, None], 0.0) / seconds
     dual = Dual(
         chain.duplex,
         *rates,
@@ -186,7 +182,7 @@ def problem(
         c.u_again / seconds,
         c.saved / size,
         slower,
-        entry / size,
+        c.entry / size,
         c.n_forms,
         sizes / size,
         np.ascontiguousarray(times / seconds),

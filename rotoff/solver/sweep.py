@@ -157,15 +157,11 @@ def _by_mode(problems: list[Problem], mode: str, bests: dict[str, list[Candidate
 
 def _by_policy(problems: list[Problem], policy: str) -> Iterator[Sequence | None]:
     for problem in problems:
-        yield _planned(problem, policy)
-
-
-def _planned(problem: Problem, policy: str) -> Sequence | None:
-    options = {"updates": problem.updates} if problem.chain.parameters else {}
-    try:
-        return run(policy, problem.chain, problem.limit, options)
-    except InfeasibleError:
-        return None
+        made = None
+        with suppress(InfeasibleError):
+            options = {"updates": problem.updates} if problem.chain.parameters else {}
+            made = run(policy, problem.chain, problem.limit, options)
+        yield made
 
 
 def _row(chain: Chain, limit: int, mode: str, sequence: Sequence | None, updates: str) -> Row:

@@ -69,5 +69,23 @@ cdef inline double compute_price(Problem *c, double p, double r, double more, do
     return 1.0 - both - other
 
 
+cdef inline void lower(double *v, const double *by) noexcept nogil:
+    """The nearest prices v at or above 0 with v · by ≤ 1; four of them."""
+    cdef double over = -1.0, most, squares
+    cdef Py_ssize_t i
+    for i in range(4):
+        v[i] = v[i] if v[i] > 0.0 else 0.0
+        over += by[i] * v[i]
+    while over > 1e-15:
+        squares = 0.0
+        for i in range(4):
+            squares += by[i] * by[i] if v[i] > 0.0 else 0.0
+        most = over / squares
+        over = -1.0
+        for i in range(4):
+            v[i] = v[i] - most * by[i] if v[i] > most * by[i] else 0.0
+            over += by[i] * v[i]
+
+
 cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
                        double *g_p, double *g_r, Second *g, Work *w) noexcept nogil

@@ -272,30 +272,6 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
     return value
 
 
-cdef inline void _to_simplex(double *p, double *r, double *r2, double *alpha, double out, double back) noexcept nogil:
-    """The nearest prices at or above 0 whose sum, those of copies times `out` and `back`, is at most 1."""
-    cdef double *x[4]
-    cdef double[4] by
-    cdef double over, squares
-    cdef Py_ssize_t k, turn
-    x[0], x[1], x[2], x[3] = p, r, r2, alpha
-    by[0], by[1], by[2], by[3] = out, back, back, 1.0
-    for k in range(4):
-        if x[k][0] < 0.0:
-            x[k][0] = 0.0
-    for turn in range(4):
-        over = by[0] * x[0][0] + by[1] * x[1][0] + by[2] * x[2][0] + x[3][0] - 1.0
-        if over <= 0.0:
-            return
-        squares = 0.0
-        for k in range(4):
-            squares += by[k] * by[k] if x[k][0] > 0.0 else 0.0
-        over /= squares
-        for k in range(4):
-            if x[k][0] > 0.0:
-                x[k][0] = x[k][0] - over * by[k] if x[k][0] > over * by[k] else 0.0
-
-
 cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double goal, Py_ssize_t patience,
                     double shrink, Work *w, double *kept) noexcept nogil:
     """Polyak's supergradient steps towards a target above the best value so far; the best value found.
@@ -303,13 +279,21 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
     x: λ, p, r, λ', r', α'; only the first three where nothing is paid for inputs. g: room for their supergradient.
     """
     cdef Py_ssize_t n = 2 * c.L, k, v, step, stale = 0, count = 3 if c.out == NULL else 6
-    cdef double value, best = -INFINITY, norm, length, s2 = 1.0 / n * (1.0 / n), over, by
+    cdef Py_ssize_t most
+    cdef Py_ssize_t[4] of = [1, 2, 4, 5]  # the prices of a second
+    cdef double[4] price
+    cdef double[4] both = [1.0, 1.0, 1.0, 1.0]
+    cdef double[4] out = [1.0, 0.0, 0.0, 1.0]
+    cdef double[4] back = [0.0, 1.0, 1.0, 1.0]
+    cdef double value, best = -INFINITY, norm, length, s2 = 1.0 / n * (1.0 / n), by
     cdef double ahead = goal
     cdef bint hinder = c.duplex and (c.out_share < 1.0 or c.in_share < 1.0)
     cdef double *lam = x[0]
     cdef double *p = x[1]
     cdef double *r = x[2]
     cdef Second second, second_g
+    if hinder:
+        both[0], both[1], both[2] = c.out_share, c.in_share, c.in_share
     second.lam, second.r, second.alpha = x[3], x[4], x[5]
     second_g.lam, second_g.r, second_g.alpha = g[3], g[4], g[5]
     for step in range(steps):
@@ -346,39 +330,20 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
             break
         length = (best + ahead - value) / norm
         for k in range(n):
-            lam[k] += length * s2 * g[0][k]
-            if lam[k] < 0.0:
-                lam[k] = 0.0
-            p[k] += length * g[1][k]
-            r[k] += length * g[2][k]
-            if count == 6 and k >= c.L:
-                x[3][k] += length * s2 * g[3][k]
-                if x[3][k] < 0.0:
-                    x[3][k] = 0.0
-                x[4][k] += length * g[4][k]
-                x[5][k] += length * g[5][k]
-                if not hinder:
-                    _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k], 1.0, 1.0)
-                    continue
+            most = count if k >= c.L else 3  # inputs are paid for in the backward phase alone
+            for v in range(0, most, 3):
+                x[v][k] += length * s2 * g[v][k]
+                if x[v][k] < 0.0:
+                    x[v][k] = 0.0
+            for v in range(4):
+                price[v] = x[of[v]][k] + length * g[of[v]][k] if of[v] < most else 0.0
+            lower(price, both)
             if hinder:  # each brings them nearer to all that are allowed, and none further from another's
-                _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k], c.out_share, c.in_share)
-                _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k], 1.0, 0.0)
-                _to_simplex(&p[k], &r[k], &x[4][k], &x[5][k], 0.0, 1.0)
-                continue
-            if p[k] < 0.0:
-                p[k] = 0.0
-            if r[k] < 0.0:
-                r[k] = 0.0
-            if p[k] + r[k] > 1.0:
-                over = (p[k] + r[k] - 1.0) / 2
-                p[k] -= over
-                r[k] -= over
-                if p[k] < 0.0:
-                    p[k] = 0.0
-                    r[k] = 1.0
-                elif r[k] < 0.0:
-                    r[k] = 0.0
-                    p[k] = 1.0
+                lower(price, out)
+                lower(price, back)
+            for v in range(4):
+                if of[v] < most:
+                    x[of[v]][k] = price[v]
     for v in range(count):
         memcpy(x[v], kept + v * n, n * sizeof(double))
     return best

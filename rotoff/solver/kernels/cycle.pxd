@@ -7,7 +7,7 @@ end of the step. A step follows a step, so position n + 1 is position 0 of the n
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t
 
 from rotoff.solver.kernels.lanes cimport Lanes
-from rotoff.solver.kernels.work cimport Chain, Work
+from rotoff.solver.kernels.work cimport Chain, List, Work
 
 # A group's genes, after the codes of the stages.
 cdef enum:
@@ -25,20 +25,62 @@ cdef enum:
     ON_HOST = 4
 
 
+# A row of rotoff.solver.genes.GROUP.
+cdef struct Group:
+    int64_t w, g, o, transient
+    double update
+    double host        # seconds, below 0 where the host cannot
+    int32_t first      # smallest stage: its B makes the gradient whole
+    int32_t last
+
+
 cdef struct Groups:
     Py_ssize_t K
     bint after
-    int64_t *w
-    int64_t *g
-    int64_t *o
-    int64_t *transient
-    double *update
-    double *host       # seconds, below 0 where the host cannot
-    int32_t *first     # smallest stage: its B makes the gradient whole
-    int32_t *last
+    Group *group
     int32_t *reads_from  # stage -> where its groups begin in `reads`
     int32_t *reads
     int32_t *slot      # of the stage among those of the group
+
+
+cdef struct Position:
+    int32_t act        # operation of the activations, or -1 - group
+    double lasts
+    List leaving, freed, fetched, awaited  # gaps
+
+
+cdef struct GroupPlaces:
+    int32_t update_at  # position of U, or before which H is issued
+    int32_t begun      # position of the first B
+    int32_t whole      # position of the last B
+    List uses          # of w
+
+
+cdef struct Use:
+    int32_t pos, bit
+
+
+cdef struct CycleValue:
+    int64_t size
+    int32_t away_from  # of the operations at which it must be away, the first, or -1, and the last
+    int32_t away_until
+
+
+# An absence from the device between two uses.
+cdef struct CycleGap:
+    int32_t value
+    int64_t size
+    int32_t begin      # position of the use before
+    int32_t end        # position of the use after, or -1
+    int32_t free_most, in_least
+    bint copies        # whether it begins with a copy out
+    double out_end, start
+    int32_t free_at, in_at
+
+
+cdef struct Event:
+    int32_t kind, subject, gone
+    double seconds
 
 
 cdef struct Cycle:
@@ -47,60 +89,29 @@ cdef struct Cycle:
     int64_t over, over_sum
     double least       # seconds of compute
     double work        # seconds of all of them and of the host together
-    # positions
-    int32_t *act       # operation of the activations, or -1 - group
-    int32_t *pos       # of each of them
-    double *lasts
+    Position *at
+    int32_t *pos       # of each operation of the activations
     int64_t *room      # bytes of the limit that are left, with every gap at its longest
     int64_t *left      # the same, with the gaps as long as they are now
     double *before     # when the operation there could start, over two steps
-    int32_t *out_head
-    int32_t *out_tail
-    int32_t *free_head
-    int32_t *free_tail
-    int32_t *in_head
-    int32_t *in_tail
-    int32_t *wait_head
-    int32_t *wait_tail
-    # groups
-    int32_t *order
-    int32_t *update_at  # position of U, or before which H is issued
-    int32_t *begun     # position of the first B
-    int32_t *whole     # position of the last B
-    int32_t *use_head
-    int32_t *use_tail
-    # uses of w
-    int32_t *use_pos
-    int32_t *use_bit
+    GroupPlaces *group
+    int32_t *order     # of updates
+    Use *use           # of w
     int32_t *use_next
-    # values
-    int64_t *size
-    Lanes lanes
-    int32_t *out_gap   # the gap whose free waits for this value's copy out, or -1
+    CycleValue *value
     int8_t *on_host
-    int32_t *away_from  # of the operations at which a value must be away, the first, or -1, and the last
-    int32_t *away_until
-    # gaps: absences from the device between two uses
-    int32_t *value
-    int32_t *from_     # position of the use before
-    int32_t *to        # position of the use after, or -1
-    int32_t *free_most
-    int32_t *in_least
-    int8_t *copies     # whether it begins with a copy out
-    int32_t *made      # position after which that copy is issued
-    double *out_end
-    double *start
-    int32_t *free_at
-    int32_t *in_at
+    Lanes lanes
+    CycleGap *gap
     int32_t *out_next
     int32_t *free_next
     int32_t *in_next
     int32_t *wait_next
-    # events in program order
-    int32_t *event
-    int32_t *subject
-    int32_t *gone
-    double *seconds
+    Event *event       # in program order
+
+
+cdef inline bint on_device(Cycle *s, int32_t k) noexcept nogil:
+    """Whether group k, which is trained, is updated there."""
+    return s.group[k].update_at < s.n and s.at[s.group[k].update_at].act == -1 - k
 
 
 cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil

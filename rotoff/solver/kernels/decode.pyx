@@ -18,19 +18,8 @@ from libc.stdint cimport int16_t, int32_t, int64_t
 
 from rotoff.solver.kernels.lanes cimport BACK_IN, OUT, Lanes, copied, drained, issue, reset
 from rotoff.solver.kernels.operations cimport operations
-from rotoff.solver.kernels.work cimport ALL, BACK, CK, NONE, Chain, Work, forward_time
-
-# Rows of the emitted operations, as in rotoff.solver.plan_codes.KINDS.
-cdef enum:
-    E_ALL = 0
-    E_CK = 1
-    E_NONE = 2
-    E_B = 3
-    E_OFFLOAD = 4
-    E_FREE = 5
-    E_PREFETCH = 6
-    E_WAIT = 7
-    E_DROP = 8
+from rotoff.solver.kernels.work cimport (ALL, BACK, CK, E_DROP, E_FREE, E_OFFLOAD, E_PREFETCH, E_WAIT, Chain, Gap,
+                                         Operation, Value, Work, append, forward_time)
 
 cdef double INF = float("inf")
 
@@ -49,49 +38,46 @@ cdef void _bring(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_liv
     """v is used by operation t: on the device by then."""
     if v < 0:
         return
-    w.head[v] = w.use_next[w.head[v]]
-    if not w.on[v]:
-        w.on[v] = 1
-        held[0] += w.size[v]
-        w.gap_to[w.gap_of[v]] = t
-        w.reload[n_reloads[0]] = w.gap_of[v]
+    cdef Value *value = &w.value[v]
+    value.uses.head = w.use_next[value.uses.head]
+    if not value.on:
+        value.on = True
+        held[0] += value.size
+        w.gap[value.gap_of].end = t
+        w.reload[n_reloads[0]] = value.gap_of
         n_reloads[0] += 1
         w.live[n_live[0]] = v
         n_live[0] += 1
 
 
 cdef void _lose(Work *w, int32_t v, int64_t *held, Py_ssize_t *n_live) noexcept nogil:
-    if v < 0:
-        return
-    if w.on[v]:
-        held[0] -= w.size[v]
-        w.on[v] = 0
-        if w.movable[v]:
+    if v >= 0 and w.value[v].on:
+        held[0] -= w.value[v].size
+        w.value[v].on = False
+        if w.value[v].movable:
             _live_remove(w, n_live, v)
 
 
 cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live, Py_ssize_t *n_gaps) noexcept nogil:
     """v is freed before operation t and comes back before its next use."""
-    cdef Py_ssize_t g = n_gaps[0]
     _live_remove(w, n_live, v)
-    w.on[v] = 0
-    held[0] -= w.size[v]
-    w.moves[v] = 1
-    w.gap_of[v] = <int32_t>g
-    w.gap_value[g] = v
-    w.gap_from[g] = t
-    w.gap_floor[g] = t
-    w.gap_to[g] = -1
-    n_gaps[0] = g + 1
+    w.value[v].on, w.value[v].moves, w.value[v].gap_of = False, True, <int32_t>n_gaps[0]
+    held[0] -= w.value[v].size
+    w.gap[n_gaps[0]] = Gap(v, t, -1, t)
+    n_gaps[0] += 1
 
 
-cdef inline Py_ssize_t _emit(int32_t *emitted, Py_ssize_t e, int32_t kind, int32_t stage, int32_t form,
-                             bint saved) noexcept nogil:
-    emitted[4 * e] = kind
-    emitted[4 * e + 1] = stage
-    emitted[4 * e + 2] = form
-    emitted[4 * e + 3] = saved
-    return e + 1
+cdef inline void _emit(int32_t *emitted, Result *r, int32_t kind, int32_t stage, int32_t form,
+                       int32_t of) noexcept nogil:
+    """A row for what is emitted, where anything is."""
+    cdef int32_t *row = emitted + 4 * r.n_emitted
+    if emitted != NULL:
+        row[0], row[1], row[2], row[3] = kind, stage, form, of
+        r.n_emitted += 1
+
+
+cdef inline void _emit_move(int32_t *emitted, Result *r, int32_t kind, Value *value) noexcept nogil:
+    _emit(emitted, r, kind, value.level, 0, 0 if value.form >= 0 else -1)
 
 
 cdef struct Moves:
@@ -101,21 +87,23 @@ cdef struct Moves:
 
 cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Result *r) noexcept nogil:
     """Pass 2: program order alone decides memory."""
-    cdef int32_t v, i, t, farthest
+    cdef int32_t v, i, t, farthest, use
     cdef Py_ssize_t x, n_live = 0, n_gaps = 0, n_reloads = 0, best_x
     cdef int64_t held = c.out[0], need, gradient = 0, over = 0
     cdef bint backward = False
     cdef int32_t turn = 0
+    cdef Operation *op
     for t in range(<int32_t>n):
-        i = w.stage[t]
-        _bring(w, w.source[t], t, &held, &n_live, &n_reloads)
-        if w.kind[t] == BACK:
-            _bring(w, w.saved_set[t], t, &held, &n_live, &n_reloads)
-            need = c.grad[i] + c.grad[i - 1] + c.b_transient[i * c.K + w.form[t]]
+        op = &w.op[t]
+        i = op.stage
+        _bring(w, op.source, t, &held, &n_live, &n_reloads)
+        if op.kind == BACK:
+            _bring(w, op.saved_set, t, &held, &n_live, &n_reloads)
+            need = c.grad[i] + c.grad[i - 1] + c.b_transient[i * c.K + op.form]
         else:
-            need = w.size[w.made[t]]
-            if w.kind[t] == ALL:
-                need += c.f_transient[i * c.K + w.form[t]]
+            need = w.value[op.made].size
+            if op.kind == ALL:
+                need += c.f_transient[i * c.K + op.form]
             else:
                 need += c.ck_transient[i]
             if backward:
@@ -123,43 +111,44 @@ cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Result *r) noexcept
             elif i == c.L:
                 turn = t
                 # δ_L is held as soon as stage L has run, by any free before B L too.
-                if w.size[w.made[t]] + c.grad[i] > need:
-                    need = w.size[w.made[t]] + c.grad[i]
-        if w.away[t] >= 0:
-            if w.on[w.away[t]]:
-                _evict(w, w.away[t], t, &held, &n_live, &n_gaps)
+                if w.value[op.made].size + c.grad[i] > need:
+                    need = w.value[op.made].size + c.grad[i]
+        if op.away >= 0:
+            if w.value[op.away].on:
+                _evict(w, op.away, t, &held, &n_live, &n_gaps)
             else:
-                w.gap_floor[w.gap_of[w.away[t]]] = t
+                w.gap[w.value[op.away].gap_of].floor = t
         while held + need > c.limit:
             farthest = t
             best_x = -1
             for x in range(n_live):
                 v = w.live[x]
-                if w.head[v] >= 0 and v != w.source[t] and v != w.saved_set[t] and w.use_op[w.head[v]] > farthest:
-                    farthest = w.use_op[w.head[v]]
+                use = w.value[v].uses.head
+                if use >= 0 and v != op.source and v != op.saved_set and w.use_op[use] > farthest:
+                    farthest = w.use_op[use]
                     best_x = x
             if best_x < 0:
                 if held + need - c.limit > over:
                     over = held + need - c.limit
                 break
             _evict(w, w.live[best_x], t, &held, &n_live, &n_gaps)
-        w.memory[t] = held + need
-        if w.made[t] >= 0:
-            v = w.made[t]
-            held += w.size[v]
-            w.on[v] = 1
-            if w.movable[v]:
+        op.memory = held + need
+        if op.made >= 0:
+            v = op.made
+            held += w.value[v].size
+            w.value[v].on = True
+            if w.value[v].movable:
                 w.live[n_live] = v
                 n_live += 1
             if i == c.L:
                 backward = True
                 gradient = c.grad[i]
         else:
-            _lose(w, w.saved_set[t], &held, &n_live)
+            _lose(w, op.saved_set, &held, &n_live)
             gradient = c.grad[i - 1]
             if i == c.L:
                 held += c.out[i]  # the caller still holds a_L
-        _lose(w, w.gone[t], &held, &n_live)
+        _lose(w, op.gone, &held, &n_live)
     m.n_gaps = n_gaps
     m.n_reloads = n_reloads
     m.turn = turn
@@ -172,20 +161,15 @@ cdef void _prefetches(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t floor_p
     cdef Py_ssize_t x
     cdef int64_t size
     for t in range(<int32_t>n):
-        w.place_head[t] = -1
+        w.place[t].head = -1
     for x in range(m.n_reloads):
         g = w.reload[x]
-        size = w.size[w.gap_value[g]]
-        p = w.gap_to[g]
-        while p - 1 > w.gap_floor[g] and p > floor_place and w.memory[p - 1] + size <= c.limit:
+        size = w.value[w.gap[g].value].size
+        p = w.gap[g].end
+        while p - 1 > w.gap[g].floor and p > floor_place and w.op[p - 1].memory + size <= c.limit:
             p -= 1
-            w.memory[p] += size
-        w.gap_next[g] = -1
-        if w.place_head[p] < 0:
-            w.place_head[p] = g
-        else:
-            w.gap_next[w.place_tail[p]] = g
-        w.place_tail[p] = g
+            w.op[p].memory += size
+        append(&w.place[p], w.gap_next, g)
 
 
 cdef inline double _later(double a, double b) noexcept nogil:
@@ -193,73 +177,65 @@ cdef inline double _later(double a, double b) noexcept nogil:
 
 
 cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Result *r) noexcept nogil:
-    """Pass 4: when everything happens; rows (kind, stage, form, saved) go to `emitted` where that is not NULL."""
+    """Pass 4: when everything happens; rows (kind, stage, form, of) go to `emitted` where that is not NULL."""
     cdef int32_t v, i, t, g
-    cdef Py_ssize_t e = 0, next_free = 0, next_wait = 0
+    cdef Py_ssize_t next_free = 0, next_wait = 0
     cdef int64_t peak = 0, host = 0, host_peak = 0
     cdef double compute = 0.0
     cdef Lanes *l = &w.lanes
+    cdef Operation *op
+    r.n_emitted = 0
     reset(l)
     for t in range(<int32_t>n):
-        if w.memory[t] > peak:
-            peak = w.memory[t]
-        while next_free < m.n_gaps and w.gap_from[next_free] == t:
-            v = w.gap_value[next_free]
+        op = &w.op[t]
+        if op.memory > peak:
+            peak = op.memory
+        while next_free < m.n_gaps and w.gap[next_free].begin == t:
+            v = w.gap[next_free].value
             compute = _later(compute, copied(l, v))
-            l.copy_end[v] = 0.0
+            l.job[v].copy_end = 0.0
             next_free += 1
-            if emitted != NULL:
-                e = _emit(emitted, e, E_FREE, w.level[v], 0, w.vform[v] >= 0)
-        g = w.place_head[t]
+            _emit_move(emitted, r, E_FREE, &w.value[v])
+        g = w.place[t].head
         while g >= 0:
-            v = w.gap_value[g]
-            issue(l, BACK_IN, v, compute, w.size[v] / c.in_bandwidth)
-            if emitted != NULL:
-                e = _emit(emitted, e, E_PREFETCH, w.level[v], 0, w.vform[v] >= 0)
+            v = w.gap[g].value
+            issue(l, BACK_IN, v, compute, w.value[v].size / c.in_bandwidth)
+            _emit_move(emitted, r, E_PREFETCH, &w.value[v])
             g = w.gap_next[g]
-        while next_wait < m.n_reloads and w.gap_to[w.reload[next_wait]] == t:
-            v = w.gap_value[w.reload[next_wait]]
+        while next_wait < m.n_reloads and w.gap[w.reload[next_wait]].end == t:
+            v = w.gap[w.reload[next_wait]].value
             compute = _later(compute, copied(l, v))
             next_wait += 1
-            if emitted != NULL:
-                e = _emit(emitted, e, E_WAIT, w.level[v], 0, w.vform[v] >= 0)
-        i = w.stage[t]
-        if w.kind[t] == BACK:
-            compute += c.u_B[i * c.K + w.form[t]]
-            v = w.saved_set[t]
+            _emit_move(emitted, r, E_WAIT, &w.value[v])
+        i = op.stage
+        if op.kind == BACK:
+            compute += c.u_B[i * c.K + op.form]
+            v = op.saved_set
             compute = _later(compute, copied(l, v))
-            if w.moves[v]:
-                host -= w.size[v]
+            if w.value[v].moves:
+                host -= w.value[v].size
         else:
             compute += forward_time(c, w, t, t + 1)
-        v = w.gone[t]
+        v = op.gone
         if v >= 0:
             compute = _later(compute, copied(l, v))
-            if w.moves[v]:
-                host -= w.size[v]
-        if emitted != NULL:
-            if w.kind[t] == ALL:
-                e = _emit(emitted, e, E_ALL, i, w.form[t], 1)
-            elif w.kind[t] == BACK:
-                e = _emit(emitted, e, E_B, i, 0, 0)
-            else:
-                e = _emit(emitted, e, E_NONE if w.kind[t] == NONE else E_CK, i, 0, 0)
-            if v >= 0 and (w.kind[t] == ALL or w.kind[t] == CK):
-                e = _emit(emitted, e, E_DROP, w.level[v], 0, w.vform[v] >= 0)
-        v = w.made[t]
-        if v >= 0 and w.moves[v]:
-            issue(l, OUT, v, compute, w.size[v] / c.out_bandwidth)
-            host += w.size[v]
+            if w.value[v].moves:
+                host -= w.value[v].size
+        _emit(emitted, r, op.kind, i, op.form, -1)
+        if v >= 0 and (op.kind == ALL or op.kind == CK):
+            _emit_move(emitted, r, E_DROP, &w.value[v])
+        v = op.made
+        if v >= 0 and w.value[v].moves:
+            issue(l, OUT, v, compute, w.value[v].size / c.out_bandwidth)
+            host += w.value[v].size
             if host > host_peak:
                 host_peak = host
-            if emitted != NULL:
-                e = _emit(emitted, e, E_OFFLOAD, w.level[v], 0, w.vform[v] >= 0)
+            _emit_move(emitted, r, E_OFFLOAD, &w.value[v])
     if c.host_limit >= 0 and host_peak - c.host_limit > r.over:
         r.over = host_peak - c.host_limit
     r.makespan = _later(compute, drained(l))
     r.peak = peak
     r.host_peak = host_peak
-    r.n_emitted = e
 
 
 cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *emitted, Result *r) noexcept nogil:
@@ -282,5 +258,5 @@ cdef void judge(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Result *r
 
 
 cdef void write(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *emitted, Result *r) noexcept nogil:
-    """The same, and its operations as rows (kind, stage, form, saved)."""
+    """The same, and its operations as rows (kind, stage, form, of), as of `rotoff.solver.plan_codes.to_ops`."""
     _decode(c, w, codes, V, emitted, r)

@@ -12,6 +12,16 @@ cdef enum:
     HOST = 2
 
 
+# What copies a value, by its number.
+cdef struct Job:
+    int32_t next
+    double ready, seconds
+    bint out              # whether it is a copy out
+    bint held             # whether what it needs has not ended
+    double copy_end       # of the value's last copy, below 0 until that is known
+    double off_end        # of what made the host's copy, likewise: the copy out, or the update on the host
+
+
 cdef struct Lanes:
     int32_t back          # the lane of copies in: that of copies out where the link is not duplex
     double[2] share       # of a direction's bandwidth while the other one is busy
@@ -20,14 +30,7 @@ cdef struct Lanes:
     int32_t[3] tail
     bint[3] begun
     double[3] end         # of the first job if it has begun, else of the last one that ran
-    # values
-    int32_t *next
-    double *ready
-    double *seconds
-    bint *out             # whether the job is a copy out
-    bint *held            # whether what it needs has not ended
-    double *copy_end      # of the value's last copy, below 0 until that is known
-    double *off_end       # of what made the host's copy, likewise: the copy out, or the update on the host
+    Job *job
     int32_t base, K       # from base on: w of K groups, their g, their o, and their updates on the host
     int32_t *update       # the last one of a group
 
@@ -42,15 +45,15 @@ cdef inline void reset(Lanes *l) noexcept nogil:
 
 cdef inline double _begins(Lanes *l, int32_t lane, int32_t job) noexcept nogil:
     """When the first job of a lane may begin; below 0 while that is not known."""
-    if l.held[job]:
+    if l.job[job].held:
         return -1.0
-    return l.ready[job] if l.ready[job] > l.end[lane] else l.end[lane]
+    return l.job[job].ready if l.job[job].ready > l.end[lane] else l.end[lane]
 
 
 cdef inline void _release(Lanes *l, int32_t job, double now) noexcept nogil:
-    if l.held[job]:
-        l.held[job] = False
-        l.ready[job] = now if now > l.ready[job] else l.ready[job]
+    if l.job[job].held:
+        l.job[job].held = False
+        l.job[job].ready = now if now > l.job[job].ready else l.job[job].ready
 
 
 cdef inline void _ended(Lanes *l, int32_t lane, int32_t job, double now) noexcept nogil:
@@ -58,12 +61,12 @@ cdef inline void _ended(Lanes *l, int32_t lane, int32_t job, double now) noexcep
     l.end[lane] = now
     if lane == HOST:
         w = l.base + (job - l.base) % l.K
-        l.off_end[w] = l.off_end[w + 2 * l.K] = now
+        l.job[w].off_end = l.job[w + 2 * l.K].off_end = now
         _release(l, w, now)
         return
-    l.copy_end[job] = now
-    if l.out[job]:
-        l.off_end[job] = now
+    l.job[job].copy_end = now
+    if l.job[job].out:
+        l.job[job].off_end = now
         w = job - l.K
         if l.base <= w < l.base + l.K:
             _release(l, l.update[w - l.base], now)
@@ -72,28 +75,29 @@ cdef inline void _ended(Lanes *l, int32_t lane, int32_t job, double now) noexcep
 cdef inline void issue(Lanes *l, int32_t direction, int32_t job, double ready, double seconds) noexcept nogil:
     """A job on a lane that begins at `ready` or later, and not before what it needs has ended."""
     cdef int32_t lane = l.back if direction == BACK_IN else direction, w = job
+    cdef Job *j = &l.job[job]
     cdef double after = 0.0
     if direction == HOST:
         w = l.base + (job - l.base) % l.K
         l.update[w - l.base] = job
-        after = l.off_end[w + l.K]
+        after = l.job[w + l.K].off_end
     elif direction == BACK_IN:
-        after = l.off_end[job]
-    l.ready[job], l.out[job], l.held[job] = after if after > ready else ready, direction == OUT, after < 0.0
+        after = j.off_end
+    j.ready, j.out, j.held = after if after > ready else ready, direction == OUT, after < 0.0
     if l.apart:  # what is issued later changes nothing
         _ended(l, lane, job, _begins(l, lane, job) + seconds)
         return
-    l.seconds[job], l.next[job] = seconds, -1
+    j.seconds, j.next = seconds, -1
     if direction == HOST:
-        l.off_end[w] = l.off_end[w + 2 * l.K] = -1.0
+        l.job[w].off_end = l.job[w + 2 * l.K].off_end = -1.0
     else:
-        l.copy_end[job] = -1.0
+        j.copy_end = -1.0
         if direction == OUT:
-            l.off_end[job] = -1.0
+            j.off_end = -1.0
     if l.head[lane] < 0:
         l.head[lane] = job
     else:
-        l.next[l.tail[lane]] = job
+        l.job[l.tail[lane]].next = job
     l.tail[lane] = job
 
 
@@ -120,13 +124,13 @@ cdef inline void _step(Lanes *l) noexcept nogil:
     job = l.head[at]
     if not l.begun[at]:
         l.begun[at] = True
-        l.end[at] = now + l.seconds[job]
+        l.end[at] = now + l.job[job].seconds
         if beside:
             l.end[at] = _scaled(l.end[at], now, 1.0 / l.share[at])
             l.end[other] = _scaled(l.end[other], now, 1.0 / l.share[other])
         return
     l.begun[at] = False
-    l.head[at] = l.next[job]
+    l.head[at] = l.job[job].next
     _ended(l, at, job, now)
     if beside:
         l.end[other] = _scaled(l.end[other], now, l.share[other])
@@ -134,9 +138,9 @@ cdef inline void _step(Lanes *l) noexcept nogil:
 
 cdef inline double copied(Lanes *l, int32_t v) noexcept nogil:
     """When the copy of v has ended, if nothing is issued before that."""
-    while l.copy_end[v] < 0.0:
+    while l.job[v].copy_end < 0.0:
         _step(l)
-    return l.copy_end[v]
+    return l.job[v].copy_end
 
 
 cdef inline double drained(Lanes *l) noexcept nogil:

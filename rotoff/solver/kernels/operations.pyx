@@ -7,7 +7,8 @@ Forwards 1..L; then for each B i = L..1 whatever forwards are missing, from the 
 
 from libc.stdint cimport int16_t, int32_t, int64_t
 
-from rotoff.solver.kernels.work cimport ALL, APART, BACK, CK, DROP, EARLY, KIND, MOVE, NONE, Chain, Work
+from rotoff.solver.kernels.work cimport (ALL, APART, BACK, CK, DROP, EARLY, KIND, MOVE, NONE, Chain, List,
+                                         Operation, Value, Work, append)
 
 
 cdef struct Counts:
@@ -18,34 +19,17 @@ cdef struct Counts:
 cdef inline int32_t _value(Work *w, Counts *n, int32_t level, int32_t form, int64_t size, bint movable) noexcept nogil:
     cdef int32_t v = n.values
     n.values = v + 1
-    w.level[v] = level
-    w.vform[v] = form
-    w.size[v] = size
-    w.movable[v] = movable
-    w.moves[v] = 0
-    w.apart[v] = 0
-    w.on[v] = 0
-    w.head[v] = -1
-    w.tail[v] = -1
-    w.gap_of[v] = -1
-    w.lanes.copy_end[v] = 0.0
-    w.lanes.off_end[v] = 0.0
+    w.value[v] = Value(level, form, size, movable, False, False, False, List(-1, -1), -1)
+    w.lanes.job[v].copy_end = w.lanes.job[v].off_end = 0.0
     return v
 
 
 cdef inline void _use(Work *w, Counts *n, int32_t v, int32_t op) noexcept nogil:
-    cdef int32_t u
     if v < 0:
         return
-    u = n.uses
-    n.uses = u + 1
-    w.use_op[u] = op
-    w.use_next[u] = -1
-    if w.head[v] < 0:
-        w.head[v] = u
-    else:
-        w.use_next[w.tail[v]] = u
-    w.tail[v] = u
+    w.use_op[n.uses] = op
+    append(&w.value[v].uses, w.use_next, n.uses)
+    n.uses += 1
 
 
 cdef void _forward(Chain *c, Work *w, Counts *n, int32_t q, int32_t code, bint last, bint must_save) noexcept nogil:
@@ -60,40 +44,32 @@ cdef void _forward(Chain *c, Work *w, Counts *n, int32_t q, int32_t code, bint l
         form = -1
     if form >= 0 and (code & EARLY) and (code & MOVE) and not must_save and q < c.L:
         _forward_one(c, w, n, q, form, True, False, source)
-        w.stash[q] = w.made[n.ops - 1]
+        w.stash[q] = w.op[n.ops - 1].made
         _forward_one(c, w, n, q, -1, True, dropped, source)
         return
     _forward_one(c, w, n, q, form, code & MOVE, dropped, source)
-    w.apart[w.made[n.ops - 1]] = form >= 0 and (code & APART) and (code & MOVE) and q < c.L
+    w.value[w.op[n.ops - 1].made].apart = form >= 0 and (code & APART) and (code & MOVE) and q < c.L
 
 
 cdef void _forward_one(Chain *c, Work *w, Counts *n, int32_t q, int32_t form, bint moves, bint dropped,
                        int32_t source) noexcept nogil:
-    cdef int32_t t = <int32_t>n.ops
+    cdef int32_t t = <int32_t>n.ops, made
+    cdef Operation *op = &w.op[t]
     n.ops = t + 1
-    w.stage[t] = q
-    w.source[t] = source
-    w.gone[t] = -1
-    w.saved_set[t] = -1
-    w.away[t + 1] = -1
     _use(w, n, source, t)
     if form < 0:
-        w.kind[t] = CK
-        w.form[t] = 0
-        w.made[t] = _value(w, n, q, -1, c.out[q], moves and q < c.L)
-        if w.stash[q] >= 0:
-            w.away[t] = w.stash[q]
+        made = _value(w, n, q, -1, c.out[q], moves and q < c.L)
+        op[0] = Operation(CK, q, 0, source, made, -1, -1, w.stash[q], 0)
     else:
-        w.kind[t] = ALL
-        w.form[t] = form
-        w.made[t] = _value(w, n, q, form, c.saved[q * c.K + form], moves and q < c.L)
-    w.have[q] = w.made[t]
+        made = _value(w, n, q, form, c.saved[q * c.K + form], moves and q < c.L)
+        op[0] = Operation(ALL, q, form, source, made, -1, -1, -1, 0)
+    w.have[q] = made
     if dropped:
-        w.gone[t] = source
-        w.movable[source] = 0  # its host copy would outlive it and forbid making it again
+        op.gone = source
+        w.value[source].movable = False  # its host copy would outlive it and forbid making it again
         w.have[q - 1] = -1
-        if form < 0 and w.vform[source] < 0:
-            w.kind[t] = NONE
+        if form < 0 and w.value[source].form < 0:
+            op.kind = NONE
 
 
 cdef inline int32_t _nearest(Work *w, int32_t q) noexcept nogil:
@@ -120,7 +96,6 @@ cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V
     cdef Counts n
     cdef int32_t q, i, t, L = <int32_t>c.L, low, high, source, aside
     n.ops = n.values = n.uses = 0
-    w.away[0] = -1
     for q in range(L + 1):
         w.have[q] = -1
         w.stash[q] = -1
@@ -144,7 +119,7 @@ cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V
             for q in range(low + 1, high + 1):
                 _forward(c, w, &n, q, _next_code(w, codes, V, q), q == i, q == i)
         source = w.have[i - 1]
-        if i > 1 and w.apart[source] and w.movable[source] and w.head[source] >= 0:
+        if i > 1 and w.value[source].apart and w.value[source].movable and w.value[source].uses.head >= 0:
             # a_{i-1} from the nearest value below, while ā_{i-1} waits on the host for B i-1.
             aside = source
             w.have[i - 1] = -1
@@ -155,23 +130,16 @@ cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V
                 _forward(c, w, &n, q, _next_code(w, codes, V, q), False, False)
             w.visits[i - 1] += 1
             _forward(c, w, &n, i - 1, 0, False, False)
-            w.away[n.ops - 1] = aside
+            w.op[n.ops - 1].away = aside
             source = w.have[i - 1]
             w.have[i - 1] = aside
         t = <int32_t>n.ops
-        w.kind[t] = BACK
-        w.stage[t] = i
-        w.source[t] = source
-        w.away[t + 1] = -1
-        w.made[t] = -1
-        w.gone[t] = -1
-        w.saved_set[t] = w.have[i]
-        w.form[t] = w.vform[w.have[i]]
+        w.op[t] = Operation(BACK, i, w.value[w.have[i]].form, source, -1, -1, w.have[i], -1, 0)
         _use(w, &n, source, t)
         _use(w, &n, w.have[i], t)
         w.have[i] = -1
-        if i > 1 and w.vform[source] < 0:
-            w.gone[t] = source
+        if i > 1 and w.value[source].form < 0:
+            w.op[t].gone = source
             if w.have[i - 1] == source:
                 w.have[i - 1] = -1
         n.ops += 1

@@ -1,22 +1,20 @@
-from typing import Any
-
 import numpy as np
 
+from ...core.chain import Chain
+from ..arrays import Arrays
 from .plan import Evaluator
 
 class Placer(Evaluator):
     def __init__(
         self,
-        arrays: Any,
-        out_bandwidth: float,
-        in_bandwidth: float,
-        duplex: bool,
-        shares: tuple[float, float],
+        chain: Chain,
+        arrays: Arrays,
         limit: int,
-        host_limit: int,
+        host_limit: int | None,
         visits: int,
         cap: int,
-        groups: Any,
+        groups: np.ndarray,
+        reads: tuple[np.ndarray, np.ndarray, np.ndarray],
         after: bool,
     ) -> None: ...
     def judge(self, codes: np.ndarray) -> tuple[float, int, int, int]: ...

@@ -12,12 +12,12 @@ from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
 from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS,
-                                          STATE_LEAVES, Cycle,
-                            Groups, cycle)
-from rotoff.solver.kernels.flow cimport E_B, E_HERE, E_OFFLOAD, E_U, PERIODS, ROUNDS, flow, host_peak
+                                          STATE_LEAVES, Cycle, CycleGap, CycleValue, Event, Group, GroupPlaces, Groups,
+                                          Position, Use, cycle, on_device)
+from rotoff.solver.kernels.flow cimport PERIODS, ROUNDS, flow, host_peak
 from rotoff.solver.kernels.moves cimport below, mutate, unit
 from rotoff.solver.kernels.plan cimport Evaluator
-from rotoff.solver.kernels.work cimport Chain, Work
+from rotoff.solver.kernels.work cimport BACK, E_HERE, E_U, Chain, Work
 
 cdef double INF = float("inf")
 # What a second of a lane's work costs beside the step's seconds: of plans that take equally long, the one that moves
@@ -81,7 +81,7 @@ cdef void _shift(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state) noexc
     elif choice == 2:
         gene[AT] = 1
     elif choice == 3:
-        gene[AT] = <int16_t>p.first[k]
+        gene[AT] = <int16_t>p.group[k].first
     elif choice < 6:
         other = below(state, p.K)
         rank = gene[RANK]
@@ -91,8 +91,8 @@ cdef void _shift(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state) noexc
         gene[RANK] = <int16_t>(below(state, 2 * p.K + 1)) - <int16_t>p.K
     if gene[AT] < 1:
         gene[AT] = 1
-    elif gene[AT] > p.first[k]:
-        gene[AT] = <int16_t>p.first[k]
+    elif gene[AT] > p.group[k].first:
+        gene[AT] = <int16_t>p.group[k].first
 
 
 cdef void _mutate_groups(Groups *p, int16_t *genes, uint64_t *state) noexcept nogil:
@@ -182,100 +182,56 @@ cdef class Placer(Evaluator):
     """Decodes plans of one chain with parameters at one limit.
 
     Args:
-        groups: the groups' bytes and seconds, as `rotoff.solver.genes.GroupArrays`. after: whether updates come after
-            ``B 1``. The others are those of `Evaluator`.
+        groups, reads: as `rotoff.solver.genes.group_arrays` returns them. after: whether updates come after ``B 1``.
+            The others are those of `Evaluator`.
     """
 
     cdef Groups p
     cdef Cycle s
 
-    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, shares,
-                 int64_t limit, int64_t host_limit, Py_ssize_t visits, Py_ssize_t cap, groups, bint after):
-        Evaluator.__init__(self, arrays, out_bandwidth, in_bandwidth, duplex, shares, limit, host_limit, visits, cap)
+    def __init__(self, chain, arrays, int64_t limit, host_limit, Py_ssize_t visits, Py_ssize_t cap, groups, reads,
+                 bint after):
+        Evaluator.__init__(self, chain, arrays, limit, host_limit, visits, cap)
         cdef Groups *p = &self.p
         cdef Cycle *s = &self.s
         cdef Py_ssize_t k, n
-        p.K = groups.w.shape[0]
+        reads_from, read, slots = reads
+        p.K = len(groups)
         p.after = after
-        p.w = <int64_t *>self._input(groups.w)
-        p.g = <int64_t *>self._input(groups.g)
-        p.o = <int64_t *>self._input(groups.o)
-        p.transient = <int64_t *>self._input(groups.transient)
-        p.update = <double *>self._input(groups.update)
-        p.host = <double *>self._input(groups.host)
-        p.first = <int32_t *>self._input(groups.first)
-        p.last = <int32_t *>self._input(groups.last)
-        p.reads_from = <int32_t *>self._input(groups.reads_from)
-        p.reads = <int32_t *>self._input(groups.reads)
-        p.slot = <int32_t *>self._input(groups.slot)
+        p.group = <Group *>self._input(groups)
+        p.reads_from = <int32_t *>self._input(reads_from)
+        p.reads = <int32_t *>self._input(read)
+        p.slot = <int32_t *>self._input(slots)
         n = cap + p.K + 4
-        self._positions(n)
-        s.order = <int32_t *>self._room(p.K + 1, np.int32)
-        s.update_at = <int32_t *>self._room(p.K + 1, np.int32)
-        s.begun = <int32_t *>self._room(p.K + 1, np.int32)
-        s.whole = <int32_t *>self._room(p.K + 1, np.int32)
-        s.use_head = <int32_t *>self._room(p.K + 1, np.int32)
-        s.use_tail = <int32_t *>self._room(p.K + 1, np.int32)
+        s.at = <Position *>self._room(n * sizeof(Position))
+        s.pos = self._ints(n)
+        s.room = <int64_t *>self._room(n * sizeof(int64_t))
+        s.left = <int64_t *>self._room(n * sizeof(int64_t))
+        s.before = <double *>self._room(2 * n * sizeof(double))
+        s.group = <GroupPlaces *>self._room((p.K + 1) * sizeof(GroupPlaces))
+        s.order = self._ints(p.K + 1)
         s.n_order = 0
         for k in range(p.K):
-            if p.g[k] > 0:
+            if p.group[k].g > 0:
                 s.order[s.n_order] = <int32_t>k
                 s.n_order += 1
-        uses = n * max(1, int(np.diff(groups.reads_from).max())) + p.K
-        s.use_pos = <int32_t *>self._room(uses, np.int32)
-        s.use_bit = <int32_t *>self._room(uses, np.int32)
-        s.use_next = <int32_t *>self._room(uses, np.int32)
+        uses = n * max(1, int(np.diff(reads_from).max())) + p.K
+        s.use = <Use *>self._room(uses * sizeof(Use))
+        s.use_next = self._ints(uses)
         s.base = <int32_t>(cap + 2)
         values = s.base + 3 * p.K + 1
-        s.size = <int64_t *>self._room(values, np.int64)
+        s.value = <CycleValue *>self._room(values * sizeof(CycleValue))
+        for k in range(values):
+            s.value[k].away_from = -1
+        s.on_host = <int8_t *>self._room(values)
         self._lanes(&s.lanes, values + PERIODS * p.K, s.base, p.K)
-        s.out_gap = <int32_t *>self._room(values, np.int32)
-        s.on_host = <int8_t *>self._room(values, np.int8)
-        made = np.full(values, -1, dtype=np.int32)
-        self.keep.append(made)
-        s.away_from = <int32_t *><size_t>made.ctypes.data
-        s.away_until = <int32_t *>self._room(values, np.int32)
-        self._gaps(2 * values + uses, n)
-
-    cdef void _positions(self, Py_ssize_t n):
-        cdef Cycle *s = &self.s
-        s.act = <int32_t *>self._room(n, np.int32)
-        s.pos = <int32_t *>self._room(n, np.int32)
-        s.lasts = <double *>self._room(n, np.float64)
-        s.room = <int64_t *>self._room(n, np.int64)
-        s.left = <int64_t *>self._room(n, np.int64)
-        s.before = <double *>self._room(2 * n, np.float64)
-        s.out_head = <int32_t *>self._room(n, np.int32)
-        s.out_tail = <int32_t *>self._room(n, np.int32)
-        s.free_head = <int32_t *>self._room(n, np.int32)
-        s.free_tail = <int32_t *>self._room(n, np.int32)
-        s.in_head = <int32_t *>self._room(n, np.int32)
-        s.in_tail = <int32_t *>self._room(n, np.int32)
-        s.wait_head = <int32_t *>self._room(n, np.int32)
-        s.wait_tail = <int32_t *>self._room(n, np.int32)
-
-    cdef void _gaps(self, Py_ssize_t n, Py_ssize_t positions):
-        cdef Cycle *s = &self.s
-        s.value = <int32_t *>self._room(n, np.int32)
-        s.from_ = <int32_t *>self._room(n, np.int32)
-        s.to = <int32_t *>self._room(n, np.int32)
-        s.free_most = <int32_t *>self._room(n, np.int32)
-        s.in_least = <int32_t *>self._room(n, np.int32)
-        s.copies = <int8_t *>self._room(n, np.int8)
-        s.made = <int32_t *>self._room(n, np.int32)
-        s.out_end = <double *>self._room(n, np.float64)
-        s.start = <double *>self._room(n, np.float64)
-        s.free_at = <int32_t *>self._room(n, np.int32)
-        s.in_at = <int32_t *>self._room(n, np.int32)
-        s.out_next = <int32_t *>self._room(n, np.int32)
-        s.free_next = <int32_t *>self._room(n, np.int32)
-        s.in_next = <int32_t *>self._room(n, np.int32)
-        s.wait_next = <int32_t *>self._room(n, np.int32)
-        n = 4 * n + 4 * positions
-        s.event = <int32_t *>self._room(n, np.int32)
-        s.subject = <int32_t *>self._room(n, np.int32)
-        s.gone = <int32_t *>self._room(n, np.int32)
-        s.seconds = <double *>self._room(n, np.float64)
+        gaps = 2 * values + uses
+        s.gap = <CycleGap *>self._room(gaps * sizeof(CycleGap))
+        s.out_next = self._ints(gaps)
+        s.free_next = self._ints(gaps)
+        s.in_next = self._ints(gaps)
+        s.wait_next = self._ints(gaps)
+        s.event = <Event *>self._room((4 * gaps + 4 * n) * sizeof(Event))
 
     def judge(self, const int16_t[::1] codes):
         """(makespan in seconds, bytes over the limit, bytes over the host's, positions) of a plan."""
@@ -301,27 +257,27 @@ cdef class Placer(Evaluator):
         flow(&self.c, &self.w, &self.p, s, INF, r.rounds + 1, &unused)
         rows = []
         for e in range(s.n_events):
-            kind, v = s.event[e], s.subject[e]
+            kind, v = s.event[e].kind, s.event[e].subject
             if kind == E_HERE:
                 continue
             if kind >= E_U:
                 rows.append((kind, v + 1, 0, -1))
-            elif kind <= E_B:
-                rows.append((kind, self.w.stage[v], self.w.form[v], -1))
+            elif kind <= BACK:
+                rows.append((kind, self.w.op[v].stage, self.w.op[v].form, -1))
             elif v < s.base:
-                rows.append((kind, self.w.level[v], 0, 0 if self.w.vform[v] >= 0 else -1))
+                rows.append((kind, self.w.value[v].level, 0, 0 if self.w.value[v].form >= 0 else -1))
             else:
                 rows.append((kind, (v - s.base) % K + 1, 0, 1 + (v - s.base) // K))
         away = set()
         for g in range(s.n_gaps):
-            if s.to[g] > s.n and s.in_at[g] > s.n and s.free_at[g] <= s.n:
-                away.add(s.value[g])
+            if s.gap[g].end > s.n and s.gap[g].in_at > s.n and s.gap[g].free_at <= s.n:
+                away.add(s.gap[g].value)
         rest = []
         for v in range(K):
-            if self.p.w[v] and s.base + v not in away:
+            if self.p.group[v].w and s.base + v not in away:
                 rest.append((1, v + 1))
-            updated = self.p.g[v] > 0 and s.act[s.update_at[v]] == -1 - v and s.update_at[v] < s.n
-            if self.p.o[v] and updated and s.base + 2 * K + v not in away:
+            updated = self.p.group[v].g > 0 and on_device(s, v)
+            if self.p.group[v].o and updated and s.base + 2 * K + v not in away:
                 rest.append((3, v + 1))
         return rows, rest
 

@@ -13,5 +13,6 @@ cdef class Evaluator:
     cdef int32_t[::1] emitted
 
     cdef size_t _input(self, array)
-    cdef size_t _room(self, n, dtype)
+    cdef size_t _room(self, n)
+    cdef int32_t *_ints(self, n)
     cdef void _lanes(self, Lanes *l, n, base, K)

@@ -1,23 +1,15 @@
-from typing import Any
-
 import numpy as np
+
+from ...core.chain import Chain
+from ..arrays import Arrays
 
 class Evaluator:
     V: int
     def __init__(
-        self,
-        arrays: Any,
-        out_bandwidth: float,
-        in_bandwidth: float,
-        duplex: bool,
-        shares: tuple[float, float],
-        limit: int,
-        host_limit: int,
-        visits: int,
-        cap: int,
+        self, chain: Chain, arrays: Arrays, limit: int, host_limit: int | None, visits: int, cap: int
     ) -> None: ...
     def evaluate(self, codes: np.ndarray) -> tuple[float, int, int, int]: ...
-    def operations(self, codes: np.ndarray) -> np.ndarray | None: ...
+    def operations(self, codes: np.ndarray) -> list[list[int]] | None: ...
     def anneal(
         self,
         codes: np.ndarray,

@@ -8,9 +8,9 @@ from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
 from rotoff.solver.kernels.decode cimport Result, judge, write
-from rotoff.solver.kernels.lanes cimport Lanes
+from rotoff.solver.kernels.lanes cimport Job, Lanes
 from rotoff.solver.kernels.moves cimport below, mutate, unit
-from rotoff.solver.kernels.work cimport Chain, Work
+from rotoff.solver.kernels.work cimport Chain, Gap, List, Operation, Value, Work
 
 cdef double INF = float("inf")
 
@@ -54,24 +54,22 @@ cdef class Evaluator:
     """Decodes plans of one chain at one limit.
 
     Args:
-        arrays: the chain as `rotoff.solver.bounds.Arrays`. out_bandwidth, in_bandwidth: bytes per second. duplex,
-            shares: as of `rotoff.core.lanes.Lanes`. limit, host_limit: bytes (host_limit < 0 for none). visits: columns
-            V of a plan. cap: the most compute operations a plan may decode to.
+        chain, arrays: the same one, as `rotoff.solver.arrays.arrays`. limit, host_limit: bytes (None for no
+            host_limit). visits: columns V of a plan. cap: the most compute operations a plan may decode to.
     """
 
-    def __init__(self, arrays, double out_bandwidth, double in_bandwidth, bint duplex, shares,
-                 int64_t limit, int64_t host_limit, Py_ssize_t visits, Py_ssize_t cap):
+    def __init__(self, chain, arrays, int64_t limit, host_limit, Py_ssize_t visits, Py_ssize_t cap):
         self.keep = []
         self.V = visits
-        self.link = (duplex, *shares)
+        self.link = (chain.duplex, *chain.bidirectional_shares)
         cdef Chain *c = &self.c
         cdef Work *w = &self.w
         c.L = arrays.out.shape[0] - 1
         c.K = arrays.saved.shape[1]
         c.limit = limit
-        c.host_limit = host_limit
-        c.out_bandwidth = out_bandwidth
-        c.in_bandwidth = in_bandwidth
+        c.host_limit = -1 if host_limit is None else min(host_limit, 2**63 - 1)  # more than a chain can have
+        c.out_bandwidth = chain.d2h_bandwidth
+        c.in_bandwidth = chain.h2d_bandwidth
         c.out = <int64_t *>self._input(arrays.out)
         c.grad = <int64_t *>self._input(arrays.grad)
         c.ck_transient = <int64_t *>self._input(arrays.ck_transient)
@@ -84,41 +82,20 @@ cdef class Evaluator:
         c.n_forms = <int32_t *>self._input(arrays.n_forms)
         w.cap = cap
         n = cap + 2
-        w.kind = <int8_t *>self._room(n, np.int8)
-        w.stage = <int32_t *>self._room(n, np.int32)
-        w.form = <int32_t *>self._room(n, np.int32)
-        w.source = <int32_t *>self._room(n, np.int32)
-        w.made = <int32_t *>self._room(n, np.int32)
-        w.gone = <int32_t *>self._room(n, np.int32)
-        w.saved_set = <int32_t *>self._room(n, np.int32)
-        w.away = <int32_t *>self._room(n, np.int32)
-        w.memory = <int64_t *>self._room(n, np.int64)
-        w.level = <int32_t *>self._room(n, np.int32)
-        w.vform = <int32_t *>self._room(n, np.int32)
-        w.size = <int64_t *>self._room(n, np.int64)
-        w.movable = <int8_t *>self._room(n, np.int8)
-        w.moves = <int8_t *>self._room(n, np.int8)
-        w.apart = <int8_t *>self._room(n, np.int8)
-        w.on = <int8_t *>self._room(n, np.int8)
-        w.head = <int32_t *>self._room(n, np.int32)
-        w.tail = <int32_t *>self._room(n, np.int32)
-        w.gap_of = <int32_t *>self._room(n, np.int32)
+        w.op = <Operation *>self._room(n * sizeof(Operation))
+        w.value = <Value *>self._room(n * sizeof(Value))
         self._lanes(&w.lanes, n, 0, 0)
-        w.use_op = <int32_t *>self._room(2 * n, np.int32)
-        w.use_next = <int32_t *>self._room(2 * n, np.int32)
+        w.use_op = self._ints(2 * n)
+        w.use_next = self._ints(2 * n)
         # A value is absent at most once before each of its uses.
-        w.gap_value = <int32_t *>self._room(3 * n, np.int32)
-        w.gap_from = <int32_t *>self._room(3 * n, np.int32)
-        w.gap_to = <int32_t *>self._room(3 * n, np.int32)
-        w.gap_floor = <int32_t *>self._room(3 * n, np.int32)
-        w.gap_next = <int32_t *>self._room(3 * n, np.int32)
-        w.reload = <int32_t *>self._room(3 * n, np.int32)
-        w.place_head = <int32_t *>self._room(n, np.int32)
-        w.place_tail = <int32_t *>self._room(n, np.int32)
-        w.have = <int32_t *>self._room(c.L + 2, np.int32)
-        w.stash = <int32_t *>self._room(c.L + 2, np.int32)
-        w.visits = <int32_t *>self._room(c.L + 2, np.int32)
-        w.live = <int32_t *>self._room(n, np.int32)
+        w.gap = <Gap *>self._room(3 * n * sizeof(Gap))
+        w.gap_next = self._ints(3 * n)
+        w.reload = self._ints(3 * n)
+        w.place = <List *>self._room(n * sizeof(List))
+        w.have = self._ints(c.L + 2)
+        w.stash = self._ints(c.L + 2)
+        w.visits = self._ints(c.L + 2)
+        w.live = self._ints(n)
         self.emitted = np.zeros(4 * 12 * n, dtype=np.int32)
 
     cdef size_t _input(self, array):
@@ -126,22 +103,17 @@ cdef class Evaluator:
         self.keep.append(made)
         return <size_t>made.ctypes.data
 
-    cdef size_t _room(self, n, dtype):
-        made = np.zeros(n, dtype=dtype)
-        self.keep.append(made)
-        return <size_t>made.ctypes.data
+    cdef size_t _room(self, n):
+        return self._input(np.zeros(n, dtype=np.int8))
+
+    cdef int32_t *_ints(self, n):
+        return <int32_t *>self._room(n * sizeof(int32_t))
 
     cdef void _lanes(self, Lanes *l, n, base, K):
         duplex, l.share[0], l.share[1] = self.link
         l.back, l.base, l.K, l.apart = 1 if duplex else 0, base, K, l.share[0] == 1.0 and l.share[1] == 1.0
-        l.next = <int32_t *>self._room(n, np.int32)
-        l.ready = <double *>self._room(n, np.float64)
-        l.seconds = <double *>self._room(n, np.float64)
-        l.out = <bint *>self._room(n, np.intc)
-        l.held = <bint *>self._room(n, np.intc)
-        l.update = <int32_t *>self._room(K + 1, np.int32)
-        l.copy_end = <double *>self._room(n, np.float64)
-        l.off_end = <double *>self._room(n, np.float64)
+        l.job = <Job *>self._room(n * sizeof(Job))
+        l.update = self._ints(K + 1)
 
     def evaluate(self, const int16_t[:, ::1] codes):
         """(makespan in seconds, peak bytes, host peak bytes, bytes over the limits: 0 where the plan fits)."""
@@ -151,13 +123,13 @@ cdef class Evaluator:
         return r.makespan, r.peak, r.host_peak, r.over
 
     def operations(self, const int16_t[:, ::1] codes):
-        """The plan's operations as rows (kind, stage, form, saved); None where it has too many."""
+        """The plan's operations as rows (kind, stage, form, of); None where it has too many."""
         cdef Result r
         with nogil:
             write(&self.c, &self.w, &codes[0, 0], self.V, &self.emitted[0], &r)
         if r.n_ops < 0:
             return None
-        return np.asarray(self.emitted)[: 4 * r.n_emitted].reshape(-1, 4).copy()
+        return np.asarray(self.emitted)[: 4 * r.n_emitted].reshape(-1, 4).tolist()
 
     def anneal(self, int16_t[:, ::1] codes, Py_ssize_t evaluations, uint64_t seed, double hot, double cold,
                const int16_t[::1] masks, double weight, int16_t[:, ::1] best, const int8_t[::1] stop):

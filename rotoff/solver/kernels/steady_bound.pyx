@@ -16,7 +16,7 @@ import numpy as np
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 
-from rotoff.solver.kernels.bound cimport Problem, Second, Work, compute_price, dual_value
+from rotoff.solver.kernels.bound cimport Problem, Second, Work, compute_price, dual_value, lower
 
 
 cdef double MOST_PRICE = 1e6  # of memory: where rounding makes a limit too small by a hair, the dual rises without end
@@ -495,41 +495,24 @@ cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work,
     return value
 
 
-cdef inline void _lower(double *v, double *by) noexcept nogil:
-    """The nearest prices v at or above 0 with v · by ≤ 1."""
-    cdef double over = by[0] * v[0] + by[1] * v[1] + by[2] * v[2] - 1.0, high, squares
-    cdef Py_ssize_t i
-    while over > 1e-15:
-        squares = 0.0
-        for i in range(3):
-            squares += by[i] * by[i] if v[i] > 0.0 else 0.0
-        high = over / squares
-        over = -1.0
-        for i in range(3):
-            if v[i] > 0.0:
-                v[i] = v[i] - high * by[i] if v[i] > high * by[i] else 0.0
-            over += by[i] * v[i]
-
-
 cdef void _project(Problem *a, double *x, Py_ssize_t N) noexcept nogil:
     """The nearest prices with MOST_PRICE ≥ λ ≥ 0, p, r, η ≥ 0 and no α below 0 in both parts; where the directions of
     the link slow each other down, near ones, and further from none of them."""
     cdef Py_ssize_t k, i, part
-    cdef double[3] v
-    cdef double[3] both = [a.out_share, a.in_share, 1.0]
-    cdef double[3] out = [1.0, 0.0, 1.0]
-    cdef double[3] back = [0.0, 1.0, 1.0]
+    cdef double[4] v
+    cdef double[4] both = [a.out_share, a.in_share, 1.0, 0.0]
+    cdef double[4] out = [1.0, 0.0, 1.0, 0.0]
+    cdef double[4] back = [0.0, 1.0, 1.0, 0.0]
+    v[3] = 0.0
     for k in range(N):
         x[k] = 0.0 if x[k] < 0.0 else _min(x[k], MOST_PRICE)
     for part in range(2):
         for k in range(N + 3 * part * N, 2 * N + 3 * part * N):
             for i in range(3):
-                v[i] = x[i * N + k]
-                if v[i] < 0.0 or (i == 1 and not a.duplex):
-                    v[i] = 0.0
-            _lower(v, both)
-            _lower(v, out)
-            _lower(v, back)
+                v[i] = 0.0 if i == 1 and not a.duplex else x[i * N + k]
+            lower(v, both)
+            lower(v, out)
+            lower(v, back)
             for i in range(3):
                 x[i * N + k] = v[i]
 

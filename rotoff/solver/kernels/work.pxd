@@ -11,12 +11,20 @@ cdef enum:
     EARLY = 8  # the same from the start: a_q is made right after ā_q, which leaves at once
     KIND = 4   # code >> KIND: 0 is F_ck, 1 + k is F_all (k = 0) or F_sel k
 
-# How an operation runs.
+# How an operation runs, and what else stands in a decoded plan, as in rotoff.solver.plan_codes.KINDS.
 cdef enum:
-    CK = 0
-    NONE = 1
-    ALL = 2  # F_all, or F_sel of a form
+    ALL = 0  # F_all, or F_sel of a form
+    CK = 1
+    NONE = 2
     BACK = 3
+    E_OFFLOAD = 4
+    E_FREE = 5
+    E_PREFETCH = 6
+    E_WAIT = 7
+    E_DROP = 8
+    E_U = 9
+    E_H = 10
+    E_HERE = 11  # no operation: the next position begins
 
 
 cdef struct Chain:
@@ -35,43 +43,58 @@ cdef struct Chain:
     int32_t *n_forms
 
 
+# Numbers in a row, by the first and the last of them; -1 for none. What follows each stands in an array beside it.
+cdef struct List:
+    int32_t head, tail
+
+
+cdef inline void append(List *l, int32_t *next, int32_t x) noexcept nogil:
+    next[x] = -1
+    if l.head < 0:
+        l.head = x
+    else:
+        next[l.tail] = x
+    l.tail = x
+
+
+cdef struct Operation:
+    int8_t kind
+    int32_t stage, form
+    int32_t source      # value used as input, -1 for a_0
+    int32_t made        # value made, -1 for B
+    int32_t gone        # value dropped right after, or -1
+    int32_t saved_set   # B: the value that is ā_i
+    int32_t away        # value that must be on the host meanwhile, or -1
+    int64_t memory      # bytes while it runs, prefetches risen included
+
+
+cdef struct Value:
+    int32_t level
+    int32_t form        # -1 for a, else the form of ā
+    int64_t size
+    bint movable, moves, apart, on
+    List uses           # yet to come
+    int32_t gap_of
+
+
+# An absence from the device.
+cdef struct Gap:
+    int32_t value, begin, end
+    int32_t floor       # no prefetch before the operation after this one
+
+
 # Workspace: `cap` operations, as many values, twice as many uses.
 cdef struct Work:
     Py_ssize_t cap
-    # operations
-    int8_t *kind
-    int32_t *stage
-    int32_t *form
-    int32_t *source     # value used as input, -1 for a_0
-    int32_t *made       # value made, -1 for B
-    int32_t *gone       # value dropped right after, or -1
-    int32_t *saved_set  # B: the value that is ā_i
-    int32_t *away       # value that must be on the host meanwhile, or -1
-    int64_t *memory     # bytes while it runs, prefetches risen included
-    # values
-    int32_t *level
-    int32_t *vform      # -1 for a, else the form of ā
-    int64_t *size
-    int8_t *movable
-    int8_t *moves
-    int8_t *apart
-    int8_t *on
-    int32_t *head
-    int32_t *tail
-    int32_t *gap_of
+    Operation *op
+    Value *value
     Lanes lanes
-    # uses
     int32_t *use_op
     int32_t *use_next
-    # absences from the device, in order of `free`; reload: the same in order of need
-    int32_t *gap_value
-    int32_t *gap_from
-    int32_t *gap_to
-    int32_t *gap_floor  # no prefetch before the operation after this one
+    Gap *gap            # in order of `free`
     int32_t *gap_next   # next prefetch at the same place
-    int32_t *reload
-    int32_t *place_head
-    int32_t *place_tail
+    int32_t *reload     # the gaps in order of need
+    List *place         # prefetches before each operation
     # stages
     int32_t *have
     int32_t *stash      # ā on the host that `have` does not show, or -1
@@ -82,7 +105,7 @@ cdef struct Work:
 cdef inline double forward_time(Chain *c, Work *w, int32_t t, int32_t next) noexcept nogil:
     """Seconds of the forward t; `next` is the operation after it on the compute lane, below 0 for an update. Right
     before B i it is a replay, which stops early, unless i is L."""
-    cdef int32_t i = w.stage[t]
-    if w.kind[t] == ALL and next >= 0 and w.kind[next] == BACK and w.stage[next] == i:
+    cdef int32_t i = w.op[t].stage
+    if w.op[t].kind == ALL and next >= 0 and w.op[next].kind == BACK and w.op[next].stage == i:
         return c.u_again[i]
     return c.u_F[i]

@@ -59,6 +59,7 @@ from ..arrays import arrays
 from .heavy import check_stages, heavy_stages
 from .needs import peak_bytes
 from .refusal import limit_that_works, refusal
+from .segments import sweep
 
 TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")
 
@@ -119,11 +120,9 @@ def forward(L: int, checkpoints: list[int], kept: bool) -> list[Op]:
 
 def again(segment: Segment, last: int) -> list[Op]:
     """From the checkpoint before a segment to ā_last alone."""
-    made: list[Op] = []
-    for q in range(segment.first, last):
-        made.append(F_ck(q) if q == segment.first else F_none(q))
-    made.append(F_all(last))
-    return made + ([drop(a(last - 1))] if last > segment.first else [])
+    if last == segment.first:
+        return [F_all(last)]
+    return [*sweep(segment.first, last - 1), F_all(last), drop(a(last - 1))]
 
 
 def backward(L: int, checkpoints: list[int], once: set[Segment], kept: bool) -> list[Op]:
@@ -233,17 +232,12 @@ def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[i
     pool = Pool(chain, mem_limit, [] if technique == "liveness" else checkpoints)
     if technique == "pool":
         return _eagerly(pool, compute, checkpoints)
-    before = _checkpoint_before(checkpoints)
+    # What a checkpoint's backward fetches for the one before it: the ā from which that one's input comes.
+    before = {i: abar(checkpoints[n - 2]) for n, i in enumerate(checkpoints) if n >= 2}
     for op in compute:
         if not pool.run(op, before.get(op.stage) if op.kind is OpKind.B else None):
             return None
     return tuple(pool.ops)
-
-
-def _checkpoint_before(checkpoints: list[int]) -> dict[int, Value]:
-    """What the backward of each checkpoint fetches for the checkpoint before it: the ā from which that one's input
-    comes."""
-    return {i: abar(checkpoints[n - 2]) for n, i in enumerate(checkpoints) if n >= 2}
 
 
 def _eagerly(pool: Pool, compute: list[Op], checkpoints: list[int]) -> tuple[Op, ...] | None:

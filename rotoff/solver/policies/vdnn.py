@@ -38,12 +38,8 @@ def choices(chain: Chain) -> list[list[int]]:
 
 def best(chain: Chain, mem_limit: int) -> tuple[Schedule, list[int]] | None:
     """The fastest schedule of all choices within `mem_limit` bytes, and its set; None where none fits."""
-    found: tuple[Schedule, list[int]] | None = None
-    for out in choices(chain):
-        made = lower(chain, mem_limit, out)
-        if made is not None and (found is None or made.makespan < found[0].makespan):
-            found = made, out
-    return found
+    found = [(made, out) for out in choices(chain) if (made := lower(chain, mem_limit, out)) is not None]
+    return min(found, key=lambda one: one[0].makespan, default=None)
 
 
 def vdnn(chain: Chain, mem_limit: int) -> Sequence:

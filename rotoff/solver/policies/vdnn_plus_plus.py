@@ -13,6 +13,8 @@ that `heavy.heavy_stages` says. The policy "vdnn" is Euro-Par 2020's account of 
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ...errors import OptionError
@@ -60,12 +62,7 @@ def _best(chain: Chain, mem_limit: int, what: str | None, synchronous: bool) -> 
     names = SETS if what is None else (what,)
     sets: dict[str, list[int]] = {"nothing": []} if what is None else {}
     sets |= {name: moving_set(chain, name) for name in names}
-    found: tuple[Schedule, str] | None = None
-    for name, out in sets.items():
-        if synchronous:
-            made = lower(chain, mem_limit, out, release="next", ahead=1)
-        else:
-            made = lower(chain, mem_limit, out)
-        if made is not None and (found is None or made.makespan < found[0].makespan):
-            found = made, name
-    return found
+    how: dict[str, Any] = {"release": "next", "ahead": 1} if synchronous else {}
+    made = [(lower(chain, mem_limit, out, **how), name) for name, out in sets.items()]
+    fitting = [(schedule, name) for schedule, name in made if schedule is not None]
+    return min(fitting, key=lambda one: one[0].makespan, default=None)
