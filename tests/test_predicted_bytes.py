@@ -234,3 +234,37 @@ def test_what_a_graph_saves_that_leads_to_nothing_is_not_held(mode: str) -> None
         plain(x).backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     wrapped.close()
+
+
+class Narrow(nn.Module):
+    """Autocast within the model keeps the cast of each weight until its region ends, whatever a plan drops."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with casting():
+            for block in self.blocks:
+                x = x + block(x)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_casts_of_autocast_within_the_model_are_charged(shared: bool) -> None:
+    model, x = Narrow(), torch.randn(64, 64)
+    if shared:
+        model.blocks[3] = model.blocks[0]
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x, repeats=1)
+    for mode in ("remat", "offload", "joint"):
+        least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
+        for limit in (least, (least + most) // 2, most):
+            wrapped.compute_sequence(limit, mode=mode, refine=False)
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            measured = peak_bytes(lambda: wrapped(x).backward())
+            assert measured <= wrapped.get_expected_memory() <= limit, (mode, limit)
+            assert shared or wrapped.get_expected_memory() <= 1.05 * measured + 2**13, (mode, limit)
+    wrapped.close()

@@ -153,9 +153,8 @@ class StageRun:
         kept_keys = {key_of(given[n]) for n in staying}
         slots, shapes, resident, brought = self._slots, self._shapes, live.reads.resident, self.brought
         live.saved, live.saved_shapes = slots, shapes
-        whole = [View.of(t) for t in given]
+        whole, for_nothing = [View.of(t) for t in given], self._behaviour.for_nothing
         kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None
-        for_nothing = self._behaviour.for_nothing
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not live.seen:  # by code that no replay runs
