@@ -199,3 +199,72 @@ def test_a_forward_that_is_dropped_needs_no_collector(monkeypatch: pytest.Monkey
     finally:
         gc.enable()
     wrapped.close()
+
+
+class Quantizer(nn.Module):
+    """Its distances live as long as its forward, and their graph leads to nothing unless they are `used`."""
+
+    used = False
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(width, width), nn.Linear(width, 4 * width)
+        self.codes, self.down = nn.Parameter(torch.randn(16, width)), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        distances = torch.cdist(x, self.codes)
+        x = self.after(torch.tanh(self.down(torch.tanh(self.codes[distances.argmin(1)] + x))))
+        return x.tanh().square().mean() + (distances.mean() if self.used else 0.0)
+
+
+@pytest.mark.parametrize("mode", ["joint", "offload"])
+def test_what_a_graph_saves_that_leads_to_nothing_is_not_held(mode: str) -> None:
+    torch.manual_seed(0)
+    model, plain, x = Quantizer(), Quantizer(), torch.randn(256, 32)
+    plain.load_state_dict(model.state_dict())
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x, repeats=1)
+    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode, refine=False)
+    for used in (False, True, False):
+        model.used = plain.used = used
+        for p in (*model.parameters(), *plain.parameters()):
+            p.grad = torch.zeros_like(p)
+        measured = peak_bytes(lambda: wrapped(x).backward())
+        assert used or measured <= wrapped.get_expected_memory()
+        plain(x).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    wrapped.close()
+
+
+class Narrow(nn.Module):
+    """Autocast within the model keeps the cast of each weight until its region ends, whatever a plan drops."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with casting():
+            for block in self.blocks:
+                x = x + block(x)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_casts_of_autocast_within_the_model_are_charged(shared: bool) -> None:
+    model, x = Narrow(), torch.randn(64, 64)
+    if shared:
+        model.blocks[3] = model.blocks[0]
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x, repeats=1)
+    for mode in ("remat", "offload", "joint"):
+        least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
+        for limit in (least, (least + most) // 2, most):
+            wrapped.compute_sequence(limit, mode=mode, refine=False)
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            measured = peak_bytes(lambda: wrapped(x).backward())
+            assert measured <= wrapped.get_expected_memory() <= limit, (mode, limit)
+            assert shared or wrapped.get_expected_memory() <= 1.05 * measured + 2**13, (mode, limit)
+    wrapped.close()

@@ -53,7 +53,9 @@ class Course:
     calls by what they are known by (`places`). entries: of each call of a module, the call that comes next. modules:
     those of the model. nbytes: of each tensor. random: whether a forward makes some of the calls by chance, and others
     not. held: tensors that stay whatever is dropped (`Tape.held`), so that to take their bytes would only be to make
-    them again. storages: of parameters that steps have met, for `runtime.reads`.
+    them again. cast_bytes: of
+    each stage, of the casts that autocast within the model keeps, those that autograd saves. storages: of parameters
+    that steps have met, for `runtime.reads`.
     """
 
     calls: tuple[ExpectedCall, ...] = ()
@@ -66,6 +68,7 @@ class Course:
     modules: frozenset[nn.Module] = frozenset()
     random: bool = False
     held: frozenset[int] = frozenset()
+    cast_bytes: tuple[int, ...] = ()
     storages: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -160,7 +163,17 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         modules=tape.modules,
         nbytes=tuple(variable.nbytes for variable in tape.variables),
         random=tape.random,
+        cast_bytes=tuple(_saved_cast_bytes(tape, stage_of, len(stages))),
     )
+
+
+def _saved_cast_bytes(tape: Tape, stage_of: Mapping[int, int], count: int) -> list[int]:
+    """As `Course.cast_bytes`, of `count` stages; stage_of: by an operation's id."""
+    found = [0] * count
+    for op in tape.operations:
+        if (i := stage_of.get(id(op), OUTSIDE)) != OUTSIDE:
+            found[i - 1] += sum(cast.nbytes for cast in op.casts if cast in tape.saved_casts)
+    return found
 
 
 def _numbers(op: Operation) -> Iterator[int | None]:

@@ -106,6 +106,10 @@ class KnownTensors:
             self._there[self._storages[key][1]] = watch
         return self._storages[key][1]
 
+    def knows(self, storage: StorageWeakRef) -> bool:
+        """Whether it is one of those that have a number."""
+        return storage.cdata in self._storages
+
     def there(self) -> frozenset[int]:
         """The numbers of the storages that are still there."""
         return frozenset(number for number, watch in self._there.items() if not watch.expired())

@@ -168,6 +168,8 @@ class Recorder(TorchFunctionMode):
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.tape.varying = frozenset(self._varying | self.tape.opaque)
+        self.tape.cast_bytes, self.tape.unsaved_cast_bytes = self.casts.kept_bytes, self.casts.unsaved_bytes
+        self.tape.saved_casts = self.casts.saved
         as_one(self.tape, self._modules, self._varying, self._pinned)
 
     def finish(self) -> None:

@@ -134,6 +134,8 @@ class Tape:
         hook, an attribute of a module or a global has them.
     changed: those of `tables` that some operation changes, by id.
     changed_bytes: of these, as often as it does: a step copies it before.
+    cast_bytes: what autocast within the model keeps to the end of its region (`weight_casts`). unsaved_cast_bytes: of
+        that, what autograd does not save. saved_casts: the others.
     """
 
     inputs: list[int] = field(default_factory=list)
@@ -153,6 +155,9 @@ class Tape:
     held: frozenset[int] = frozenset()
     changed: dict[int, torch.Tensor] = field(default_factory=dict)
     changed_bytes: int = 0
+    cast_bytes: int = 0
+    unsaved_cast_bytes: int = 0
+    saved_casts: frozenset[Any] = frozenset()
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

@@ -123,7 +123,9 @@ class _Union:
             self._hand_on(alone)
         self._tape.held = frozenset(self._storage(side, s) for side in self._sides for s in side.tape.held)
         self._tape.changed = one.tape.changed | other.tape.changed
-        self._tape.changed_bytes = max(one.tape.changed_bytes, other.tape.changed_bytes)
+        for name in ("changed_bytes", "cast_bytes", "unsaved_cast_bytes"):
+            setattr(self._tape, name, max(getattr(one.tape, name), getattr(other.tape, name)))
+        self._tape.saved_casts = one.tape.saved_casts & other.tape.saved_casts
         self._tape.result = substitute(one.tape.result, lambda leaf: self._renamed(one, leaf))
         return self._tape
 

@@ -33,6 +33,7 @@ from ..io.cache import Cache
 from ..io.progress import Bar
 from ..profile.kept_profile import find_profile, keep_profile, tells_bytes
 from ..profile.measure import UNKNOWN, Progress, Walk, link_of, measure, measure_bytes, measure_times
+from ..profile.memory.eager_memory import HeldLate
 from ..profile.profile import Profile
 from ..profile.provenance import provenance
 from ..profile.selective.variants import read_forms
@@ -366,8 +367,14 @@ class _Measurement:
         if interpolated:
             meta["times"] = "interpolated between those measured at other sizes"
         tape = self.captured.tape
-        profile = _with_outside(profile, expected(tape, profile.stages, profile.prefix))
+        course = expected(tape, profile.stages, profile.prefix)
+        profile = replace(
+            _with_outside(profile, course), cast_bytes=tape.cast_bytes, saved_cast_bytes=course.cast_bytes
+        )
         stuck = profile.unmanaged_bytes + self._of.links.staging_bytes + tape.changed_bytes
+        if tape.unsaved_cast_bytes:
+            kept = HeldLate(0, len(profile.stages), tape.unsaved_cast_bytes)
+            profile = replace(profile, lingering=(*profile.lingering, kept))
         return replace(profile, unmanaged_bytes=stuck).described(type(self._of.model).__name__, meta)
 
 

@@ -30,11 +30,13 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     of the user's limit, less what is sure not to be there.
 
     That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which
-    the loss has yet to make, and whatever several values share. Of the plain model, values that nobody saved once it
-    has let go of them; and what its own code holds longer than a stage is added.
+    the loss has yet to make, and whatever several values share; of casts of weights, after the forward, those that
+    autocast keeps, and before those that are in an ā as well or not made yet. Of the plain model, values that nobody
+    saved once it has let go of them; and what its own code holds longer than a stage is added.
     """
     L = len(profile.chain)
     made, whole = False, set()
+    twice = set(range(1, L + 1))  # stages whose casts are not there, or in their ā as well
     levels = []
     carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
     chosen = profile.keeping(plan.kept, plan.compact)
@@ -45,10 +47,16 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
             less += chosen.freed_before_backward[op.stage - 1] if op.stage in whole else 0
         elif made and n < plan.forward_end:
             less += profile.chain.grad_bytes(L)
+        if op.kind in FORWARDS:
+            (twice.add if op.kind is OpKind.F_ALL else twice.discard)(op.stage)
+        if not plan.keeps_all and profile.cast_bytes:
+            less += profile.cast_bytes if n >= plan.forward_end else sum(profile.saved_cast_bytes[i - 1] for i in twice)
         if op.kind is OpKind.F_ALL:
             whole.add(op.stage)
         elif op.kind is OpKind.F_SEL:
             whole.discard(op.stage)
+        elif op.kind in (OpKind.FREE, OpKind.DROP) and op.saved:
+            twice.discard(op.stage)
         if plan.keeps_all:
             less += _passed(profile, op) + (_let_go(profile, op) if plan.lets_go else 0)
             less += profile.outside_bytes[op.stage - 1] if profile.outside_bytes and op.kind in FORWARDS else 0

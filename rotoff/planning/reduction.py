@@ -151,6 +151,8 @@ RULES: dict[type, dict[str, Rule]] = {
         "host_bound": alike_or((), each(any)),
         "beside_loss_bytes": max,
         "twice_bytes": each(min),
+        "cast_bytes": max,
+        "saved_cast_bytes": each(min),
         "timed": all,
     },
 }

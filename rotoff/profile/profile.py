@@ -66,8 +66,9 @@ class Profile:
     whether the device waits for the host there, so that it does for the runtime too; empty where they are one.
     beside_loss_bytes: of the gradients of what the model returns beside a loss, which a caller may ask for or not.
     twice_bytes: of each stage, those of `unmanaged_bytes` that its values are charged with as well: the plain model has
-    them once. timed: whether it has times, of stages, copies and the runtime, and smaller forms. Otherwise these are 0
-    and none, and it tells only what keeping everything takes.
+    them once. cast_bytes: what autocast within the model keeps to the end of its region; saved_cast_bytes: of that,
+    what is in the ā of each stage as well. timed: whether it has times, of stages, copies and the runtime, and smaller
+    forms. Otherwise these are 0 and none, and it tells only what keeping everything takes.
     """
 
     device: torch.device
@@ -95,6 +96,8 @@ class Profile:
     host_bound: tuple[bool, ...] = ()
     beside_loss_bytes: int = 0
     twice_bytes: tuple[int, ...] = ()
+    cast_bytes: int = 0
+    saved_cast_bytes: tuple[int, ...] = ()
     timed: bool = True
 
     def described(self, name: str, meta: Mapping[str, Any]) -> Profile:
@@ -167,8 +170,9 @@ class Profile:
 
     @property
     def snapshot_bytes(self) -> int:
-        """What a planned step holds throughout: copies of the buffers that forwards change, as they were before."""
-        return sum(sum(buffer_bytes(b)) for b in self.behaviours)
+        """What a planned step holds throughout: copies of the buffers that forwards change, as they were before, and
+        what autocast within the model keeps."""
+        return sum(sum(buffer_bytes(b)) for b in self.behaviours) + self.cast_bytes
 
 
 def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:

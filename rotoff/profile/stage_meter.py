@@ -259,6 +259,7 @@ class Meter:
             unmanaged_bytes=sum(live.values()) - saved_bytes,
             varying=run.stage.varying,
             modes=run.stage.modes(),
+            for_nothing=frozenset(n for n, one in enumerate(kept.saved) if not one.alive),
         )
         return Forward(
             # nobody runs on the last stage's output

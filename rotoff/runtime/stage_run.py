@@ -154,7 +154,7 @@ class StageRun:
         kept_keys = {key_of(given[n]) for n in staying}
         slots, shapes, resident, brought = self._slots, self._shapes, live.reads.resident, self.brought
         live.saved, live.saved_shapes = slots, shapes
-        whole = [View.of(t) for t in given]
+        whole, for_nothing = [View.of(t) for t in given], self._behaviour.for_nothing
         kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None
 
         def pack(tensor: torch.Tensor) -> Packed:
@@ -174,7 +174,7 @@ class StageRun:
             if place is None and not stays and key not in resident and kind is not SavedKind.RESIDENT:
                 shapes.append((tensor.shape, tensor.dtype))
                 tensor = tensor.detach()
-                slot = Slot(tensor if whole_kept else None)
+                slot = Slot(tensor if whole_kept and not (live.as_measured and n in for_nothing) else None)
                 if recipe is not None:
                     self._store(recipe, n, tensor, slot)
                 slots.append(reference(slot))
@@ -236,7 +236,9 @@ class StageRun:
             assert now is not None
             return packed.view.into(now)
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
-        tensor = slot.tensor
+        if (tensor := slot.tensor) is None:  # its graph was not expected to be needed
+            self._make_all([one.tensor for one in step.input_slots(self.i) if one.tensor is not None])
+            tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
         if tensor._version != slot.version:
             raise RuntimeError(

@@ -116,7 +116,8 @@ class Behaviour:
     its end. forms: how each smaller form of ``F_sel`` is made and redone, in the order of the chain's `Stage.forms`.
     kept: the outputs that lie in skip connections kept in place; a replay hands on those of the first run. copied: the
     inputs whose gradients are copied where they lie in a part of a larger storage. varying: what it saves follows from
-    data, and was like that in the measured run alone.
+    data, and was like that in the measured run alone. for_nothing: those of `saved` whose graph nothing leads to when
+    the stage ends.
     """
 
     saved: tuple[SavedKind, ...]
@@ -132,6 +133,7 @@ class Behaviour:
     changed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
     cast_bytes: int = 0
     modes: tuple[tuple[nn.Module, str, bool], ...] = ()
+    for_nothing: frozenset[int] = frozenset()
 
     @cached_property
     def own_saved(self) -> list[bool]:

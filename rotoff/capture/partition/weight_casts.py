@@ -7,12 +7,13 @@ region use is cast by an operation of its own then, and what that makes is a val
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...tensors.autocast import uncached_autocast
@@ -35,6 +36,7 @@ class WeightCasts:
     def __init__(self, tensors: KnownTensors) -> None:
         self._tensors = tensors
         self._region = 0
+        self._kept: dict[WeightCast, bool] = {}  # and whether autograd saves it
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         self._alone = depth == 1
@@ -63,14 +65,39 @@ class WeightCasts:
             return
         with uncached_autocast(), _Seen(self._tensors) as mode:  # each use shows, whatever was cast before
             yield found
-        found += [WeightCast(self._region, *one) for one in dict.fromkeys(mode.found)]
+        for one, storage in mode.found.items():
+            cast = WeightCast(self._region, *one)
+            found.append(cast)
+            self._kept[cast] = self._kept.get(cast, False) or self._tensors.knows(storage)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the largest region keeps to its end."""
+        return _largest(self._kept)
+
+    @property
+    def unsaved_bytes(self) -> int:
+        """Of that, what autograd does not save."""
+        return _largest(cast for cast, saved in self._kept.items() if not saved)
+
+    @property
+    def saved(self) -> frozenset[WeightCast]:
+        """Those that autograd saves, too."""
+        return frozenset(cast for cast, saved in self._kept.items() if saved)
+
+
+def _largest(casts: Iterable[WeightCast]) -> int:
+    regions: dict[int, int] = {}
+    for cast in casts:
+        regions[cast.region] = regions.get(cast.region, 0) + cast.nbytes
+    return max(regions.values(), default=0)
 
 
 class _Seen(TorchDispatchMode):
     def __init__(self, tensors: KnownTensors) -> None:
         super().__init__()
         self._tensors = tensors
-        self.found: list[tuple[Owned, torch.dtype, int]] = []
+        self.found: dict[tuple[Owned, torch.dtype, int], StorageWeakRef] = {}  # and the storage of the cast
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -78,7 +105,8 @@ class _Seen(TorchDispatchMode):
             weights = [
                 one for one in self._tensors.owners(args[0]) if one.table == "_parameters" and one.tensor is args[0]
             ]
-            self.found += [(one, result.dtype, result.nbytes) for one in weights[:1] if args[0].requires_grad]
+            if weights and args[0].requires_grad:
+                self.found[weights[0], result.dtype, result.nbytes] = StorageWeakRef(result.untyped_storage())
         return result
 
 
