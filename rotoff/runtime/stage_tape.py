@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from ..errors import ExecutionError
@@ -61,7 +62,7 @@ class Around(NamedTuple):
 
     grad: bool
     autocast: Autocast | None
-    attention: tuple[bool, ...] | None
+    attention: list[SDPBackend] | None
 
     @classmethod
     def of(cls, grad: bool, autocast_before: Autocast | None, attends: bool) -> Around | None:
@@ -70,7 +71,7 @@ class Around(NamedTuple):
         autocast = autocast_now() if autocast_before is not None or torch._C._is_any_autocast_enabled() else None
         if autocast == autocast_before:
             autocast = None
-        attention = attention_flags() if attends else None
+        attention = _cur_sdpa_kernel_backends() if attends else None
         return None if grad and autocast is None and attention is None else cls(grad, autocast, attention)
 
 
@@ -232,8 +233,8 @@ def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.
     with ExitStack() as stack:
         if not grad:
             stack.enter_context(torch.no_grad())
-        if attention is not None and attention != attention_flags():
-            stack.enter_context(attention_by(attention))
+        if attention is not None and attention != _cur_sdpa_kernel_backends():
+            stack.enter_context(sdpa_kernel(attention))
         for kind, enabled, dtype in autocast or ():
             stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
         return call.function(*args, **kwargs)
@@ -307,38 +308,3 @@ def tensors_of(result: Any) -> Sequence[torch.Tensor]:
 def autocast_now() -> Autocast:
     """For each type of device, whether autocast is on and what it casts to."""
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-_SDP = torch._C
-
-
-def attention_flags() -> tuple[bool, ...]:
-    """Which kernels attention may run by."""
-    return (
-        _SDP._get_flash_sdp_enabled(),
-        _SDP._get_mem_efficient_sdp_enabled(),
-        _SDP._get_math_sdp_enabled(),
-        _SDP._get_cudnn_sdp_enabled(),
-    )
-
-
-class attention_by:
-    """Within, attention runs by the kernels that `flags` allow."""
-
-    def __init__(self, flags: tuple[bool, ...]) -> None:
-        self._flags = flags
-
-    def __enter__(self) -> None:
-        self._outside = attention_flags()
-        _set_attention(self._flags)
-
-    def __exit__(self, *_: object) -> None:
-        _set_attention(self._outside)
-
-
-def _set_attention(flags: tuple[bool, ...]) -> None:
-    flash, efficient, plain, cudnn = flags
-    _SDP._set_sdp_use_flash(flash)
-    _SDP._set_sdp_use_mem_efficient(efficient)
-    _SDP._set_sdp_use_math(plain)
-    _SDP._set_sdp_use_cudnn(cudnn)

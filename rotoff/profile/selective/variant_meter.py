@@ -29,7 +29,7 @@ from ..memory.allocator import UNSPLIT
 from ..timing.context import MeasurementContext
 from ..timing.convergence import Series
 from ..timing.harness import Run
-from ..timing.stage_timing import clock
+from ..timing.stage_timing import Clock
 from ..timing.timing_cache import KnownForms
 from .conv_forms import beaten_by, convolves, find_conv_forms
 from .variant_run import VariantRun, WholeStage
@@ -160,7 +160,7 @@ class FormMeter:
         proven = [_faithful(stage, recipe, saved, state) for recipe in recipes]
         if not any(proven):
             return [None] * len(recipes)
-        ticks = clock(self.bench.device)
+        ticks = Clock(self.bench.device)
 
         def series() -> list[Series]:
             spans = ticks.spans()[0::2]
