@@ -66,7 +66,4 @@ def alone(entry: Entry, module: nn.Module) -> tuple[Hashable, Hashable]:
 
 def is_exact(key: Any) -> bool:
     """Whether a key tells by itself which call it is."""
-    return len(key) == _EXACT
-
-
-_EXACT = 4
+    return len(key) == 4

@@ -86,7 +86,7 @@ _FACTS = frozenset(
         "_has_compatible_shallow_copy_type",
     ]
 )
-_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
+HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 _EFFECTS = frozenset(["__set__"])
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a module that hold what is its own
@@ -263,7 +263,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         self._note_gone()
         generated = self._generators.states() if made is None else made.drawn
-        if name in _HOOKS:
+        if name in HOOKS:
             handle = function(*args, **kwargs)  # a matter of the step's own graph
             self._hooks += [] if handle is None else [handle]
             return handle
@@ -411,7 +411,7 @@ class Recorder(TorchFunctionMode):
                 " rotoff.Checkpointable around it, or use rotoff.attach",
                 kind=UncuttableError,
             )
-        check_arguments((args, kwargs))
+        refuse_packed((args, kwargs), "an argument")
         return self.call(module, args, kwargs, partial(self._compiled, module) if compiled(module) else None)
 
     def _ended(self, call: ModuleCall, result: Any) -> None:
@@ -528,11 +528,6 @@ def _all_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     known = set(map(id, others))
     return all(id(t) in known for t in tensors)
-
-
-def check_arguments(value: Any) -> None:
-    """Raise MeasureError where `value` has what a recording cannot look into."""
-    refuse_packed(value, "an argument")
 
 
 def one_call(module: nn.Module) -> bool:

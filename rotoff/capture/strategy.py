@@ -29,7 +29,7 @@ from ..tensors.tree import flatten, refuse_packed
 from .backward_roots import BackwardStarts
 from .caches import caches, switched_off
 from .partition import cuts
-from .recorder import UnrecordableError, check_arguments, one_call
+from .recorder import UnrecordableError, one_call
 from .recording import Call, InStep, record
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
@@ -81,9 +81,8 @@ class Captured:
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether the model's forward is that of ``nn.Sequential``."""
-    return (
-        inspect.getattr_static(type(model), "forward", None) is nn.Sequential.forward
-    )  # a scripted one has no forward to get
+    # statically, since a scripted one has no forward to get
+    return inspect.getattr_static(type(model), "forward", None) is nn.Sequential.forward
 
 
 def modules(model: nn.Module) -> list[str]:
@@ -205,7 +204,6 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             storage_key(tensor)  # so that a sparse one is refused here
     tensors = flatten(value)[0]
     refuse_packed(value, "the model's input")
-    check_arguments(value)
     if not tensors:
         raise MeasureError(
             "the model's input holds no tensor that rotoff can see; pass tensors, or tuples, lists, dicts and"

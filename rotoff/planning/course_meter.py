@@ -208,14 +208,11 @@ class CourseMeter:
                 return self.captured(replace(wanted, taped=None))
         return captured
 
-    def refuse_shards(self, stages: Sequence[Any] | None = None) -> None:
-        """Raise MeasureError where the model is sharded in a way that no stage can be run by itself. stages: None
-        before they are known."""
+    @property
+    def root(self) -> nn.Module:
+        """The module that is called."""
         root = self._root()
-        if stages is None:
-            refuse_tensor_parallel(self.model if root is None else root, self.model)
-        else:
-            refuse_root_shards(self.model if root is None else root, stages)
+        return self.model if root is None else root
 
     def say_called_again(self, tape: Tape) -> None:
         """In the log, once: which modules and Functions are run by their own code more often than in the plain
@@ -253,11 +250,11 @@ class _Measurement:
         if self._wanted.captured is not None:
             strategy.check_measurable(self._of.model, self._wanted.value)
             return self._wanted.captured
-        self._of.refuse_shards()
+        refuse_tensor_parallel(self._of.root, self._of.model)
         captured = self._of.captured(self._wanted)
         self._of.say_called_again(captured.tape)
         captured = captured.starting(read_backward_from(self._of.options.backward_from))
-        self._of.refuse_shards(captured.stages)
+        refuse_root_shards(self._of.root, captured.stages)
         return captured
 
     @cached_property

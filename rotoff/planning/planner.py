@@ -405,7 +405,7 @@ def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
     return ""
 
 
-def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float = 0.0) -> None:
+def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float) -> None:
     trace, base = plan.trace, profile.chain.compute_time
     if not profile.timed:
         held = format_bytes(expected_bytes(profile, plan))

@@ -246,13 +246,6 @@ class Specializations:
             self._drop()
         return course
 
-    def _record(self, course: Specialization, value: Any, taped: TapedForward) -> None:
-        """Note what the forward of a step does that may take another way than `course`, by chance.
-
-        Its plan is made when there are more.
-        """
-        course.seen.append(self.meter.record(value, taped))
-
     def measure_up_to(self, value: Any, request: Request) -> None:
         """Measure on the largest input `value`, and on halves of it, so that smaller ones are known as well.
 
@@ -330,7 +323,7 @@ class Specializations:
             course = self._taken(value, measured_here)
             if taped is None and course is not None and self._group is None and course.wants_more:
                 taped = TapedForward(self._model, value, self.meter.device_for(value))
-                self._record(course, value, taped)
+                course.seen.append(self.meter.record(value, taped))  # a plan for these is made when there are more
             return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:

@@ -102,12 +102,10 @@ class Step:
         self._lender: Lender | None = None
         self._live: LiveForward | None = None  # while the model's own forward runs
         self._open: Op | None = None  # of the stage that it is in
-        self._crossing: dict[
-            int, tuple[list[tuple[Var, int]], list[bool]]
-        ] = {}  # what each stage handed on, and whether it needs a gradient
-        self._too_large: set[Value] = (
-            set()
-        )  # for their places on the host: the forward took another course, and they stay
+        # what each stage handed on, and whether it needs a gradient
+        self._crossing: dict[int, tuple[list[tuple[Var, int]], list[bool]]] = {}
+        # for their places on the host: the forward took another course, and they stay
+        self._too_large: set[Value] = set()
         self.astray: int | None = None  # tells the course that the forward took in place of the expected one
         self.unknown = False  # whether it made calls that were not expected
         self.unknown_bytes = 0  # which then are held when the forward has ended
@@ -197,9 +195,8 @@ class Step:
         try:
             with without(live):
                 arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
-                while (
-                    self._open is None or self._open.stage < stage
-                ):  # stages that the forward leaves out are entered, too
+                # stages that the forward leaves out are entered, too
+                while self._open is None or self._open.stage < stage:
                     if self._open is not None:
                         self._outputs = self._outputs or arriving
                         self._leave(None if self._open.stage == stage - 1 else live.made_by(self._open.stage))
@@ -236,9 +233,8 @@ class Step:
         for (var, at), now in zip(crossing, given, strict=True):
             live.fill(var, now)
             if at in behaviour.copied and (tensor := var.tensor()) is not None:
-                live.instead[var] = own = tensor.view_as(
-                    tensor
-                )  # a node of its own, which autograd gets to when it leaves the stage
+                # a node of its own, which autograd gets to when it leaves the stage
+                live.instead[var] = own = tensor.view_as(tensor)
                 own.register_hook(compact)
         opaque = i in live.opaque_stages
         replay = ReplayState(
@@ -489,11 +485,8 @@ class Step:
                 else:
                     self._METHODS[op.kind](self, op)
         except Exception as error:
-            what = (
-                f"group {op.stage} of the parameters"
-                if op.of or op.kind in UPDATES
-                else f"stage {self._stage_name(op.stage)!r}"
-            )
+            of_parameters = op.of or op.kind in UPDATES
+            what = f"group {op.stage} of the parameters" if of_parameters else f"stage {self._stage_name(op.stage)!r}"
             _note(error, f"rotoff: while running {describe(op, self._next, self._plan.sequence)}, {what}")
             raise
         self._done_with(op)

@@ -68,9 +68,8 @@ class MemoryChecker:
         Raises:
             ExecutionError: where a value is on the device that the machine has not there, or takes more bytes than are
                 charged, or is missing; or where the whole is above the prediction. It names the operation, its index,
-                    the value, and
-                both numbers of bytes. A step that has left its course is right all the same: there a warning says what
-                    is above the limit.
+                the value, and both numbers of bytes. A step that has left its course is right all the same: there a
+                warning says what is above the limit.
         """
         if self._astray:
             self._compare_with_limit(op)
@@ -78,7 +77,7 @@ class MemoryChecker:
         self.begin(op)
         charged = self._machine.device
         last = len(self._machine.chain)
-        real = {v: self._bytes(value) for v, value in held.items() if value.on_device}
+        real = {v: self._rounded(value.storages()) for v, value in held.items() if value.on_device}
         for v in sorted({*charged, *real}):
             if v == a(0) or (v == a(last) and v not in real):
                 continue  # the caller's
@@ -129,9 +128,6 @@ class MemoryChecker:
         if not self._astray:
             self._index += 1
             self._machine.step(op)
-
-    def _bytes(self, held: Held) -> int:
-        return self._rounded(held.storages())
 
     def _rounded(self, storages: Iterable[torch.UntypedStorage]) -> int:
         return sum(rounded(storage.nbytes(), self._block) for storage in storages)

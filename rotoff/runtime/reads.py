@@ -41,9 +41,8 @@ class Reads:
         self.changing: set[int] = set()
         self.pending: list[tuple[Tensor, int, bool | None]] = []
         self._all: list[tuple[StageTape, Tensor]] = []  # by calls of all stages
-        self._readers: dict[
-            int, list[tuple[StageTape, Tensor]]
-        ] = {}  # of those, by storage, in so far as somebody asked
+        # of those, by storage, in so far as somebody asked
+        self._readers: dict[int, list[tuple[StageTape, Tensor]]] = {}
 
     def note_resident(self, tensor: Tensor) -> None:
         if (key := key_of(tensor)) not in self.resident:

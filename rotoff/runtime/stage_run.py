@@ -67,9 +67,6 @@ class Backward(Protocol):
     """What autograd's hooks ask of the step. They hold it, so that it lives as long as the graph; a `StageRun` never
     does."""
 
-    def gradient_arrived(self, i: int, _gradient: torch.Tensor) -> None:
-        """A gradient of one of stage i's outputs is there."""
-
     def advance_to(self, i: int) -> None:
         """Run all operations up to ``B i``."""
 
@@ -111,9 +108,8 @@ class StageRun:
         self._behaviour = behaviour
         self._requires_grad = requires_grad
         self._replay = replay
-        self._slots: list[
-            weakref.ref[Slot] | None
-        ] = []  # one for each tensor saved; None where it is not the stage's own
+        # one for each tensor saved; None where it is not the stage's own
+        self._slots: list[weakref.ref[Slot] | None] = []
         self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
         self._made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place

@@ -104,11 +104,10 @@ class Call:
 class StageTape:
     """What one stage did, in order.
 
-    name: of the stage. running_dead: whether a run is in a call that is made for nothing; needs_dead: whether
-        others have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants:
-        by id, tensors
-    that were there before the stage, with the version that it read and, of parameters, whether they needed a gradient.
-    before: what was in those that it changes, by id, or by `Var`.
+    name: of the stage. running_dead: whether a run is in a call that is made for nothing; needs_dead: whether others
+    have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants: by id,
+    tensors that were there before the stage, with the version that it read and, of parameters, whether they needed a
+    gradient. before: what was in those that it changes, by id, or by `Var`.
     """
 
     def __init__(self, name: str) -> None:
@@ -120,9 +119,8 @@ class StageTape:
         self.name = name
         self.running_dead = self.needs_dead = False
         self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
-        self.brought: Callable[[], dict[int, torch.Tensor]] = (
-            dict  # by id, what stands for parameters that the plan has brought
-        )
+        # by id, what stands for parameters that the plan has brought
+        self.brought: Callable[[], dict[int, torch.Tensor]] = dict
         self._last: list[tuple[Call, list[Var]]] | None = None  # of `_to_make`
         self._counted = 0  # calls of which that was made
 

@@ -14,7 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.outside import other_generators, put_other_generators
-from ..capture.recorder import one_call
+from ..capture.recorder import HOOKS, one_call
 from ..tensors.storage import version_of
 from .hollowing import key_of
 from .live import NOTHING_EXPECTED, LiveForward
@@ -24,7 +24,6 @@ from .stage_tape import TAG, Call, StageTape, Var, replaced, tensors_of
 from .torch_calls import WRITERS, Known
 
 FIRST = 1  # the one stage that there is
-_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 
 
 class Span(NamedTuple):
@@ -150,7 +149,7 @@ class Taping(LiveForward):
                 self.inside = True
                 return function(*args, **kwargs)
         result = super().call(function, args, kwargs)
-        if getattr(function, "__name__", "") in _HOOKS:
+        if getattr(function, "__name__", "") in HOOKS:
             self.registered(partial(_hook, function, result), args, kwargs, result)
         if isinstance(result, torch.autograd.graph.Node):
             return self._node(result, args[0])

@@ -214,9 +214,8 @@ _FACT_ATTRIBUTES = frozenset(
 _IN_PLACE = frozenset(
     ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
 )
-_NO_CONTENT = frozenset(
-    [torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_]
-)  # change no numbers
+# change no numbers
+_NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])
 _ATTENTION = frozenset(
     [torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward]
 )
@@ -251,9 +250,8 @@ def find(function: Any) -> Known:
     """What is known of a function that is not in `KNOWN`."""
     owner = _called(function)
     if isinstance(function, nn.Module) or owner is not function:
-        return Known(
-            function, _out, owner=None if owner is function else owner
-        )  # and nothing is kept that belongs to a model
+        # and nothing is kept that belongs to a model
+        return Known(function, _out, owner=None if owner is function else owner)
     known = _known(function)
     with suppress(TypeError):  # not hashable
         KNOWN[function] = known

@@ -130,9 +130,8 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
     sizes = {v.storage: v.nbytes for v in tape.variables if v.storage is not None}
     changed = {owned for op in operations for owned in op.writes_owned}
     alive = Counter[int]()  # storage -> variables alive
-    views = (
-        0  # alive, of parameters, and of buffers that change: a stage gets those from the module, never as its input
-    )
+    # alive, of parameters, and of buffers that change: a stage gets those from the module, never as its input
+    views = 0
     costs = []
     for position in range(len(operations)):
         for variables, more in ((begin, 1), (end, -1)):

@@ -153,9 +153,8 @@ class FormMeter:
         estimate has another way."""
         run, repeats = stage.run, self.bench.repeats.of_form
         behaviour = stage.behaviour
-        state = ReplayState(
-            Surroundings(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes
-        )  # as it is before the run that is compared with
+        # as it is before the run that is compared with
+        state = ReplayState(Surroundings(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes)
         saved = _saved(run)
         proven = [_faithful(stage, recipe, saved, state) for recipe in recipes]
         if not any(proven):

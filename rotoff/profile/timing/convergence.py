@@ -17,9 +17,8 @@ import torch
 
 from ...errors import OptionError
 
-CONFIDENCE = (
-    0.95  # of the interval; below six runs it is from the least to the most, which is as sure as there are runs
-)
+# of the interval; below six runs it is from the least to the most, which is as sure as there are runs
+CONFIDENCE = 0.95
 FIXED = 5  # runs, where several processes must run stages equally often
 BATCH = 3  # runs between two looks, since a look waits for the device
 

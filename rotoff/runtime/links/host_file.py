@@ -15,9 +15,8 @@ from pathlib import Path
 
 from ...errors import ExecutionError
 
-IN_RAM = frozenset(
-    {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
-)  # a file there is RAM, which offloading is meant to free
+# a file there is RAM, which offloading is meant to free
+IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MOUNTS = Path("/proc/self/mountinfo")
 _CURE = 'give a directory on a disk with room, such as host_directory="/data/tmp", or ask for mode="remat"'
