@@ -15,7 +15,7 @@ from torch import nn
 import rotoff
 from rotoff.core.sequence import FORWARDS
 from rotoff.runtime import stage_tape
-from rotoff.runtime.replay import ReplayState, Surroundings
+from rotoff.runtime.replay import ReplayState
 from rotoff.tensors.rng import Generators
 
 
@@ -237,17 +237,17 @@ class Buffer:
 
 
 def test_random_bits_that_go_on_from_run_to_run_are_drawn_again_in_a_replay() -> None:
-    surroundings = Surroundings(torch.device("cpu"))
+    generators = Generators(torch.device("cpu"))
     generator = DeviceGenerator()
-    surroundings.generators._own.append(generator)  # type: ignore[arg-type]
+    generators._own.append(generator)  # type: ignore[arg-type]
     buffer = Buffer(generator)
     runs = []
     for _ in range(3):
-        state = ReplayState(surroundings, [])
+        state = ReplayState(generators, [])
         runs.append((state, buffer.draw()))
     assert len({drawn for _, drawn in runs}) == 3
     for state, drawn in reversed(runs):
-        with state:
+        with state.again():
             assert buffer.draw() == drawn
     assert int(generator.state[0]) == 3  # as before the replays
 

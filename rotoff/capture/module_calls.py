@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tensors.autocast import Autocast
 from .places import Entry, alone
 from .tape import NOTHING, Operation, Owned, Pinned, Ref, Tape, substitute
 
@@ -46,7 +47,7 @@ class ModuleCall:
     transformed: bool
     drawn: Any
     grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: Autocast
     place: tuple[tuple[str, int], ...] = ()
     end: int = 0
     until: int = 0

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
-from ..tensors.dataclass_trees import look_into
+from ..tensors.autocast import autocast_now
 from ..tensors.eager_mode import without
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
-from ..tensors.tree import refuse_packed
+from ..tensors.tree import look_into, refuse_packed
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
 from .outside import unseen_calls
@@ -143,7 +143,7 @@ class Recorder(TorchFunctionMode):
         self._made = 0  # operations that make or change tensors
         self._generators = Generators(device)
         self._drawn = self._generators.states()
-        self._ambient = _autocast()
+        self._ambient = autocast_now()
         self.casts = WeightCasts(self._tensors)
         self._hooks: list[Any] = []  # handles of those that the forward has registered on tensors
         self._saves: list[tuple[int, int]] = []  # storages that the call under way has saved
@@ -272,7 +272,7 @@ class Recorder(TorchFunctionMode):
         references = substitute((args, kwargs), self._reference)
         if self._sizes.packs(name, references):
             self._varies(f"packs sequences by lengths that are in a tensor ({name})", cure=PACK_INSIDE)
-        grad, autocast = torch.is_grad_enabled(), _autocast()
+        grad, autocast = torch.is_grad_enabled(), autocast_now()
         if made is None:
             self._saves.clear()
         with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
@@ -396,7 +396,7 @@ class Recorder(TorchFunctionMode):
             transformed=transformed,
             drawn=self._generators.states(),
             grad=torch.is_grad_enabled(),
-            autocast=() if (autocast := _autocast()) == self._ambient else autocast,
+            autocast=() if (autocast := autocast_now()) == self._ambient else autocast,
         )
         self._modules.append(call)
         self._open.append(call)
@@ -541,7 +541,3 @@ def _torch_hooks(module: nn.Module) -> bool:
     every = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     own = all(str(getattr(type(h), "__module__", "")).startswith("torch.nn.utils") for h in every)
     return bool(every) and own and not module._backward_hooks and not module._backward_pre_hooks
-
-
-def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))

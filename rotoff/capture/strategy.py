@@ -21,11 +21,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
 from ..errors import MeasureError, OptionError
-from ..tensors.dataclass_trees import look_into
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.stage import StageModule
 from ..tensors.storage import storage_key
-from ..tensors.tree import flatten, refuse_packed
+from ..tensors.tree import flatten, look_into, refuse_packed
 from .backward_roots import BackwardStarts
 from .caches import caches, switched_off
 from .partition import cuts

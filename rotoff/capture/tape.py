@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..tensors.autocast import Autocast
+
 
 class Ref(NamedTuple):
     """In an argument: the variable of that number."""
@@ -77,7 +79,7 @@ class Operation:
     writes_owned: tuple[Owned, ...]
     draws: bool
     grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: Autocast
     expected: Any
     effect: bool
     place: tuple[tuple[str, int], ...]

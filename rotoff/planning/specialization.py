@@ -9,7 +9,6 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +22,10 @@ from ..io.cache import Cache
 from ..profile.measure import Progress
 from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
-from ..runtime.replay import ReplayState, Surroundings
-from ..runtime.stage_tape import autocast_now
+from ..runtime.replay import ReplayState
 from ..runtime.taped_forward import TapedForward
+from ..tensors.autocast import Autocast, autocast_as, autocast_now
+from ..tensors.rng import Generators
 from ..tensors.tree import flatten
 from .course import Specialization, constants, family_of, signature
 from .course_meter import CourseMeter, Wanted
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
     value: Any
     key: Any
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: Autocast
     cached: bool
 
     @classmethod
@@ -62,15 +62,6 @@ class Sample(NamedTuple):
         tensors, rebuild = flatten(value)
         alone = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         return cls(rebuild(alone), key, autocast_now(), torch.is_autocast_cache_enabled())
-
-    @contextmanager
-    def autocast_again(self) -> Iterator[None]:
-        """Within, autocast is as it was."""
-        with ExitStack() as stack:
-            if self.autocast != autocast_now():
-                for kind, enabled, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
-            yield
 
 
 class PlannedSize(NamedTuple):
@@ -205,8 +196,8 @@ class Specializations:
     def _time_again(self, course: Specialization, sample: Sample) -> Specialization:
         """`time` outside of a step."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
-        surroundings = Surroundings(self.meter.device_for(sample.value))
-        with sample.autocast_again(), ReplayState(surroundings, (), (), modes):
+        state = ReplayState(Generators(self.meter.device_for(sample.value)), (), (), modes)
+        with autocast_as(sample.autocast, sample.cached), state.again():
             return self.time(course, sample.value, sample.key)
 
     def time(self, course: Specialization, value: Any, key: Any) -> Specialization:

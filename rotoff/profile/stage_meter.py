@@ -15,7 +15,7 @@ from ..capture.sharding import gathers
 from ..core.chain import Stage
 from ..errors import MeasureError
 from ..runtime.overhead import UpkeepTimes
-from ..runtime.replay import ReplayState, Surroundings
+from ..runtime.replay import ReplayState
 from ..tensors.convolutions import Algorithms
 from ..tensors.rng import RNG_BYTES, Generators
 from ..tensors.stage import Behaviour, SavedKind, StageModule
@@ -161,10 +161,10 @@ class Meter:
         """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and the workspaces of
         cuBLAS belong to a thread; without this the first replay of a training would make them, beside all that its step
         holds."""
-        state = ReplayState(Surroundings(self.bench.device), ())
+        state = ReplayState(Generators(self.bench.device), ())
 
         def again() -> None:
-            with state:
+            with state.again():
                 run.forward(run.leaves())
 
         within_backward(again, self.bench.device)

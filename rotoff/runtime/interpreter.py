@@ -24,13 +24,14 @@ from torch.autograd.variable import Variable
 from ..capture.course import OUTSIDE, Course
 from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
+from ..tensors.autocast import autocast_now
 from ..tensors.convolutions import StageAlgorithms
-from ..tensors.dataclass_trees import look_into
 from ..tensors.eager_mode import without
 from ..tensors.recipe import Recipe
+from ..tensors.rng import Generators
 from ..tensors.stage import Behaviour, StageModule
 from ..tensors.storage import storage_key
-from ..tensors.tree import flatten
+from ..tensors.tree import flatten, look_into
 from .call_interception import following
 from .execution_plan import ExecutionPlan, describe
 from .hollowing import empty
@@ -41,9 +42,9 @@ from .placed.brought import bring
 from .placed.lending import Lender
 from .placed.placement import Placement
 from .placed.tensor import PlacedTensor
-from .replay import ReplayState, Surroundings
+from .replay import ReplayState
 from .stage_run import StageRun
-from .stage_tape import StageTape, Var, autocast_now
+from .stage_tape import StageTape, Var
 from .step_times import StepTimes
 from .values import Held, HeldValues, Slot, compact
 
@@ -93,7 +94,7 @@ class Step:
         self._done = done
         self._checker = checker
         self._times = times
-        self._surroundings = Surroundings(device)
+        self._generators = Generators(device)
         self._algorithms = StageAlgorithms()
         self._held = HeldValues(link)
         self._runs: dict[int, StageRun] = {}
@@ -156,7 +157,7 @@ class Step:
 
     def _live_forward(self, course: Course | None, given: list[torch.Tensor]) -> LiveForward:
         """What follows the forward's calls."""
-        live = LiveForward(course, self, self._surroundings.generators, given)
+        live = LiveForward(course, self, self._generators, given)
         if self._placement is not None:
             live.lender = self._lender = self._placement.lender()
         return live
@@ -238,7 +239,7 @@ class Step:
                 own.register_hook(compact)
         opaque = i in live.opaque_stages
         replay = ReplayState(
-            self._surroundings,
+            self._generators,
             behaviour.changed_buffers if opaque else (),
             behaviour.changed_attributes if opaque else (),
             behaviour.modes if opaque else (),

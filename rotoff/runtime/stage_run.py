@@ -213,7 +213,7 @@ class StageRun:
     def restored(self, given: list[torch.Tensor], var: Var) -> torch.Tensor:
         """The bytes of a tensor that the stage made, by a replay."""
         inputs, _ = self._detached(given)
-        with self._replay, saved_tensors_hooks(lambda _: None, _never):
+        with self._replay.again(), saved_tensors_hooks(lambda _: None, _never):
             return self.tape.run(inputs, [var])[0].detach()
 
     def _read(self, packed: Packed, step: Backward) -> torch.Tensor:
@@ -251,7 +251,7 @@ class StageRun:
             if self.tape.running_dead:
                 found.append(tensor.detach())
 
-        with self._replay, saved_tensors_hooks(pack, _never):
+        with self._replay.again(), saved_tensors_hooks(pack, _never):
             self.tape.run(inputs, everything=True)
         return found[packed.number]
 
@@ -290,7 +290,7 @@ class StageRun:
                 raise Redone
 
         try:
-            with self._replay, saved_tensors_hooks(pack, _never):
+            with self._replay.again(), saved_tensors_hooks(pack, _never):
                 made = self.tape.run(inputs)
         except Redone:
             return []
@@ -328,7 +328,7 @@ class StageRun:
                 lambda: self.tape.run(inputs),
                 stored,
                 pack,
-                self._replay,
+                self._replay.again(),
                 beside=lambda: self.tape.running_dead,
             )
         except OtherOperations:

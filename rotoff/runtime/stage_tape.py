@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 from torch.utils import _pytree as pytree
 
 from ..errors import ExecutionError
+from ..tensors.autocast import Autocast, autocast_as, autocast_now
 from ..tensors.storage import copied, version_of
 
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 TAG = "_rotoff_var"  # the attribute of a tensor that holds its `Var`
 
 
@@ -233,8 +233,7 @@ def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.
             stack.enter_context(torch.no_grad())
         if attention is not None and attention != _cur_sdpa_kernel_backends():
             stack.enter_context(sdpa_kernel(attention))
-        for kind, enabled, dtype in autocast or ():
-            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+        stack.enter_context(autocast_as(autocast or ()))
         return call.function(*args, **kwargs)
 
 
@@ -301,8 +300,3 @@ def tensors_of(result: Any) -> Sequence[torch.Tensor]:
     if type(result) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in result):
         return result
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def autocast_now() -> Autocast:
-    """For each type of device, whether autocast is on and what it casts to."""
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))

@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..capture.outside import other_generators, put_other_generators
 from ..capture.recorder import HOOKS, one_call
+from ..tensors.rng import Generators
 from ..tensors.storage import version_of
 from .hollowing import key_of
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
-from .replay import ReplayState, Surroundings
+from .replay import ReplayState
 from .stage_tape import TAG, Call, StageTape, Var, replaced, tensors_of
 from .torch_calls import WRITERS, Known
 
@@ -124,8 +125,8 @@ class Taping(LiveForward):
     call each.
     """
 
-    def __init__(self, replay: ReplayState, surroundings: Surroundings, given: list[Tensor], tape: StageTape) -> None:
-        super().__init__(NOTHING_EXPECTED, _Unstaged(), surroundings.generators, given)
+    def __init__(self, replay: ReplayState, generators: Generators, given: list[Tensor], tape: StageTape) -> None:
+        super().__init__(NOTHING_EXPECTED, _Unstaged(), generators, given)
         self.reads: _Reads = _Reads()
         for tensor in given:
             self.reads.note_resident(tensor)

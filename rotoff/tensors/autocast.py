@@ -1,11 +1,28 @@
-"""Autocast around what is measured and replayed."""
+"""Autocast around what is recorded, measured and replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # by type of device, whether it is on, and what it casts to
+
+
+def autocast_now() -> Autocast:
+    """What is set now."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def autocast_as(before: Autocast, cached: bool | None = None) -> ExitStack:
+    """Within, autocast is as it was `before`. cached: whether it keeps its casts of weights; None: as now."""
+    stack = ExitStack()
+    for kind, enabled, dtype in before:
+        alike = (enabled, dtype) == (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        if not alike or cached not in (None, torch.is_autocast_cache_enabled()):
+            stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+    return stack
 
 
 @contextmanager

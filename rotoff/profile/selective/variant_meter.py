@@ -17,11 +17,12 @@ import torch
 
 from ...capture.operations import OperationLog
 from ...core.chain import Form, Stage
-from ...runtime.replay import ReplayState, Surroundings
+from ...runtime.replay import ReplayState
 from ...runtime.selective import redo
 from ...tensors.autocast import uncached_autocast
 from ...tensors.convolutions import Algorithms
 from ...tensors.recipe import Recipe
+from ...tensors.rng import Generators
 from ...tensors.saved_tensors import watch_saved
 from ...tensors.stage import SavedKind
 from ...tensors.storage import bytes_of
@@ -154,7 +155,7 @@ class FormMeter:
         run, repeats = stage.run, self.bench.repeats.of_form
         behaviour = stage.behaviour
         # as it is before the run that is compared with
-        state = ReplayState(Surroundings(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes)
+        state = ReplayState(Generators(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes)
         saved = _saved(run)
         proven = [_faithful(stage, recipe, saved, state) for recipe in recipes]
         if not any(proven):
@@ -172,7 +173,7 @@ class FormMeter:
                 redone: list[torch.Tensor] = []
                 keep = partial(_keep, redone)  # as long as in a step
                 ticks.tick()
-                redo(recipe, forward, stored, keep, state)
+                redo(recipe, forward, stored, keep, state.again())
                 ticks.tick()
         medians = (statistics.median(one.seconds) for one in series())
         return [next(medians) if one else None for one in proven]
@@ -203,7 +204,7 @@ def _faithful(stage: WholeStage, recipe: Recipe, saved: Sequence[torch.Tensor], 
     compared = _Compared(saved, kinds)
     leaves = run.leaves()
     try:
-        redo(recipe, lambda: run.forward(leaves), stored, compared.look, state, poison=True)
+        redo(recipe, lambda: run.forward(leaves), stored, compared.look, state.again(), poison=True)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # an index out of range, say, where something read what nobody should
@@ -214,7 +215,7 @@ def _faithful(stage: WholeStage, recipe: Recipe, saved: Sequence[torch.Tensor], 
         return False
     _dirty([saved[n] for n in compared.others])
     again = _Compared(saved, kinds)
-    with state, uncached_autocast(), watch_saved(again.look):
+    with state.again(), uncached_autocast(), watch_saved(again.look):
         run.forward(run.leaves())
     return compared.others.keys() <= again.others.keys()
 
