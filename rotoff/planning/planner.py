@@ -62,7 +62,6 @@ class PlanVariant:
         return self.least_in(self.request.mode)
 
     def least_in(self, mode: str) -> int:
-        """The same in `mode`."""
         return least_in_flight(self.chain, mode, self.request.in_flight, -self.more) - self.more
 
     def solve(self, asked: int) -> Sequence:

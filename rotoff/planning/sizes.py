@@ -94,7 +94,6 @@ class MeasuredSizes(Generic[Of]):
 
     @property
     def last(self) -> Of:
-        """What was measured last."""
         return next(reversed(self._rows.values()))
 
     def add(self, sizes: Sizes, measured: Of) -> None:

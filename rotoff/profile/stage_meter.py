@@ -75,7 +75,6 @@ class Meter:
         self.checked: StageTimes | None = None  # known times of the stage that tells whether they still hold
 
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
-        """What finds and measures smaller forms."""
         return FormMeter(self.bench, policy, partial, algorithms)
 
     def trust(self, known: KnownTimes | None) -> None:

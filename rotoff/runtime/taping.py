@@ -77,27 +77,23 @@ class _Reads(Reads):
     def before_writing(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
     ) -> Sequence[Tensor]:
+        before = set(self.tape.before)
+        written = super().before_writing(known, args, kwargs, given, stage)
         if known.owner is None:
-            return super().before_writing(known, args, kwargs, given, stage)
-        before, places = set(self.tape.before), WRITERS.pop(known.owner, None)
-        WRITERS[known.owner] = {n for n, tensor in enumerate(given) if not isinstance(tensor, nn.Parameter)}
-        try:
-            super().before_writing(known, args, kwargs, given, stage)
-        finally:
-            del WRITERS[known.owner]
-            if places is not None:
-                WRITERS[known.owner] = places
+            return written
         for key in self.tape.before.keys() - before:
             what = self.tape.before[key][0]
             if (tensor := what.tensor() if isinstance(what, Var) else what) is not None:
                 self._guessed.append((key, tensor, version_of(tensor)))
         return ()
 
+    def may_write(self, known: Known, given: list[Tensor]) -> list[Tensor]:
+        return [] if known.owner is None else [t for t in given if not isinstance(t, nn.Parameter)]
+
     def note_changed(
         self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        kept = [] if known.owner is None else [t for t in given if not isinstance(t, nn.Parameter)]
-        super().note_changed(known, given, versions, [*expected, *kept])
+        super().note_changed(known, given, versions, [*expected, *self.may_write(known, given)])
         changed = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
         if known.owner is not None:
             WRITERS.setdefault(known.owner, set()).update(changed)
@@ -246,15 +242,12 @@ class Node:
 
     @property
     def next_functions(self) -> Any:
-        """Those of the node."""
         return tuple((node and Node(self._live, node, None), n) for node, n in self._node.next_functions)
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """As of the node."""
         return self._register("register_hook", hook)
 
     def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """As of the node."""
         return self._register("register_prehook", hook)
 
     def _register(self, name: str, hook: Callable[..., Any]) -> RemovableHandle:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -165,14 +166,9 @@ class _Finally:
         self._act()
 
 
-_known: frozenset[Any] = frozenset()
-
-
+@cache
 def _functions() -> frozenset[Any]:
     """Every Python function that runs a convolution."""
-    global _known
-    if not _known:
-        packets = [getattr(torch.ops.aten, name) for name in NAMES]
-        overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-        _known = frozenset([*(getattr(torch, name) for name in NAMES), *packets, *overloads])
-    return _known
+    packets = [getattr(torch.ops.aten, name) for name in NAMES]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return frozenset([*(getattr(torch, name) for name in NAMES), *packets, *overloads])
