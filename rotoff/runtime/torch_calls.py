@@ -157,60 +157,15 @@ def _is_written(argument: torch.Argument) -> bool:
 
 
 _FACTS = frozenset(
-    [
-        "dim",
-        "size",
-        "numel",
-        "nelement",
-        "__len__",
-        "ndimension",
-        "element_size",
-        "get_device",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "__hash__",
-        "is_inference",
-        "is_same_size",
-    ]
-)
+    ["dim", "size", "numel", "nelement", "__len__", "ndimension", "element_size", "get_device", "is_floating_point",
+     "is_complex", "is_signed", "__hash__", "is_inference", "is_same_size"]
+)  # fmt: skip
 _FACT_ATTRIBUTES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_nested",
-        "is_quantized",
-        "itemsize",
-        "nbytes",
-        "names",
-        "output_nr",
-        "retains_grad",
-        "is_mps",
-        "is_xpu",
-        "is_mkldnn",
-        "is_sparse_csr",
-        "is_xla",
-        "is_ipu",
-        "is_maia",
-        "is_vulkan",
-        "is_mtia",
-        "_backward_hooks",
-        "_version",
-        "name",
-        "_post_accumulate_grad_hooks",
-        "grad",
-    ]
-)
+    ["shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "is_cpu",
+     "is_meta", "is_sparse", "is_nested", "is_quantized", "itemsize", "nbytes", "names", "output_nr", "retains_grad",
+     "is_mps", "is_xpu", "is_mkldnn", "is_sparse_csr", "is_xla", "is_ipu", "is_maia", "is_vulkan", "is_mtia",
+     "_backward_hooks", "_version", "name", "_post_accumulate_grad_hooks", "grad"]
+)  # fmt: skip
 _IN_PLACE = frozenset(
     ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
 )
