@@ -254,15 +254,16 @@ def test_random_bits_that_go_on_from_run_to_run_are_drawn_again_in_a_replay() ->
 
 def test_a_state_is_kept_once_until_something_is_drawn() -> None:
     generators = Generators(torch.device("cpu"))
+    before = generators.copies()
     first = generators.states()
     assert generators.states() is first
     torch.rand(1)
-    second = generators.states()
+    second, after = generators.states(), generators.copies()
     assert second is not first
-    generators.put(first)
+    generators.put(before)
     assert bytes(torch.get_rng_state().tolist()) == first[0]
     # exactly one whole round of the generator: only the words change, no position does
-    generators.put(second)
+    generators.put(after)
     position = generators.states()
     torch.empty(624, dtype=torch.int32).random_()
     assert generators.states() is not position

@@ -108,7 +108,7 @@ def _every_call(call: Call, named: Collection[nn.Module]) -> Tape:
         if alike := same_calls(before, tape):
             break
     if not alike:
-        generators.put_copies(drawn[0])
+        generators.put(drawn[0])
         put_other_generators(drawn[1])
         again = _once(call, named)
         if not same_calls(tape, again):

@@ -110,7 +110,7 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """What flows into the first stage when `model` is called with `args` and `kwargs`.
 
     A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values (see
-    also `state.switched_off`).
+    also `caches`).
 
     Raises:
         MeasureError: where the arguments are not forward's, or the model has no forward in Python.

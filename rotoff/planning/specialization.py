@@ -196,8 +196,8 @@ class Specializations:
     def _time_again(self, course: Specialization, sample: Sample) -> Specialization:
         """`time` outside of a step."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
-        state = ReplayState(Generators(self.meter.device_for(sample.value)), (), (), modes)
-        with autocast_as(sample.autocast, sample.cached), state.again():
+        generators = Generators(self.meter.device_for(sample.value))
+        with autocast_as(sample.autocast, sample.cached), ReplayState(generators, (), (), modes).again():
             return self.time(course, sample.value, sample.key)
 
     def time(self, course: Specialization, value: Any, key: Any) -> Specialization:

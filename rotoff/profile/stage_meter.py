@@ -171,7 +171,7 @@ class Meter:
     def _costs(self, run: Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
         """The bytes of a stage that keeps everything, or nothing; and its outputs."""
         generators = Generators(self.bench.device)
-        drawn = generators.states()
+        drawn = generators.copies()
         casts = kept_casts(run, self.allocator)
         generators.put(drawn)
         forward = self._forward(run, changes, generators)
@@ -273,7 +273,7 @@ class Meter:
         )
 
     def _keep_everything(self, run: Run, leaves: list[torch.Tensor], generators: Generators) -> Kept:
-        drawn = generators.states()
+        drawn = generators.copies()
         kept = keep_everything(run, leaves, self.allocator)
         for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
             generators.put(drawn)

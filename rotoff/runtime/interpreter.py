@@ -492,7 +492,7 @@ class Step:
             raise
         self._done_with(op)
 
-    def _checked(self) -> AbstractContextManager[None]:
+    def _checked(self) -> AbstractContextManager[object]:
         return nullcontext() if self._checker is None else self._checker.watching()
 
     def _begins(self, op: Op, index: int) -> None:

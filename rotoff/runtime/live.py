@@ -571,4 +571,4 @@ def _of_size(every: list[Var], nbytes: int) -> Var | None:
 
 def put(generators: Generators, copies: list[torch.Generator]) -> None:
     """Of a tape: what the model's own code did to the generators."""
-    generators.put_copies(copies)
+    generators.put(copies)

@@ -7,9 +7,8 @@ made and that is still there, whoever holds it. What kernels take and give back 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -114,14 +113,9 @@ class MemoryChecker:
             )
             self._mem_limit = alive  # more is said again
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within, the storages that operations make are counted."""
-        if self._made is None or self._made.active:
-            yield
-            return
-        with self._made:
-            yield
+    def watching(self) -> AbstractContextManager[object]:
+        """Within, the storages that operations make are counted; harmless within itself."""
+        return nullcontext() if self._made is None else self._made
 
     def begin(self, op: Op) -> None:
         """Follow an operation whose end is only seen with the next one: ``B``, which autograd runs."""
@@ -151,26 +145,12 @@ class Made(EagerMode):
     def __init__(self, block: int) -> None:
         super().__init__()
         self._block = block
-        self._threads: set[int] = set()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    @property
-    def active(self) -> bool:
-        """Whether it is, in this thread."""
-        return threading.get_ident() in self._threads
 
     def alive(self) -> int:
         """Bytes that are still there."""
         self._storages = {key: one for key, one in self._storages.items() if not one[0].expired()}
         return sum(rounded(nbytes, self._block) for _, nbytes in self._storages.values())
-
-    def __enter__(self) -> Any:
-        self._threads.add(threading.get_ident())
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._threads.discard(threading.get_ident())
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {key_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}

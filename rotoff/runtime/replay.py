@@ -68,7 +68,7 @@ class ReplayState:
             # clones, since the run changes them and another replay may follow
             _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
             modes = _switch(self._modes)
-            self._generators.put_copies(self._rng)
+            self._generators.put(self._rng)
             # the setter, since a context manager costs as much as all else here
             torch._C._set_grad_enabled(True)
             with autocast_as(*self._autocast):
@@ -79,7 +79,7 @@ class ReplayState:
             _put_buffers(buffers)
             for held, name, value in attributes:
                 held[name] = value
-            self._generators.put_copies(rng)
+            self._generators.put(rng)
 
 
 def _buffer(module: nn.Module, name: str) -> torch.Tensor:

@@ -39,19 +39,14 @@ class Span(NamedTuple):
     outputs: list[Var]
 
 
-class Once:
-    """On the tape: a call of a module that is made as a whole, with what Python and NumPy draw as they did."""
-
-    def __init__(self, module: nn.Module, drawn: list[Any]) -> None:
-        self.module, self._drawn = module, drawn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = other_generators()
-        put_other_generators(self._drawn)
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            put_other_generators(now)
+def _once(module: nn.Module, drawn: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of a module that is made as a whole, with what Python and NumPy draw as they did."""
+    now = other_generators()
+    put_other_generators(drawn)
+    try:
+        return module(*args, **kwargs)
+    finally:
+        put_other_generators(now)
 
 
 class _Unstaged:
@@ -192,7 +187,7 @@ class Taping(LiveForward):
             made, _ = self._made(tensors_of(result), given, FIRST)
             self.tape.calls.append(Call(module, replaced(args, reference), replaced(kwargs, reference), made, None))
         if opaque or hidden:
-            self.tape.calls[-1].function = Once(module, drawn)
+            self.tape.calls[-1].function = partial(_once, module, drawn)
             return result
         found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
         outputs = [var for var in found if var is not None]
