@@ -17,7 +17,7 @@ from torch import nn
 
 from ..tensors.autocast import Autocast
 from .places import Entry, alone
-from .tape import NOTHING, Operation, Owned, Pinned, Ref, Tape, substitute
+from .tape import Operation, Owned, Pinned, Ref, Tape, substitute
 
 
 @dataclass(eq=False)
@@ -110,7 +110,6 @@ def _joined(tape: Tape, call: ModuleCall, inner: Sequence[Operation]) -> Operati
         draws=any(op.draws for op in inner),
         grad=call.grad,
         autocast=call.autocast,
-        expected=NOTHING,
         effect=True,
         place=call.place,
         saves=saves,

@@ -51,11 +51,6 @@ class Captured:
     with_attributes: bool
     starts: BackwardStarts | None = None
 
-    @property
-    def random(self) -> bool:
-        """Whether a forward does some of this by chance."""
-        return self.tape.random
-
     def starting(self, names: tuple[str | int, ...]) -> Captured:
         """The same, where a backward starts from the outputs of these `names` alone; from any, where there are none."""
         if not names:

@@ -441,7 +441,7 @@ class Specializations:
 
     def followed(self, course: Specialization, step: Step) -> None:
         """`step` has run its forward, and was expected to take `course`."""
-        if step.astray is None or (course.captured.random and not step.unknown):
+        if step.astray is None or (course.captured.tape.random and not step.unknown):
             return  # where calls are left out by chance, the plan has held
         course.miss(step.astray)
         if not step.unknown or self._warned:

@@ -344,7 +344,7 @@ class Meter:
         if not run.stage.varying:
             kind = structure(run.stage.modules), describe(run.rebuild(run.tensors)), end.enough, run.last
             timings = self._timings.setdefault(kind, timings)
-        time_stage(run, end, repeats.of_known_kind if timings.forward else repeats, self.bench.device, timings)
+        time_stage(run, end, repeats.at_least(1) if timings.forward else repeats, self.bench.device, timings)
         return timings
 
     def _looked_at(self, run: Run) -> list[float]:

@@ -25,7 +25,7 @@ from ..capture.course import OUTSIDE, Course
 from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
 from ..tensors.autocast import autocast_now
-from ..tensors.convolutions import StageAlgorithms
+from ..tensors.convolutions import StageAlgorithms, forward_by
 from ..tensors.eager_mode import without
 from ..tensors.recipe import Recipe
 from ..tensors.rng import Generators
@@ -532,8 +532,9 @@ class Step:
 
     def _f_sel(self, op: Op) -> None:
         form = self._form(op)
-        with self._algorithms.forward(op.stage, form.algorithms):
+        with forward_by(form.algorithms):
             self._forward(op, True, None if form.complete else form)
+        self._algorithms.ran(op.stage, form.algorithms)
 
     def _form(self, op: Op) -> Recipe:
         recipes = self._behaviours[op.stage - 1].forms

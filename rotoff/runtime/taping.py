@@ -49,16 +49,6 @@ def _once(module: nn.Module, drawn: list[Any], *args: Any, **kwargs: Any) -> Any
         put_other_generators(now)
 
 
-class _Unstaged:
-    """What a forward asks of a step without stages."""
-
-    def enter(self, stage: int) -> None:
-        raise AssertionError(f"there is no stage {stage}")
-
-    def restore(self, var: Var) -> Tensor:
-        raise AssertionError("nothing has been hollowed")
-
-
 class _Reads(Reads):
     """Before a call that may change what it is given, with nothing to tell, all of that is kept. The tape goes on from
     the graph that was there."""
@@ -117,7 +107,8 @@ class Taping(LiveForward):
     """
 
     def __init__(self, replay: ReplayState, generators: Generators, given: list[Tensor], tape: StageTape) -> None:
-        super().__init__(NOTHING_EXPECTED, _Unstaged(), generators, given)
+        nobody: Any = None  # there are no stages to be entered, and no hollow tensors
+        super().__init__(NOTHING_EXPECTED, nobody, generators, given)
         self.reads: _Reads = _Reads()
         for tensor in given:
             self.reads.note_resident(tensor)

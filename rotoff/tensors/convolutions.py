@@ -118,16 +118,8 @@ class StageAlgorithms:
         """The ā_i that is made next is the whole stage's own."""
         self._of.pop(i, None)
 
-    @contextmanager
-    def forward(self, i: int, algorithms: Algorithms | None) -> Iterator[None]:
-        """A forward of stage i that makes ā_i; its backward will run by the same."""
-        self.plain(i)
-        with forward_by(algorithms):
-            yield
-        self.ran(i, algorithms)
-
     def ran(self, i: int, algorithms: Algorithms | None) -> None:
-        """The forward of stage i that made ā_i ran by these."""
+        """The forward of stage i that made ā_i ran by these; its backward will."""
         self.plain(i)
         if algorithms is not None:
             self._of[i] = algorithms

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...tensors.autocast import uncached_autocast
 from ..known_tensors import KnownTensors
-from ..tape import NOTHING, Operation, Owned, Ref, Tape, Variable, leaves, substitute
+from ..tape import Operation, Owned, Ref, Tape, Variable, leaves, substitute
 
 
 class WeightCast(NamedTuple):
@@ -109,24 +109,8 @@ def share(tape: Tape) -> None:
 
 
 def _cast(cast: WeightCast, number: int, before: Operation) -> Operation:
-    return replace(
-        before,
-        function=torch.Tensor.to,
-        args=(cast.weight, cast.dtype),
-        kwargs={},
-        outputs=(number,),
-        reads=(),
-        writes=frozenset(),
-        writes_owned=(),
-        draws=False,
-        autocast=(),
-        expected=NOTHING,
-        effect=False,
-        casts=(),
-        saves=(),
-        ends=(),
-        added=True,
-    )
+    own = Operation(torch.Tensor.to, (cast.weight, cast.dtype), {}, (number,), added=True)
+    return replace(own, grad=before.grad, place=before.place, keys=before.keys)
 
 
 def _taking(operation: Operation, numbers: dict[Owned, int]) -> Operation:

@@ -152,7 +152,7 @@ class FormMeter:
     def _redo_seconds(self, stage: WholeStage, recipes: Sequence[Recipe]) -> list[float | None]:
         """Of each recipe the median seconds of its redo; None where that does not make what the first run made. An
         estimate has another way."""
-        run, repeats = stage.run, self.bench.repeats.of_form
+        run, repeats = stage.run, self.bench.repeats.at_least(2)
         behaviour = stage.behaviour
         # as it is before the run that is compared with
         state = ReplayState(Generators(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes)

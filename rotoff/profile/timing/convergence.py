@@ -84,15 +84,9 @@ class Repeats:
             )
         return Repeats(repeats, repeats)
 
-    @property
-    def of_known_kind(self) -> Repeats:
-        """For a stage like one that has been timed: one run may be enough, unless a number was asked for."""
-        return self if self.least == self.most else replace(self, least=1)
-
-    @property
-    def of_form(self) -> Repeats:
-        """For the redo of a form, one of several of a stage."""
-        return self if self.least == self.most else replace(self, least=2)
+    def at_least(self, runs: int) -> Repeats:
+        """The same where so many `runs` may be enough, unless a number was asked for."""
+        return self if self.least == self.most else replace(self, least=runs)
 
     def rounds(self, look: Callable[[], Sequence[Series]]) -> Iterator[int]:
         """Numbers of the rounds to be run, as long as more are needed; `look` gives what those before took."""
