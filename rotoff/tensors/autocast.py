@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # by type of device, whether it is on, and what it casts to
 
@@ -34,3 +36,17 @@ def uncached_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+
+
+class Casts(TorchDispatchMode):
+    """Within, `note` is called with each tensor that is cast and its cast."""
+
+    def __init__(self, note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self._note(args[0], result)
+        return result

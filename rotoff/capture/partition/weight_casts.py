@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...tensors.autocast import uncached_autocast
+from ...tensors.autocast import Casts, uncached_autocast
 from ..known_tensors import KnownTensors
 from ..tape import Operation, Owned, Ref, Tape, Variable, leaves, substitute
 
@@ -61,25 +60,16 @@ class WeightCasts:
         if not (casting and self._alone and torch.is_autocast_cache_enabled()):
             yield found
             return
-        with uncached_autocast(), _Seen(self._tensors) as mode:  # each use shows, whatever was cast before
+        made: dict[tuple[Owned, torch.dtype, int], None] = {}
+
+        def note(tensor: torch.Tensor, cast: torch.Tensor) -> None:
+            owners = self._tensors.owners(tensor) if tensor.requires_grad else ()
+            for one in [one for one in owners if one.table == "_parameters" and one.tensor is tensor][:1]:
+                made[one, cast.dtype, cast.nbytes] = None
+
+        with uncached_autocast(), Casts(note):  # each use shows, whatever was cast before
             yield found
-        found += [WeightCast(self._region, *one) for one in dict.fromkeys(mode.found)]
-
-
-class _Seen(TorchDispatchMode):
-    def __init__(self, tensors: KnownTensors) -> None:
-        super().__init__()
-        self._tensors = tensors
-        self.found: list[tuple[Owned, torch.dtype, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            weights = [
-                one for one in self._tensors.owners(args[0]) if one.table == "_parameters" and one.tensor is args[0]
-            ]
-            self.found += [(one, result.dtype, result.nbytes) for one in weights[:1] if args[0].requires_grad]
-        return result
+        found += [WeightCast(self._region, *one) for one in made]
 
 
 def share(tape: Tape) -> None:
