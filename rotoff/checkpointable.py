@@ -354,18 +354,17 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _placement_for(self, optimizers: tuple[Optimizer, ...]) -> Placement:
         if self._placement is None or self._placement.optimizers != optimizers:
-            if self._placement is not None:
-                self._placement.close(resident=False)
+            self._unplace(resident=False)
             assert self._courses.meter.device is not None
             link = new_link(self._courses.meter.device, self._options.host_directory)
             self._placement = Placement(link, optimizers)
             weakref.finalize(self._placement, link.close)
         return self._placement
 
-    def _unplace(self) -> None:
+    def _unplace(self, resident: bool = True) -> None:
         if self._placement is not None:
             placement, self._placement = self._placement, None
-            placement.close()
+            placement.close(resident=resident)
 
     def min_mem_limit(self, mode: str = "joint", in_flight: int = 1) -> int:
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
@@ -653,9 +652,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def close(self) -> None:
         """Release host memory, files and threads; the next step takes new ones. Parameters stay where they lie."""
         self._links.close()
-        if self._placement is not None:
-            placement, self._placement = self._placement, None
-            placement.close(resident=False)
+        self._unplace(resident=False)
 
 
 def _own(optimizer: Any) -> Any:
@@ -669,17 +666,10 @@ def _keep(_: Link) -> None:
     """The link of the parameters stays with them."""
 
 
-def _by_itself(
-    wrapped: Checkpointable, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return wrapped._planned(plain, args, kwargs)
-
-
 # What ``torch.compile`` around a `Checkpointable` meets: planned steps run outside of it, since hooks and replays are
-# not for its
-# graphs. `torch.compiler.disable` is the public way, but loads the compiler at once, which takes a second that few
-# need.
-_left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(_by_itself)
+# not for its graphs. `torch.compiler.disable` is the public way, but loads the compiler at once, which takes a second
+# that few need.
+_left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(Checkpointable._planned)
 
 
 def refuse_planned(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from rotoff.profile.between_sizes import Share, between
 from rotoff.profile.estimate.devices import Device
 from rotoff.profile.estimate.estimate import estimate_profile
 from rotoff.profile.profile import Profile
-from rotoff.profile.timing.stage_timing import HostClock
+from rotoff.profile.timing.stage_timing import Clock
 from rotoff.tensors.stage import Behaviour
 
 TAILS = (0.5, 1.0, 0.0)
@@ -146,17 +146,17 @@ def test_an_estimate_counts_the_operations_behind() -> None:
     )
 
 
-class ProcessorTime(HostClock):
+class ProcessorTime(Clock):
     """Of this thread alone: a busy machine interrupts the longer part of a forward more often than the tail."""
 
     def tick(self) -> None:
-        self._times.append(time.thread_time())
+        self._marks.append(time.thread_time())
 
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Times that other work on this machine does not reach."""
-    monkeypatch.setattr("rotoff.profile.timing.stage_timing.clock", lambda _: ProcessorTime())
+    monkeypatch.setattr("rotoff.profile.timing.stage_timing.Clock", ProcessorTime)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -184,14 +184,6 @@ class TestFileLink:
         assert status.st_blocks * 512 >= 4096  # a full disk shows now, not in the step
         assert not [name for name in set(os.listdir(file_link.directory)) - before if "rotoff" in name]
 
-    def test_where_the_system_has_no_nameless_files_the_name_goes_at_once(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.delattr(os, "O_TMPFILE")
-        directory = choose_directory()
-        descriptor = host_file.open_private(directory)
-        assert os.fstat(descriptor).st_nlink == 0
-        assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
-        os.close(descriptor)
-
     def test_memory_is_the_tensors_own(self, file_link: FileLink):
         """A copy of 64 MiB takes no second 64 MiB."""
         nbytes = 64 << 20

@@ -4,6 +4,7 @@ before it is done."""
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -228,6 +229,20 @@ def test_measuring_leaves_counters_alone(kind: Any) -> None:
     assert [m.count for m in model.modules() if isinstance(m, Counts)] == [0] * 4
 
 
+class Tosses(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.chance.random()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_measuring_leaves_a_generator_of_pythons_alone(kind: Any) -> None:
+    assert same(trained(lambda: kind(Tosses), "remat"), trained(lambda: kind(Tosses), None))
+
+
 # -- settings
 
 
@@ -396,6 +411,18 @@ def test_a_module_put_in_the_type_that_it_has_is_not_changed(kind: Any, caplog: 
         run(x).sum().backward()
     assert "another course" not in caplog.text
     run.close()
+
+
+def test_a_call_that_returns_its_tensor_as_it_is_is_no_part_of_the_course(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is it taken for one by the same name that comes later."""
+
+    class Casts(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(x).to(x.dtype)
+            return x + self.down(torch.tanh(h).to(torch.float64).to(x.dtype))
+
+    assert same(trained(lambda: Net(Casts), "remat"), trained(lambda: Net(Casts), None))
+    assert "another course" not in caplog.text
 
 
 class Draws(Block):

@@ -15,7 +15,7 @@ from torch import nn
 import rotoff
 from rotoff.core.sequence import FORWARDS
 from rotoff.runtime import stage_tape
-from rotoff.runtime.replay import ReplayState, Surroundings
+from rotoff.runtime.replay import ReplayState
 from rotoff.tensors.rng import Generators
 
 
@@ -237,32 +237,33 @@ class Buffer:
 
 
 def test_random_bits_that_go_on_from_run_to_run_are_drawn_again_in_a_replay() -> None:
-    surroundings = Surroundings(torch.device("cpu"))
+    generators = Generators(torch.device("cpu"))
     generator = DeviceGenerator()
-    surroundings.generators._own.append(generator)  # type: ignore[arg-type]
+    generators._own.append(generator)  # type: ignore[arg-type]
     buffer = Buffer(generator)
     runs = []
     for _ in range(3):
-        state = ReplayState(surroundings, [])
+        state = ReplayState(generators, [])
         runs.append((state, buffer.draw()))
     assert len({drawn for _, drawn in runs}) == 3
     for state, drawn in reversed(runs):
-        with state:
+        with state.again():
             assert buffer.draw() == drawn
     assert int(generator.state[0]) == 3  # as before the replays
 
 
 def test_a_state_is_kept_once_until_something_is_drawn() -> None:
     generators = Generators(torch.device("cpu"))
+    before = generators.copies()
     first = generators.states()
     assert generators.states() is first
     torch.rand(1)
-    second = generators.states()
+    second, after = generators.states(), generators.copies()
     assert second is not first
-    generators.put(first)
+    generators.put(before)
     assert bytes(torch.get_rng_state().tolist()) == first[0]
     # exactly one whole round of the generator: only the words change, no position does
-    generators.put(second)
+    generators.put(after)
     position = generators.states()
     torch.empty(624, dtype=torch.int32).random_()
     assert generators.states() is not position

@@ -133,7 +133,7 @@ class Ahead:
 def test_stages_whose_kernels_take_less_than_their_launches_are_flagged(
     launch: float, kernel: float, bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_timing, "clock", lambda _: Ahead(launch, kernel))
+    monkeypatch.setattr(stage_timing, "Clock", lambda _: Ahead(launch, kernel))
     x = torch.ones(4, requires_grad=True)
     run = Run(StageModule("slow", (Slow(),)), [x], lambda tensors: tensors[0], False)
     timings = stage_timing.Timings()

@@ -24,11 +24,7 @@ def caches(model: nn.Module) -> list[dict[str, Any]]:
 
 @contextmanager
 def switched_off(held: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Within, the `caches` are off.
-
-    For forwards that read the setting there rather than take it as an argument; training has no use for keys and values
-    kept.
-    """
+    """Within, the `caches` are off, for forwards that read the setting there rather than take it as an argument."""
     for attributes in held:
         attributes["use_cache"] = False
     try:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tensors.autocast import Autocast
 from .places import Entry, alone
-from .tape import NOTHING, Operation, Owned, Pinned, Ref, Tape, substitute
+from .tape import Operation, Owned, Pinned, Ref, Tape, substitute
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class ModuleCall:
     transformed: bool
     drawn: Any
     grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: Autocast
     place: tuple[tuple[str, int], ...] = ()
     end: int = 0
     until: int = 0
@@ -109,7 +110,6 @@ def _joined(tape: Tape, call: ModuleCall, inner: Sequence[Operation]) -> Operati
         draws=any(op.draws for op in inner),
         grad=call.grad,
         autocast=call.autocast,
-        expected=NOTHING,
         effect=True,
         place=call.place,
         saves=saves,

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ..tensors.autocast import uncached_autocast
+from ..tensors.clock import finish
 from ..tensors.eager_mode import EagerMode
 from ..tensors.recipe import QUERIES
 from ..tensors.rng import Generators
@@ -163,8 +164,7 @@ class _Recorder(EagerMode):
         return number, True
 
     def _clock(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        finish(self._device)
         return time.perf_counter()
 
 

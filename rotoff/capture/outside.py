@@ -55,17 +55,13 @@ def _apply() -> Any:
     return torch.autograd.Function.__dict__["apply"]
 
 
-@contextmanager
-def _calling(call: Any, apply: Any, script_call: Any) -> Iterator[None]:
+def _calling(call: Any, apply: Any, script_call: Any) -> Patches:
     """Within, modules, custom Functions and scripted functions are called by these."""
-    scripted: Any = torch.jit.ScriptFunction
-    before = nn.Module.__call__, _apply(), scripted.__call__
-    try:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply, scripted.__call__ = apply, script_call  # type: ignore[method-assign]
-        yield
-    finally:
-        nn.Module.__call__, torch.autograd.Function.apply, scripted.__call__ = before  # type: ignore[method-assign]
+    return Patches(
+        (nn.Module, "__call__", lambda _: call),
+        (torch.autograd.Function, "apply", lambda _: apply),
+        (torch.jit.ScriptFunction, "__call__", lambda _: script_call),
+    )
 
 
 class Patches:

@@ -36,7 +36,6 @@ class Places:
         self._times: dict[nn.Module, int] = {}
 
     def enter(self, module: nn.Module) -> Entry:
-        """`module` is called."""
         n = self._times.get(module, 0)
         self._times[module] = n + 1
         entry = module, n
@@ -45,7 +44,6 @@ class Places:
         return entry
 
     def leave(self) -> None:
-        """That call has ended."""
         entry = self._frames.pop().entry
         frame = self._frames[-1]
         self.calls = frame.calls
@@ -66,7 +64,4 @@ def alone(entry: Entry, module: nn.Module) -> tuple[Hashable, Hashable]:
 
 def is_exact(key: Any) -> bool:
     """Whether a key tells by itself which call it is."""
-    return len(key) == _EXACT
-
-
-_EXACT = 4
+    return len(key) == 4

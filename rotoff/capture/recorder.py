@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
-from ..tensors.dataclass_trees import look_into
+from ..tensors.autocast import autocast_now
 from ..tensors.eager_mode import without
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
-from ..tensors.tree import refuse_packed
+from ..tensors.tree import look_into, refuse_packed
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
 from .outside import unseen_calls
@@ -34,59 +34,15 @@ from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableEr
 
 # Answers about a tensor that do not depend on its contents.
 _FACTS = frozenset(
-    [
-        "dim",
-        "size",
-        "stride",
-        "numel",
-        "nelement",
-        "element_size",
-        "ndimension",
-        "storage_offset",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_inference",
-        "is_shared",
-        "is_pinned",
-        "is_conj",
-        "is_neg",
-        "is_same_size",
-        "is_set_to",
-        "is_storage",
-        "type",
-        "get_device",
-        "__len__",
-        "__hash__",
-        "__repr__",
-        "__format__",
-        "__str__",
-        "untyped_storage",
-        "storage",
-        "data_ptr",
-        "has_names",
-        "__dir__",
-        "result_type",
-        "can_cast",
-        "promote_types",
-        "is_tensor",
-        "broadcast_shapes",
-        "__reduce_ex__",
-        "_is_view",
-        "_is_zerotensor",
-        "is_distributed",
-        "is_autocast_enabled",
-        "get_default_dtype",
-        "dense_dim",
-        "sparse_dim",
-        "is_coalesced",
-        "is_grad_enabled",
-        "__instancecheck__",
-        "_has_compatible_shallow_copy_type",
-    ]
-)
-_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
+    ["dim", "size", "stride", "numel", "nelement", "element_size", "ndimension", "storage_offset", "is_contiguous",
+     "is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_pinned", "is_conj", "is_neg",
+     "is_same_size", "is_set_to", "is_storage", "type", "get_device", "__len__", "__hash__", "__repr__",
+     "__format__", "__str__", "untyped_storage", "storage", "data_ptr", "has_names", "__dir__", "result_type",
+     "can_cast", "promote_types", "is_tensor", "broadcast_shapes", "__reduce_ex__", "_is_view", "_is_zerotensor",
+     "is_distributed", "is_autocast_enabled", "get_default_dtype", "dense_dim", "sparse_dim", "is_coalesced",
+     "is_grad_enabled", "__instancecheck__", "_has_compatible_shallow_copy_type"]
+)  # fmt: skip
+HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 _EFFECTS = frozenset(["__set__"])
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a module that hold what is its own
@@ -143,7 +99,7 @@ class Recorder(TorchFunctionMode):
         self._made = 0  # operations that make or change tensors
         self._generators = Generators(device)
         self._drawn = self._generators.states()
-        self._ambient = _autocast()
+        self._ambient = autocast_now()
         self.casts = WeightCasts(self._tensors)
         self._hooks: list[Any] = []  # handles of those that the forward has registered on tensors
         self._saves: list[tuple[int, int]] = []  # storages that the call under way has saved
@@ -265,7 +221,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         self._note_gone()
         generated = self._generators.states() if made is None else made.drawn
-        if name in _HOOKS:
+        if name in HOOKS:
             handle = function(*args, **kwargs)  # a matter of the step's own graph
             self._hooks += [] if handle is None else [handle]
             return handle
@@ -274,7 +230,7 @@ class Recorder(TorchFunctionMode):
         references = substitute((args, kwargs), self._reference)
         if self._sizes.packs(name, references):
             self._varies(f"packs sequences by lengths that are in a tensor ({name})", cure=PACK_INSIDE)
-        grad, autocast = torch.is_grad_enabled(), _autocast()
+        grad, autocast = torch.is_grad_enabled(), autocast_now()
         if made is None:
             self._saves.clear()
         with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
@@ -398,7 +354,7 @@ class Recorder(TorchFunctionMode):
             transformed=transformed,
             drawn=self._generators.states(),
             grad=torch.is_grad_enabled(),
-            autocast=() if (autocast := _autocast()) == self._ambient else autocast,
+            autocast=() if (autocast := autocast_now()) == self._ambient else autocast,
         )
         self._modules.append(call)
         self._open.append(call)
@@ -413,7 +369,7 @@ class Recorder(TorchFunctionMode):
                 " rotoff.Checkpointable around it, or use rotoff.attach",
                 kind=UncuttableError,
             )
-        check_arguments((args, kwargs))
+        refuse_packed((args, kwargs), "an argument")
         return self.call(module, args, kwargs, partial(self._compiled, module) if compiled(module) else None)
 
     def _ended(self, call: ModuleCall, result: Any) -> None:
@@ -532,11 +488,6 @@ def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(id(t) in known for t in tensors)
 
 
-def check_arguments(value: Any) -> None:
-    """Raise MeasureError where `value` has what a recording cannot look into."""
-    refuse_packed(value, "an argument")
-
-
 def one_call(module: nn.Module) -> bool:
     """Whether a call of `module` is to be one operation."""
     return compiled(module) or (bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module))
@@ -548,7 +499,3 @@ def _torch_hooks(module: nn.Module) -> bool:
     every = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     own = all(str(getattr(type(h), "__module__", "")).startswith("torch.nn.utils") for h in every)
     return bool(every) and own and not module._backward_hooks and not module._backward_pre_hooks
-
-
-def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))

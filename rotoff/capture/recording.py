@@ -30,7 +30,7 @@ from ..tensors.storage import copied
 from ..tensors.tree import flatten
 from .outside import other_generators, put_other_generators, seen_calls
 from .partition.weight_casts import share
-from .recorder import Recorder, check_arguments
+from .recorder import Recorder
 from .tape import NOTHING, Tape
 from .union import union
 from .unrepeatable import UnrepeatableError
@@ -108,7 +108,7 @@ def _every_call(call: Call, named: Collection[nn.Module]) -> Tape:
         if alike := same_calls(before, tape):
             break
     if not alike:
-        generators.put_copies(drawn[0])
+        generators.put(drawn[0])
         put_other_generators(drawn[1])
         again = _once(call, named)
         if not same_calls(tape, again):
@@ -160,7 +160,6 @@ def same_calls(one: Tape, other: Tape) -> bool:
 def _once(call: Call, named: Collection[nn.Module]) -> Tape:
     model, forward, args, kwargs, device, *_ = call
     given, rebuild = flatten((args, kwargs))
-    check_arguments((args, kwargs))
     if not call.in_step:  # the forward may change them
         given = [copied(t).requires_grad_(t.requires_grad) for t in given]
         args, kwargs = rebuild(given)

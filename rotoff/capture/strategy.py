@@ -21,15 +21,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
 from ..errors import MeasureError, OptionError
-from ..tensors.dataclass_trees import look_into
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.stage import StageModule
 from ..tensors.storage import storage_key
-from ..tensors.tree import flatten, refuse_packed
+from ..tensors.tree import flatten, look_into, refuse_packed
 from .backward_roots import BackwardStarts
 from .caches import caches, switched_off
 from .partition import cuts
-from .recorder import UnrecordableError, check_arguments, one_call
+from .recorder import UnrecordableError, one_call
 from .recording import Call, InStep, record
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
@@ -51,11 +50,6 @@ class Captured:
     cached: tuple[dict[str, Any], ...]
     with_attributes: bool
     starts: BackwardStarts | None = None
-
-    @property
-    def random(self) -> bool:
-        """Whether a forward does some of this by chance."""
-        return self.tape.random
 
     def starting(self, names: tuple[str | int, ...]) -> Captured:
         """The same, where a backward starts from the outputs of these `names` alone; from any, where there are none."""
@@ -81,9 +75,8 @@ class Captured:
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether the model's forward is that of ``nn.Sequential``."""
-    return (
-        inspect.getattr_static(type(model), "forward", None) is nn.Sequential.forward
-    )  # a scripted one has no forward to get
+    # statically, since a scripted one has no forward to get
+    return inspect.getattr_static(type(model), "forward", None) is nn.Sequential.forward
 
 
 def modules(model: nn.Module) -> list[str]:
@@ -112,7 +105,7 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """What flows into the first stage when `model` is called with `args` and `kwargs`.
 
     A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values (see
-    also `state.switched_off`).
+    also `caches`).
 
     Raises:
         MeasureError: where the arguments are not forward's, or the model has no forward in Python.
@@ -205,7 +198,6 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             storage_key(tensor)  # so that a sparse one is refused here
     tensors = flatten(value)[0]
     refuse_packed(value, "the model's input")
-    check_arguments(value)
     if not tensors:
         raise MeasureError(
             "the model's input holds no tensor that rotoff can see; pass tensors, or tuples, lists, dicts and"

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..tensors.autocast import Autocast
+
 
 class Ref(NamedTuple):
     """In an argument: the variable of that number."""
@@ -74,15 +76,15 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[int | None, ...]
-    reads: tuple[int, ...]
-    writes: frozenset[int]
-    writes_owned: tuple[Owned, ...]
-    draws: bool
-    grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    expected: Any
-    effect: bool
-    place: tuple[tuple[str, int], ...]
+    reads: tuple[int, ...] = ()
+    writes: frozenset[int] = frozenset()
+    writes_owned: tuple[Owned, ...] = ()
+    draws: bool = False
+    grad: bool = True
+    autocast: Autocast = ()
+    expected: Any = NOTHING
+    effect: bool = False
+    place: tuple[tuple[str, int], ...] = ()
     casts: tuple[Any, ...] = ()
     saves: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, ...] = ()

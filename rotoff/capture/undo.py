@@ -56,7 +56,7 @@ class BeforeStep(_Before):
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model)
         self._generators = Generators(device)
-        self._states = self._generators.states()
+        self._states = self._generators.copies()
         self._buffers = BufferCopies(buffers_of(model))
 
     def put_back(self) -> None:

@@ -80,9 +80,8 @@ class Parameters:
             return None  # module.to(dtype) sets what is of that type already
         in_place = own.endswith("_") and not own.endswith("__") and own not in _NO_CONTENT
         if sets or in_place or own == "__setitem__" or (own.startswith("__i") and own in _IN_PLACE):
-            targets = (
-                args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-            )  # a list: torch._foreach_mul_
+            several = args and isinstance(args[0], (list, tuple))  # torch._foreach_mul_
+            targets = args[0] if several else args[:1]
             return next((name for target in targets if (name := self._of(target)) is not None), None)
         return self._of(kwargs.get("out"))
 
@@ -122,9 +121,8 @@ class Refusing(EagerFunctionMode):
         return function(*args, **kwargs)
 
 
-_OF_GRADIENTS = frozenset(
-    [torch.Tensor.register_hook, torch.Tensor.retain_grad]
-)  # refused where there are none to come
+# refused where there are none to come
+_OF_GRADIENTS = frozenset([torch.Tensor.register_hook, torch.Tensor.retain_grad])
 
 
 def refusing(stage: StageModule) -> AbstractContextManager[Any]:

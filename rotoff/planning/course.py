@@ -74,7 +74,7 @@ class Specialization:
     @property
     def wants_more(self) -> bool:
         """Whether to note what steps do, since chance takes them elsewhere."""
-        return self.captured.random and self.missed > 0 and len(self.seen) < _SEEN
+        return self.captured.tape.random and self.missed > 0 and len(self.seen) < _SEEN
 
     def miss(self, astray: int) -> None:
         """A step did not take this course, as it was to; `astray` tells the one that it took."""

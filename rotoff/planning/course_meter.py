@@ -210,22 +210,24 @@ class CourseMeter:
                 return self.captured(replace(wanted, taped=None))
         return captured
 
-    def refuse_shards(self, stages: Sequence[Any] | None = None) -> None:
-        """Raise MeasureError where the model is sharded in a way that no stage can be run by itself, or not by this
-        process alone. stages: None before they are known."""
-        owner = self._root()
-        root = self.model if owner is None else owner
-        if stages is not None:
-            refuse_root_shards(root, stages)
-        elif tensor_parallel(root, self.model):
-            if self.group is None:
-                raise MeasureError(
-                    "parameters of the model are DTensors, and processes with plans of their own would wait for each"
-                    " other; give Checkpointable process_group=True, so that all follow one plan"
-                )
-            if self._waiting is None:
-                collectives_waited_for().__enter__()
-                self._waiting = weakref.finalize(self, collectives_waited_for().__exit__)
+    @property
+    def root(self) -> nn.Module:
+        """The module that is called."""
+        root = self._root()
+        return self.model if root is None else root
+
+    def check_sharding(self) -> None:
+        """Raise MeasureError where tensor parallel processes would not follow one plan."""
+        if not tensor_parallel(self.root, self.model):
+            return
+        if self.group is None:
+            raise MeasureError(
+                "parameters of the model are DTensors, and processes with plans of their own would wait for each other;"
+                " give Checkpointable process_group=True, so that all follow one plan"
+            )
+        if self._waiting is None:
+            collectives_waited_for().__enter__()
+            self._waiting = weakref.finalize(self, collectives_waited_for().__exit__)
 
     def say_called_again(self, tape: Tape) -> None:
         """In the log, once: which modules and Functions are run by their own code more often than in the plain
@@ -263,11 +265,11 @@ class _Measurement:
         if self._wanted.captured is not None:
             strategy.check_measurable(self._of.model, self._wanted.value)
             return self._wanted.captured
-        self._of.refuse_shards()
+        self._of.check_sharding()
         captured = self._of.captured(self._wanted)
         self._of.say_called_again(captured.tape)
         captured = captured.starting(read_backward_from(self._of.options.backward_from))
-        self._of.refuse_shards(captured.stages)
+        refuse_root_shards(self._of.root, captured.stages)
         return captured
 
     @cached_property

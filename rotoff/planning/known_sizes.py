@@ -16,7 +16,7 @@ from .course_meter import Known
 from .memory_account import reported_bytes
 from .planner import least_limit, make_plan, plan_everything
 from .request import Request
-from .sizes import MeasuredSizes, Sizes, rounded, volume
+from .sizes import MeasuredSizes, Sizes, rounded, saved_bytes, volume
 
 _FAMILIES = 8  # kinds of input, and states of the model, of which sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
@@ -112,7 +112,7 @@ class KnownSizes:
 
     def _plans(self, measured: Iterable[Specialization], profile: Profile) -> list[tuple[Profile, ExecutionPlan]]:
         every = {id(one): one for one in (*measured, *self._rounded.values()) if one.plan is not None}
-        nearest = sorted(every.values(), key=lambda one: abs(_saved(one.profile) - _saved(profile)))
+        nearest = sorted(every.values(), key=lambda one: abs(saved_bytes(one.profile) - saved_bytes(profile)))
         return [(one.profile, one.plan) for one in nearest[:_NEAREST] if one.plan is not None]
 
     def told(self, family: Any, sizes: Sizes) -> Known | None:
@@ -185,7 +185,3 @@ def fits(profile: Profile, request: Request) -> bool:
 def lacks_times(course: Specialization, request: Request) -> bool:
     """Whether the plan that `course` needs is one by its times, and it has none."""
     return course.plan is None and not course.profile.timed and not fits(course.profile, request)
-
-
-def _saved(profile: Profile) -> int:
-    return sum(stage.saved_bytes for stage in profile.chain.stages)

@@ -94,7 +94,6 @@ def _quick(request: Request) -> Request:
 
 
 def when(request: Request) -> str:
-    """When groups are updated."""
     return str(request.options.get("updates", "after"))
 
 

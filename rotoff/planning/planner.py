@@ -62,7 +62,6 @@ class PlanVariant:
         return self.least_in(self.request.mode)
 
     def least_in(self, mode: str) -> int:
-        """The same in `mode`."""
         return least_in_flight(self.chain, mode, self.request.in_flight, -self.more) - self.more
 
     def solve(self, asked: int) -> Sequence:
@@ -405,7 +404,7 @@ def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
     return ""
 
 
-def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float = 0.0) -> None:
+def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: float) -> None:
     trace, base = plan.trace, profile.chain.compute_time
     if not profile.timed:
         held = format_bytes(expected_bytes(profile, plan))

@@ -75,7 +75,6 @@ class Request:
 
     def _key(self, chain: Chain, limit: int, beside: int) -> dict[str, Any] | None:
         """All that a sequence depends on; None where an option cannot be compared, such as a function."""
-
         content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
         asked = {"mode": self.mode, "slots": self.mem_slots, "policy": self.policy, "options": self.options}
         if self.in_flight > 1:

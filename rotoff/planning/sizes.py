@@ -94,7 +94,6 @@ class MeasuredSizes(Generic[Of]):
 
     @property
     def last(self) -> Of:
-        """What was measured last."""
         return next(reversed(self._rows.values()))
 
     def add(self, sizes: Sizes, measured: Of) -> None:
@@ -119,27 +118,28 @@ class MeasuredSizes(Generic[Of]):
         tell. timed: whether it needs times."""
         every = [rows for rows in self._alike if next(iter(rows.values())).profile.timed or not timed]
         found = [one for rows in every if (one := self._near(rows, wanted)) is not None]
-        return min(found, key=lambda one: _saved(one.profile), default=None)
+        return min(found, key=lambda one: saved_bytes(one.profile), default=None)
 
     def _near(self, rows: dict[Sizes, Of], wanted: Sizes) -> Near[Of] | None:
         fit = [at for at in rows if not _alone(at, wanted)]
-        weights = covering(fit, [_saved(rows[at].profile) for at in fit], wanted) if fit else None
+        weights = covering(fit, [saved_bytes(rows[at].profile) for at in fit], wanted) if fit else None
         if weights is None:
             return None
         longer = volume(wanted) / sum(w * volume(at) for w, at in zip(weights, fit, strict=True))
         every = [(rows[at], Share(w, longer * w)) for w, at in zip(weights, fit, strict=True)]
         if sum(weights) < 1 + EXACT:  # else those without a weight tell what is the same at all sizes
             every = [(one, share) for one, share in every if share.bytes]
-        every.sort(key=lambda pair: -_saved(pair[0].profile) * bool(pair[1].bytes))
-        charged = sum(_saved(one.profile) * share.bytes for one, share in every)
-        loose = charged / min(_saved(one.profile) * volume(wanted) / volume(at) for at, one in rows.items())
+        every.sort(key=lambda pair: -saved_bytes(pair[0].profile) * bool(pair[1].bytes))
+        charged = sum(saved_bytes(one.profile) * share.bytes for one, share in every)
+        loose = charged / min(saved_bytes(one.profile) * volume(wanted) / volume(at) for at, one in rows.items())
         try:
             return Near(between([one.profile for one, _ in every], [share for _, share in every]), every[0][0], loose)
         except NotAlike:
             return None
 
 
-def _saved(profile: Profile) -> int:
+def saved_bytes(profile: Profile) -> int:
+    """What its stages save in all."""
     return sum(stage.saved_bytes for stage in profile.chain.stages)
 
 

@@ -9,7 +9,6 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +22,10 @@ from ..io.cache import Cache
 from ..profile.measure import Progress
 from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
-from ..runtime.replay import ReplayState, Surroundings
-from ..runtime.stage_tape import autocast_now
+from ..runtime.replay import ReplayState
 from ..runtime.taped_forward import TapedForward
+from ..tensors.autocast import Autocast, autocast_as, autocast_now
+from ..tensors.rng import Generators
 from ..tensors.tree import flatten
 from .course import Specialization, constants, family_of, signature
 from .course_meter import CourseMeter, Wanted
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
     value: Any
     key: Any
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: Autocast
     cached: bool
 
     @classmethod
@@ -62,15 +62,6 @@ class Sample(NamedTuple):
         tensors, rebuild = flatten(value)
         alone = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         return cls(rebuild(alone), key, autocast_now(), torch.is_autocast_cache_enabled())
-
-    @contextmanager
-    def autocast_again(self) -> Iterator[None]:
-        """Within, autocast is as it was."""
-        with ExitStack() as stack:
-            if self.autocast != autocast_now():
-                for kind, enabled, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
-            yield
 
 
 class PlannedSize(NamedTuple):
@@ -205,8 +196,8 @@ class Specializations:
     def _time_again(self, course: Specialization, sample: Sample) -> Specialization:
         """`time` outside of a step."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
-        surroundings = Surroundings(self.meter.device_for(sample.value))
-        with sample.autocast_again(), ReplayState(surroundings, (), (), modes):
+        generators = Generators(self.meter.device_for(sample.value))
+        with autocast_as(sample.autocast, sample.cached), ReplayState(generators, (), (), modes).again():
             return self.time(course, sample.value, sample.key)
 
     def time(self, course: Specialization, value: Any, key: Any) -> Specialization:
@@ -245,13 +236,6 @@ class Specializations:
             self._known[key] = deque([course], maxlen=_OF_ONE_SIGNATURE)
             self._drop()
         return course
-
-    def _record(self, course: Specialization, value: Any, taped: TapedForward) -> None:
-        """Note what the forward of a step does that may take another way than `course`, by chance.
-
-        Its plan is made when there are more.
-        """
-        course.seen.append(self.meter.record(value, taped))
 
     def measure_up_to(self, value: Any, request: Request) -> None:
         """Measure on the largest input `value`, and on halves of it, so that smaller ones are known as well.
@@ -330,7 +314,7 @@ class Specializations:
             course = self._taken(value, measured_here)
             if taped is None and course is not None and self._group is None and course.wants_more:
                 taped = TapedForward(self._model, value, self.meter.device_for(value))
-                self._record(course, value, taped)
+                course.seen.append(self.meter.record(value, taped))  # a plan for these is made when there are more
             return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:
@@ -457,7 +441,7 @@ class Specializations:
 
     def followed(self, course: Specialization, step: Step) -> None:
         """`step` has run its forward, and was expected to take `course`."""
-        if step.astray is None or (course.captured.random and not step.unknown):
+        if step.astray is None or (course.captured.tape.random and not step.unknown):
             return  # where calls are left out by chance, the plan has held
         course.miss(step.astray)
         if not step.unknown or self._warned:

@@ -22,7 +22,7 @@ from ..capture.backward_roots import BackwardStarts
 from ..capture.unsaved import merge_unsaved
 from ..core.chain import Chain, LinkRates, Stage
 from ..errors import MeasureError
-from ..runtime.overhead import NO_UPKEEP, UpkeepTimes
+from ..runtime.overhead import NO_UPKEEP
 from ..tensors.buffers import preserved
 from ..tensors.stage import StageModule
 from ..tensors.storage import block_bytes, storage_key
@@ -161,7 +161,7 @@ def _profile(
         output_retention=tuple(one.output_retention for one in chain),
         compact=compact,
         copy_bandwidth=copy_bandwidth,
-        upkeep_times=_upkeep_times(meter, known) if timed else NO_UPKEEP,
+        upkeep_times=((known and known.upkeep) or meter.upkeep_times()) if timed else NO_UPKEEP,
         host_bound=_host_bound(measured) if timed and device.type == "cuda" else (),
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
         twice_bytes=_twice(walk, meter),
@@ -169,26 +169,17 @@ def _profile(
     )
 
 
-def _upkeep_times(meter: Meter, known: KnownTimes | None) -> UpkeepTimes:
-    return (known and known.upkeep) or meter.upkeep_times()
-
-
 def _groups(
     stages: Sequence[StageModule], value: Any, meter: Meter, named: bool, merged: Sequence[str]
 ) -> list[StageModule]:
     """`stages` as they are measured; arguments as of `measure`."""
-    _refuse_unfit(value, meter)
-    return merged_as(stages, merged) or _merged(stages, value, meter.bench.device, named)
-
-
-def _refuse_unfit(value: Any, meter: Meter) -> None:
-    """Raise MeasureError for an input whose bytes cannot be told."""
-    tensors = flatten(value)[0]
-    if not tensors:
-        raise MeasureError("the model's input holds no tensor")
-    for tensor in tensors:
+    for tensor in flatten(value)[0]:
         if not meter.plain(tensor):
             raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
+    if groups := merged_as(stages, merged):
+        return groups
+    groups = merge_aliases(stages, value, meter.bench.device)
+    return groups if named else merge_unsaved(groups, value, meter.bench.device)
 
 
 def _walked(
@@ -278,12 +269,6 @@ def _unmanaged_bytes(walk: Walk, meter: Meter) -> int:
     held = sum(meter.allocator.rounded(one.nbytes) for g in (*walk.prefix, *walk.stages) for one in g.lives.held)
     shared = sum(parameter.nbytes for parameter in _shared_parameters(walk.stages))
     return sum(m.held_bytes for m in walk.measured) + held + shared + _casts(walk.measured)
-
-
-def _merged(stages: Sequence[StageModule], value: Any, device: torch.device, named: bool) -> list[StageModule]:
-    """`stages` merged where one cannot be without its neighbour. named: as of `measure`."""
-    groups = merge_aliases(stages, value, device)
-    return groups if named else merge_unsaved(groups, value, device)
 
 
 def _others(last: StageModule) -> tuple[int, ...]:

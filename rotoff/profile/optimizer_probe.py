@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of
 from ..runtime.placed.updates import copy_of, own_step
+from ..tensors.clock import finish
 from ..tensors.storage import block_bytes, rounded
 from .memory.allocator import DeviceAllocator
 
@@ -136,10 +137,10 @@ class OptimizerProbe:
             own_step(one)
             seconds = []
             for _ in range(_REPEATS):
-                _wait_for(device)
+                finish(device)
                 began = time.perf_counter()
                 own_step(one)
-                _wait_for(device)
+                finish(device)
                 seconds.append(time.perf_counter() - began)
             own_step(both)
             allocator = DeviceAllocator(device)
@@ -164,11 +165,6 @@ class OptimizerProbe:
 
 def _options(optimizer: Optimizer) -> str:
     return repr([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 _HOST = torch.device("cpu")

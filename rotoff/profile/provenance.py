@@ -20,8 +20,6 @@ def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> d
 
     device: what it was measured on, or the `Device` that it was estimated for.
     """
-    # a package imports itself last: its version is only there once it is imported
-
     parameters = list(model.parameters())
     estimated = isinstance(device, Device)
     return {

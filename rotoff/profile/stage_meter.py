@@ -14,7 +14,7 @@ from ..capture.sharding import gathers
 from ..core.chain import Stage
 from ..errors import MeasureError
 from ..runtime.overhead import UpkeepTimes
-from ..runtime.replay import ReplayState, Surroundings
+from ..runtime.replay import ReplayState
 from ..tensors.convolutions import Algorithms
 from ..tensors.rng import RNG_BYTES, Generators
 from ..tensors.saved_tensors import saved_hooks
@@ -75,7 +75,6 @@ class Meter:
         self.checked: StageTimes | None = None  # known times of the stage that tells whether they still hold
 
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
-        """What finds and measures smaller forms."""
         return FormMeter(self.bench, policy, partial, algorithms)
 
     def trust(self, known: KnownTimes | None) -> None:
@@ -161,10 +160,10 @@ class Meter:
         """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and the workspaces of
         cuBLAS belong to a thread; without this the first replay of a training would make them, beside all that its step
         holds."""
-        state = ReplayState(Surroundings(self.bench.device), ())
+        state = ReplayState(Generators(self.bench.device), ())
 
         def again() -> None:
-            with state:
+            with state.again():
                 run.forward(run.leaves())
 
         within_backward(again, self.bench.device)
@@ -172,7 +171,7 @@ class Meter:
     def _costs(self, run: Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
         """The bytes of a stage that keeps everything, or nothing; and its outputs."""
         generators = Generators(self.bench.device)
-        drawn = generators.states()
+        drawn = generators.copies()
         casts = kept_casts(run, self.allocator)
         generators.put(drawn)
         forward = self._forward(run, changes, generators)
@@ -275,7 +274,7 @@ class Meter:
         )
 
     def _keep_everything(self, run: Run, leaves: list[torch.Tensor], generators: Generators) -> Kept:
-        drawn = generators.states()
+        drawn = generators.copies()
         kept = keep_everything(run, leaves, self.allocator)
         for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
             generators.put(drawn)
@@ -346,7 +345,7 @@ class Meter:
         if not run.stage.varying:
             kind = structure(run.stage.modules), describe(run.rebuild(run.tensors)), end.enough, run.last
             timings = self._timings.setdefault(kind, timings)
-        time_stage(run, end, repeats.of_known_kind if timings.forward else repeats, self.bench.device, timings)
+        time_stage(run, end, repeats.at_least(1) if timings.forward else repeats, self.bench.device, timings)
         return timings
 
     def _looked_at(self, run: Run) -> list[float]:

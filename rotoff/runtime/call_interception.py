@@ -55,8 +55,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 # The code of ``nn.Module.__call__`` is exchanged, and not the attribute: Python goes through all subclasses when that
-# is set, which takes
-# a millisecond, forgets what it had cached of them, and from 3.13 on caches nothing more after a thousand times.
+# is set, which takes a millisecond, forgets what it had cached of them, and from 3.13 on caches nothing more after a
+# thousand times.
 _CALL: Any = vars(nn.Module)["_wrapped_call_impl"]
 _own_call = FunctionType(_CALL.__code__, _CALL.__globals__)
 _CALL.__globals__[_rotoff_called.__name__] = _rotoff_called

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..core.chain import Chain
-from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value
+from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
 from ..core.simulator import Trace, early_stops, simulate
 from ..solver.in_flight import resting_bytes, turn
 from .placed.placement import PlacedPlan
@@ -76,27 +77,32 @@ def compile_sequence(
     Raises:
         InvalidSequenceError: where the machine refuses it.
     """
-    trace = simulate(chain, sequence, mem_limit)
-    runs: dict[int, int] = {}
-    for op in sequence:
-        if op.kind in FORWARDS:
-            runs[op.stage] = runs.get(op.stage, 0) + 1
+    plan = replace(_laid_out(chain, sequence, simulate(chain, sequence, mem_limit)), kept=kept, compact=compact)
+    if in_flight == 1:
+        return plan
+    resting = resting_bytes(chain, sequence.ops)
+    return replace(plan, forward_end=turn(sequence.ops, len(chain)), in_flight=in_flight, resting_bytes=resting)
+
+
+def compile_placed(chain: Chain, sequence: Sequence, trace: Trace, placed: PlacedPlan) -> ExecutionPlan:
+    """A plan that places parameters; `trace` is of its steady step."""
+    return replace(_laid_out(chain, sequence, trace), placed=placed)
+
+
+def _laid_out(chain: Chain, sequence: Sequence, trace: Trace) -> ExecutionPlan:
+    """The plan that `sequence` is, with a place on the host for what it moves."""
+    runs = Counter(op.stage for op in sequence if op.kind in FORWARDS)
     redone = {op.stage for op in sequence if op.kind is OpKind.F_SEL}
-    replayed = frozenset(i for i, count in runs.items() if count > 1) | redone
     host = _host_ranges(chain, sequence)
     return ExecutionPlan(
         chain=chain,
         sequence=sequence,
-        forward_end=turn(sequence.ops, len(chain)) if in_flight > 1 else _forward_end(sequence, len(chain)),
-        replayed=replayed,
+        forward_end=_forward_end(sequence, len(chain)),
+        replayed=frozenset(i for i, count in runs.items() if count > 1) | redone,
         early=early_stops(sequence),
         host=host,
         host_bytes=_slab_bytes(host),
         trace=trace,
-        kept=kept,
-        compact=compact,
-        in_flight=in_flight,
-        resting_bytes=resting_bytes(chain, sequence.ops) if in_flight > 1 else 0,
     )
 
 
@@ -107,28 +113,6 @@ def slab_bytes(chain: Chain, sequence: Sequence) -> int:
 
 def _slab_bytes(host: dict[int, HostRange]) -> int:
     return max((r.offset + r.room for r in host.values()), default=0)
-
-
-def compile_placed(chain: Chain, sequence: Sequence, trace: Trace, placed: PlacedPlan) -> ExecutionPlan:
-    """A plan that places parameters; `trace` is of its steady step."""
-    made = compile_sequence(chain.without_parameters(), _activations(sequence))
-    host = _host_ranges(chain, sequence)
-    return replace(
-        made,
-        sequence=sequence,
-        forward_end=_forward_end(sequence, len(chain)),
-        early=early_stops(sequence),
-        host=host,
-        host_bytes=_slab_bytes(host),
-        trace=trace,
-        chain=chain,
-        placed=placed,
-    )
-
-
-def _activations(sequence: Sequence) -> Sequence:
-    """What a sequence does with activations."""
-    return Sequence(tuple(op for op in sequence if not op.of and op.kind not in UPDATES), mode=sequence.mode)
 
 
 def _forward_end(sequence: Sequence, L: int) -> int:

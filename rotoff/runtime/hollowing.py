@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+
 import torch
 
 from ..tensors.storage import local
@@ -23,8 +25,7 @@ def empty(tensor: torch.Tensor) -> None:
     shape = tensor.shape
     if GEOMETRY not in tensor.__dict__:
         setattr(tensor, GEOMETRY, (tensor.storage_offset(), shape, tensor.stride()))
-    stub = _STUBS.get((shape, tensor.dtype, tensor.device))
-    tensor.data = _stub(shape, tensor.dtype, tensor.device) if stub is None else stub
+    tensor.data = _stub(shape, tensor.dtype, tensor.device)
 
 
 def whole_base(tensor: torch.Tensor) -> None:
@@ -35,18 +36,14 @@ def whole_base(tensor: torch.Tensor) -> None:
             base.data = torch.empty(0, dtype=base.dtype, device=base.device).set_(tensor.untyped_storage(), *geometry)
 
 
-_STUBS: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
-_MOST_STUBS = 1024
-_NUMBERS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # which all stubs of a kind share
-
-
+@lru_cache(maxsize=1024)
 def _stub(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One number that stands for all of a tensor's: not a number, so that whoever reads it unseen shows."""
-    if len(_STUBS) >= _MOST_STUBS:
-        _STUBS.clear()
-    one = _NUMBERS.get((dtype, device))
-    if one is None:
-        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        one = _NUMBERS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
-    found = _STUBS[shape, dtype, device] = one.expand(shape)
-    return found
+    """One number that stands for all of a tensor's."""
+    return _number(dtype, device).expand(shape)
+
+
+@cache
+def _number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Which all stubs of a kind share: not a number, so that whoever reads it unseen shows."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device)

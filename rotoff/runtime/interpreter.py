@@ -24,14 +24,15 @@ from torch.autograd.variable import Variable
 from ..capture.course import OUTSIDE, Course
 from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
-from ..tensors.convolutions import StageAlgorithms
-from ..tensors.dataclass_trees import look_into
+from ..tensors.autocast import autocast_now
+from ..tensors.convolutions import StageAlgorithms, forward_by
 from ..tensors.eager_mode import without
 from ..tensors.recipe import Recipe
+from ..tensors.rng import Generators
 from ..tensors.saved_tensors import saved_hooks
 from ..tensors.stage import Behaviour, StageModule
 from ..tensors.storage import storage_key
-from ..tensors.tree import flatten
+from ..tensors.tree import flatten, look_into
 from .call_interception import following
 from .execution_plan import ExecutionPlan, describe
 from .hollowing import empty
@@ -42,9 +43,9 @@ from .placed.brought import bring
 from .placed.lending import Lender
 from .placed.placement import Placement
 from .placed.tensor import PlacedTensor
-from .replay import ReplayState, Surroundings
+from .replay import ReplayState
 from .stage_run import StageRun
-from .stage_tape import StageTape, Var, autocast_now
+from .stage_tape import StageTape, Var
 from .step_times import StepTimes
 from .values import Held, HeldValues, Slot, compact
 
@@ -94,7 +95,7 @@ class Step:
         self._done = done
         self._checker = checker
         self._times = times
-        self._surroundings = Surroundings(device)
+        self._generators = Generators(device)
         self._algorithms = StageAlgorithms()
         self._held = HeldValues(link)
         self._runs: dict[int, StageRun] = {}
@@ -103,12 +104,10 @@ class Step:
         self._lender: Lender | None = None
         self._live: LiveForward | None = None  # while the model's own forward runs
         self._open: Op | None = None  # of the stage that it is in
-        self._crossing: dict[
-            int, tuple[list[tuple[Var, int]], list[bool]]
-        ] = {}  # what each stage handed on, and whether it needs a gradient
-        self._too_large: set[Value] = (
-            set()
-        )  # for their places on the host: the forward took another course, and they stay
+        # what each stage handed on, and whether it needs a gradient
+        self._crossing: dict[int, tuple[list[tuple[Var, int]], list[bool]]] = {}
+        # for their places on the host: the forward took another course, and they stay
+        self._too_large: set[Value] = set()
         self.astray: int | None = None  # tells the course that the forward took in place of the expected one
         self.unknown = False  # whether it made calls that were not expected
         self.unknown_bytes = 0  # which then are held when the forward has ended
@@ -159,7 +158,7 @@ class Step:
 
     def _live_forward(self, course: Course | None, given: list[torch.Tensor]) -> LiveForward:
         """What follows the forward's calls."""
-        live = LiveForward(course, self, self._surroundings.generators, given)
+        live = LiveForward(course, self, self._generators, given)
         if self._placement is not None:
             live.lender = self._lender = self._placement.lender()
         return live
@@ -198,9 +197,8 @@ class Step:
         try:
             with without(live):
                 arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
-                while (
-                    self._open is None or self._open.stage < stage
-                ):  # stages that the forward leaves out are entered, too
+                # stages that the forward leaves out are entered, too
+                while self._open is None or self._open.stage < stage:
                     if self._open is not None:
                         self._outputs = self._outputs or arriving
                         self._leave(None if self._open.stage == stage - 1 else live.made_by(self._open.stage))
@@ -237,13 +235,12 @@ class Step:
         for (var, at), now in zip(crossing, given, strict=True):
             live.fill(var, now)
             if at in behaviour.copied and (tensor := var.tensor()) is not None:
-                live.instead[var] = own = tensor.view_as(
-                    tensor
-                )  # a node of its own, which autograd gets to when it leaves the stage
+                # a node of its own, which autograd gets to when it leaves the stage
+                live.instead[var] = own = tensor.view_as(tensor)
                 own.register_hook(compact)
         opaque = i in live.opaque_stages
         replay = ReplayState(
-            self._surroundings,
+            self._generators,
             behaviour.changed_buffers if opaque else (),
             behaviour.changed_attributes if opaque else (),
             behaviour.modes if opaque else (),
@@ -490,16 +487,13 @@ class Step:
                 else:
                     self._METHODS[op.kind](self, op)
         except Exception as error:
-            what = (
-                f"group {op.stage} of the parameters"
-                if op.of or op.kind in UPDATES
-                else f"stage {self._stage_name(op.stage)!r}"
-            )
+            of_parameters = op.of or op.kind in UPDATES
+            what = f"group {op.stage} of the parameters" if of_parameters else f"stage {self._stage_name(op.stage)!r}"
             _note(error, f"rotoff: while running {describe(op, self._next, self._plan.sequence)}, {what}")
             raise
         self._done_with(op)
 
-    def _checked(self) -> AbstractContextManager[None]:
+    def _checked(self) -> AbstractContextManager[object]:
         return nullcontext() if self._checker is None else self._checker.watching()
 
     def _begins(self, op: Op, index: int) -> None:
@@ -539,8 +533,9 @@ class Step:
 
     def _f_sel(self, op: Op) -> None:
         form = self._form(op)
-        with self._algorithms.forward(op.stage, form.algorithms):
+        with forward_by(form.algorithms):
             self._forward(op, True, None if form.complete else form)
+        self._algorithms.ran(op.stage, form.algorithms)
 
     def _form(self, op: Op) -> Recipe:
         recipes = self._behaviours[op.stage - 1].forms

@@ -23,6 +23,7 @@ from ..capture.course import OUTSIDE, Course
 from ..capture.places import Places, is_exact
 from ..capture.tape import name_of
 from ..capture.unrepeatable import compiled
+from ..tensors.autocast import Autocast
 from ..tensors.convolutions import Algorithms, forward_by
 from ..tensors.eager_mode import EagerFunctionMode, without
 from ..tensors.rng import Generators
@@ -30,7 +31,7 @@ from ..tensors.storage import versions_of
 from .hollowing import GEOMETRY, empty, key_of, whole_base
 from .placed.lending import Lender
 from .reads import Reads, is_among
-from .stage_tape import NESTED, TAG, VALUES, Around, Autocast, Call, Seeded, StageTape, Var, replaced, tensors_of
+from .stage_tape import NESTED, TAG, VALUES, Around, Call, Seeded, StageTape, Var, replaced, tensors_of
 from .torch_calls import KNOWN, Known, find, same_call
 
 
@@ -570,4 +571,4 @@ def _of_size(every: list[Var], nbytes: int) -> Var | None:
 
 def put(generators: Generators, copies: list[torch.Generator]) -> None:
     """Of a tape: what the model's own code did to the generators."""
-    generators.put_copies(copies)
+    generators.put(copies)

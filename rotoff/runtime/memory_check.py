@@ -7,9 +7,8 @@ made and that is still there, whoever holds it. What kernels take and give back 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -68,9 +67,8 @@ class MemoryChecker:
         Raises:
             ExecutionError: where a value is on the device that the machine has not there, or takes more bytes than are
                 charged, or is missing; or where the whole is above the prediction. It names the operation, its index,
-                    the value, and
-                both numbers of bytes. A step that has left its course is right all the same: there a warning says what
-                    is above the limit.
+                the value, and both numbers of bytes. A step that has left its course is right all the same: there a
+                warning says what is above the limit.
         """
         if self._astray:
             self._compare_with_limit(op)
@@ -78,7 +76,7 @@ class MemoryChecker:
         self.begin(op)
         charged = self._machine.device
         last = len(self._machine.chain)
-        real = {v: self._bytes(value) for v, value in held.items() if value.on_device}
+        real = {v: self._rounded(value.storages()) for v, value in held.items() if value.on_device}
         for v in sorted({*charged, *real}):
             if v == a(0) or (v == a(last) and v not in real):
                 continue  # the caller's
@@ -115,23 +113,15 @@ class MemoryChecker:
             )
             self._mem_limit = alive  # more is said again
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within, the storages that operations make are counted."""
-        if self._made is None or self._made.active:
-            yield
-            return
-        with self._made:
-            yield
+    def watching(self) -> AbstractContextManager[object]:
+        """Within, the storages that operations make are counted; harmless within itself."""
+        return nullcontext() if self._made is None else self._made
 
     def begin(self, op: Op) -> None:
         """Follow an operation whose end is only seen with the next one: ``B``, which autograd runs."""
         if not self._astray:
             self._index += 1
             self._machine.step(op)
-
-    def _bytes(self, held: Held) -> int:
-        return self._rounded(held.storages())
 
     def _rounded(self, storages: Iterable[torch.UntypedStorage]) -> int:
         return sum(rounded(storage.nbytes(), self._block) for storage in storages)
@@ -155,26 +145,12 @@ class Made(EagerMode):
     def __init__(self, block: int) -> None:
         super().__init__()
         self._block = block
-        self._threads: set[int] = set()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    @property
-    def active(self) -> bool:
-        """Whether it is, in this thread."""
-        return threading.get_ident() in self._threads
 
     def alive(self) -> int:
         """Bytes that are still there."""
         self._storages = {key: one for key, one in self._storages.items() if not one[0].expired()}
         return sum(rounded(nbytes, self._block) for _, nbytes in self._storages.values())
-
-    def __enter__(self) -> Any:
-        self._threads.add(threading.get_ident())
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._threads.discard(threading.get_ident())
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {key_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}

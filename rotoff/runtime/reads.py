@@ -41,9 +41,8 @@ class Reads:
         self.changing: set[int] = set()
         self.pending: list[tuple[Tensor, int, bool | None]] = []
         self._all: list[tuple[StageTape, Tensor]] = []  # by calls of all stages
-        self._readers: dict[
-            int, list[tuple[StageTape, Tensor]]
-        ] = {}  # of those, by storage, in so far as somebody asked
+        # of those, by storage, in so far as somebody asked
+        self._readers: dict[int, list[tuple[StageTape, Tensor]]] = {}
 
     def note_resident(self, tensor: Tensor) -> None:
         if (key := key_of(tensor)) not in self.resident:
@@ -68,8 +67,7 @@ class Reads:
         written: Sequence[Tensor] = known.written(args, kwargs) if known.written is not None else ()
         watched: Sequence[Tensor] = ()
         if known.vague and stage != OUTSIDE:
-            if known.owner is not None and (places := WRITERS.get(known.owner)):
-                written = [*written, *(t for n, t in enumerate(given) if n in places)]
+            written = [*written, *self.may_write(known, given)]
             if self.changing:
                 watched = [t for t in given if id(t) in self.changing]  # which the call may change, or only read
         if written or watched:
@@ -79,6 +77,11 @@ class Reads:
                 whole_base(tensor)
                 self._keep_before(tensor)
         return written
+
+    def may_write(self, known: Known, given: list[Tensor]) -> list[Tensor]:
+        """What a call may change without being told to: of a custom Function, what it was seen to change."""
+        places = WRITERS.get(known.owner, ()) if known.owner is not None else ()
+        return [tensor for n, tensor in enumerate(given) if n in places]
 
     def constant(self, tensor: Tensor) -> Tensor:
         """A tensor that was there before the stage."""

@@ -68,9 +68,6 @@ class Backward(Protocol):
     """What autograd's hooks ask of the step. They hold it, so that it lives as long as the graph; a `StageRun` never
     does."""
 
-    def gradient_arrived(self, i: int, _gradient: torch.Tensor) -> None:
-        """A gradient of one of stage i's outputs is there."""
-
     def advance_to(self, i: int) -> None:
         """Run all operations up to ``B i``."""
 
@@ -112,9 +109,8 @@ class StageRun:
         self._behaviour = behaviour
         self._requires_grad = requires_grad
         self._replay = replay
-        self._slots: list[
-            weakref.ref[Slot] | None
-        ] = []  # one for each tensor saved; None where it is not the stage's own
+        # one for each tensor saved; None where it is not the stage's own
+        self._slots: list[weakref.ref[Slot] | None] = []
         self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
         self._made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
@@ -218,7 +214,7 @@ class StageRun:
     def restored(self, given: list[torch.Tensor], var: Var) -> torch.Tensor:
         """The bytes of a tensor that the stage made, by a replay."""
         inputs, _ = self._detached(given)
-        with self._replay, saved_hooks(lambda _: None, _never):
+        with self._replay.again(), saved_hooks(lambda _: None, _never):
             return self.tape.run(inputs, [var])[0].detach()
 
     def _read(self, packed: Packed, step: Backward) -> torch.Tensor:
@@ -258,7 +254,7 @@ class StageRun:
             if self.tape.running_dead:
                 found.append(tensor.detach())
 
-        with self._replay, saved_hooks(pack, _never):
+        with self._replay.again(), saved_hooks(pack, _never):
             self.tape.run(inputs, everything=True)
         return found[packed.number]
 
@@ -297,7 +293,7 @@ class StageRun:
                 raise Redone
 
         try:
-            with self._replay, saved_hooks(pack, _never):
+            with self._replay.again(), saved_hooks(pack, _never):
                 made = self.tape.run(inputs)
         except Redone:
             return []
@@ -335,7 +331,7 @@ class StageRun:
                 lambda: self.tape.run(inputs),
                 stored,
                 pack,
-                self._replay,
+                self._replay.again(),
                 beside=lambda: self.tape.running_dead,
             )
         except OtherOperations:

@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from ..errors import ExecutionError
+from ..tensors.autocast import Autocast, autocast_as, autocast_now
 from ..tensors.storage import copied, version_of
 
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 TAG = "_rotoff_var"  # the attribute of a tensor that holds its `Var`
 
 
@@ -61,7 +62,7 @@ class Around(NamedTuple):
 
     grad: bool
     autocast: Autocast | None
-    attention: tuple[bool, ...] | None
+    attention: list[SDPBackend] | None
 
     @classmethod
     def of(cls, grad: bool, autocast_before: Autocast | None, attends: bool) -> Around | None:
@@ -70,7 +71,7 @@ class Around(NamedTuple):
         autocast = autocast_now() if autocast_before is not None or torch._C._is_any_autocast_enabled() else None
         if autocast == autocast_before:
             autocast = None
-        attention = attention_flags() if attends else None
+        attention = _cur_sdpa_kernel_backends() if attends else None
         return None if grad and autocast is None and attention is None else cls(grad, autocast, attention)
 
 
@@ -103,11 +104,10 @@ class Call:
 class StageTape:
     """What one stage did, in order.
 
-    name: of the stage. running_dead: whether a run is in a call that is made for nothing; needs_dead: whether
-        others have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants:
-        by id, tensors
-    that were there before the stage, with the version that it read and, of parameters, whether they needed a gradient.
-    before: what was in those that it changes, by id, or by `Var`.
+    name: of the stage. running_dead: whether a run is in a call that is made for nothing; needs_dead: whether others
+    have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants: by id,
+    tensors that were there before the stage, with the version that it read and, of parameters, whether they needed a
+    gradient. before: what was in those that it changes, by id, or by `Var`.
     """
 
     def __init__(self, name: str) -> None:
@@ -119,9 +119,8 @@ class StageTape:
         self.name = name
         self.running_dead = self.needs_dead = False
         self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
-        self.brought: Callable[[], dict[int, torch.Tensor]] = (
-            dict  # by id, what stands for parameters that the plan has brought
-        )
+        # by id, what stands for parameters that the plan has brought
+        self.brought: Callable[[], dict[int, torch.Tensor]] = dict
         self._last: list[tuple[Call, list[Var]]] | None = None  # of `_to_make`
         self._counted = 0  # calls of which that was made
 
@@ -232,10 +231,9 @@ def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.
     with ExitStack() as stack:
         if not grad:
             stack.enter_context(torch.no_grad())
-        if attention is not None and attention != attention_flags():
-            stack.enter_context(attention_by(attention))
-        for kind, enabled, dtype in autocast or ():
-            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+        if attention is not None and attention != _cur_sdpa_kernel_backends():
+            stack.enter_context(sdpa_kernel(attention))
+        stack.enter_context(autocast_as(autocast or ()))
         return call.function(*args, **kwargs)
 
 
@@ -302,43 +300,3 @@ def tensors_of(result: Any) -> Sequence[torch.Tensor]:
     if type(result) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in result):
         return result
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def autocast_now() -> Autocast:
-    """For each type of device, whether autocast is on and what it casts to."""
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-_SDP = torch._C
-
-
-def attention_flags() -> tuple[bool, ...]:
-    """Which kernels attention may run by."""
-    return (
-        _SDP._get_flash_sdp_enabled(),
-        _SDP._get_mem_efficient_sdp_enabled(),
-        _SDP._get_math_sdp_enabled(),
-        _SDP._get_cudnn_sdp_enabled(),
-    )
-
-
-class attention_by:
-    """Within, attention runs by the kernels that `flags` allow."""
-
-    def __init__(self, flags: tuple[bool, ...]) -> None:
-        self._flags = flags
-
-    def __enter__(self) -> None:
-        self._outside = attention_flags()
-        _set_attention(self._flags)
-
-    def __exit__(self, *_: object) -> None:
-        _set_attention(self._outside)
-
-
-def _set_attention(flags: tuple[bool, ...]) -> None:
-    flash, efficient, plain, cudnn = flags
-    _SDP._set_sdp_use_flash(flash)
-    _SDP._set_sdp_use_mem_efficient(efficient)
-    _SDP._set_sdp_use_math(plain)
-    _SDP._set_sdp_use_cudnn(cudnn)

@@ -7,53 +7,16 @@ order decides them, so they are the plan's at other times (``check=True`` compar
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..core.sequence import COMPUTES
 from ..core.simulator import Trace
 from ..errors import MeasureError
+from ..tensors.clock import finish, mark, seconds_between
 from .links.base import Link, Ticket
-
-
-class _Clock(Protocol):
-    def now(self) -> Any: ...
-
-    def seconds(self, zero: Any, mark: Any) -> float: ...
-
-    def finish(self) -> None: ...
-
-
-class _HostClock:
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, zero: float, mark: float) -> float:
-        return mark - zero
-
-    def finish(self) -> None:
-        pass
-
-
-class _StreamClock:
-    """Events on whatever stream computes at the moment."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, zero: Any, mark: Any) -> float:
-        return zero.elapsed_time(mark) / 1e3
-
-    def finish(self) -> None:
-        torch.cuda.synchronize(self._device)
 
 
 class StepTimes:
@@ -64,7 +27,7 @@ class StepTimes:
     """
 
     def __init__(self, device: torch.device, link: Link | None) -> None:
-        self._clock: _Clock = _StreamClock(device) if device.type == "cuda" else _HostClock()
+        self._device = device
         self._link = link
         if link is not None:
             link.timed = True
@@ -76,12 +39,12 @@ class StepTimes:
     def begin(self, index: int) -> None:
         """Operation `index` of the sequence is about to run on the compute lane."""
         self._open = index
-        self._marks[index] = [self._clock.now()]
+        self._marks[index] = [mark(self._device)]
 
     def end(self) -> None:
         """The operation begun last has been issued; nothing where none is under way."""
         if self._open is not None:
-            self._marks[self._open].append(self._clock.now())
+            self._marks[self._open].append(mark(self._device))
             self._open = None
 
     def copy(self, index: int, ticket: Ticket) -> None:
@@ -104,12 +67,12 @@ class StepTimes:
         """
         if not self.complete:
             raise MeasureError("the recorded step has not run its backward to the end")
-        self._clock.finish()
+        finish(self._device)
         zero = self._marks[0][0]
         events = []
         for index, event in enumerate(predicted.events):
             if event.lane == "compute":
-                start, end = (self._clock.seconds(zero, mark) for mark in self._marks[index])
+                start, end = (seconds_between(zero, moment) for moment in self._marks[index])
             else:
                 start, end = self._copies[index].span(zero)
             events.append(replace(event, start=start, end=end))

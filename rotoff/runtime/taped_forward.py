@@ -19,10 +19,12 @@ from torch.utils import _pytree as pytree
 from ..capture.tape import Tape
 from ..capture.undo import BeforeStep
 from ..errors import MeasureError
+from ..tensors.autocast import autocast_now
+from ..tensors.rng import Generators
 from ..tensors.tree import flatten
 from .call_interception import as_call_of, following
-from .replay import ReplayState, Surroundings
-from .stage_tape import TAG, Call, StageTape, Var, autocast_now
+from .replay import ReplayState
+from .stage_tape import TAG, Call, StageTape, Var
 from .taping import Span, Taping
 
 CURE = "; measure the model before training, by model.measure(*sample)"
@@ -121,10 +123,10 @@ class TapedForward:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Within, the calls of the model's own forward are put on a new tape."""
-        surroundings = Surroundings(self._device)
-        self._replay = ReplayState(surroundings, ())
+        generators = Generators(self._device)
+        self._replay = ReplayState(generators, ())
         self._tape = _WholeTape("of the whole model")
-        self._live = Taping(self._replay, surroundings, self._given, self._tape)
+        self._live = Taping(self._replay, generators, self._given, self._tape)
         if torch._C._is_any_autocast_enabled():
             self._live.autocast_before = autocast_now()
         with following(self._live):
@@ -177,7 +179,7 @@ class TapedForward:
     def again(self) -> Any:
         """Make the calls again, as they were; returns what the model's own code returned."""
         wanted = list(dict.fromkeys([*(leaf for leaf in self._leaves if isinstance(leaf, Var)), *self._stashed]))
-        with self._replay:
+        with self._replay.again():
             made = dict(zip(wanted, self._tape.run(self._given, wanted), strict=True))
         for var, told in self._told.items():
             vars(made[var]).update(told)

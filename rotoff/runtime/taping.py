@@ -14,17 +14,17 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.outside import other_generators, put_other_generators
-from ..capture.recorder import one_call
+from ..capture.recorder import HOOKS, one_call
+from ..tensors.rng import Generators
 from ..tensors.storage import version_of
 from .hollowing import key_of
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
-from .replay import ReplayState, Surroundings
+from .replay import ReplayState
 from .stage_tape import TAG, Call, StageTape, Var, replaced, tensors_of
 from .torch_calls import WRITERS, Known
 
 FIRST = 1  # the one stage that there is
-_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 
 
 class Span(NamedTuple):
@@ -39,29 +39,14 @@ class Span(NamedTuple):
     outputs: list[Var]
 
 
-class Once:
-    """On the tape: a call of a module that is made as a whole, with what Python and NumPy draw as they did."""
-
-    def __init__(self, module: nn.Module, drawn: list[Any]) -> None:
-        self.module, self._drawn = module, drawn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = other_generators()
-        put_other_generators(self._drawn)
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            put_other_generators(now)
-
-
-class _Unstaged:
-    """What a forward asks of a step without stages."""
-
-    def enter(self, stage: int) -> None:
-        raise AssertionError(f"there is no stage {stage}")
-
-    def restore(self, var: Var) -> Tensor:
-        raise AssertionError("nothing has been hollowed")
+def _once(module: nn.Module, drawn: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of a module that is made as a whole, with what Python and NumPy draw as they did."""
+    now = other_generators()
+    put_other_generators(drawn)
+    try:
+        return module(*args, **kwargs)
+    finally:
+        put_other_generators(now)
 
 
 class _Reads(Reads):
@@ -77,27 +62,23 @@ class _Reads(Reads):
     def before_writing(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
     ) -> Sequence[Tensor]:
+        before = set(self.tape.before)
+        written = super().before_writing(known, args, kwargs, given, stage)
         if known.owner is None:
-            return super().before_writing(known, args, kwargs, given, stage)
-        before, places = set(self.tape.before), WRITERS.pop(known.owner, None)
-        WRITERS[known.owner] = {n for n, tensor in enumerate(given) if not isinstance(tensor, nn.Parameter)}
-        try:
-            super().before_writing(known, args, kwargs, given, stage)
-        finally:
-            del WRITERS[known.owner]
-            if places is not None:
-                WRITERS[known.owner] = places
+            return written
         for key in self.tape.before.keys() - before:
             what = self.tape.before[key][0]
             if (tensor := what.tensor() if isinstance(what, Var) else what) is not None:
                 self._guessed.append((key, tensor, version_of(tensor)))
         return ()
 
+    def may_write(self, known: Known, given: list[Tensor]) -> list[Tensor]:
+        return [] if known.owner is None else [t for t in given if not isinstance(t, nn.Parameter)]
+
     def note_changed(
         self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        kept = [] if known.owner is None else [t for t in given if not isinstance(t, nn.Parameter)]
-        super().note_changed(known, given, versions, [*expected, *kept])
+        super().note_changed(known, given, versions, [*expected, *self.may_write(known, given)])
         changed = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
         if known.owner is not None:
             WRITERS.setdefault(known.owner, set()).update(changed)
@@ -125,8 +106,9 @@ class Taping(LiveForward):
     call each.
     """
 
-    def __init__(self, replay: ReplayState, surroundings: Surroundings, given: list[Tensor], tape: StageTape) -> None:
-        super().__init__(NOTHING_EXPECTED, _Unstaged(), surroundings.generators, given)
+    def __init__(self, replay: ReplayState, generators: Generators, given: list[Tensor], tape: StageTape) -> None:
+        nobody: Any = None  # there are no stages to be entered, and no hollow tensors
+        super().__init__(NOTHING_EXPECTED, nobody, generators, given)
         self.reads: _Reads = _Reads()
         for tensor in given:
             self.reads.note_resident(tensor)
@@ -150,7 +132,7 @@ class Taping(LiveForward):
                 self.inside = True
                 return function(*args, **kwargs)
         result = super().call(function, args, kwargs)
-        if getattr(function, "__name__", "") in _HOOKS:
+        if getattr(function, "__name__", "") in HOOKS:
             self.registered(partial(_hook, function, result), args, kwargs, result)
         if isinstance(result, torch.autograd.graph.Node):
             return self._node(result, args[0])
@@ -196,7 +178,7 @@ class Taping(LiveForward):
             made, _ = self._made(tensors_of(result), given, FIRST)
             self.tape.calls.append(Call(module, replaced(args, reference), replaced(kwargs, reference), made, None))
         if opaque or hidden:
-            self.tape.calls[-1].function = Once(module, drawn)
+            self.tape.calls[-1].function = partial(_once, module, drawn)
             return result
         found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
         outputs = [var for var in found if var is not None]
@@ -246,15 +228,12 @@ class Node:
 
     @property
     def next_functions(self) -> Any:
-        """Those of the node."""
         return tuple((node and Node(self._live, node, None), n) for node, n in self._node.next_functions)
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """As of the node."""
         return self._register("register_hook", hook)
 
     def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """As of the node."""
         return self._register("register_prehook", hook)
 
     def _register(self, name: str, hook: Callable[..., Any]) -> RemovableHandle:

@@ -157,66 +157,20 @@ def _is_written(argument: torch.Argument) -> bool:
 
 
 _FACTS = frozenset(
-    [
-        "dim",
-        "size",
-        "numel",
-        "nelement",
-        "__len__",
-        "ndimension",
-        "element_size",
-        "get_device",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "__hash__",
-        "is_inference",
-        "is_same_size",
-    ]
-)
+    ["dim", "size", "numel", "nelement", "__len__", "ndimension", "element_size", "get_device", "is_floating_point",
+     "is_complex", "is_signed", "__hash__", "is_inference", "is_same_size"]
+)  # fmt: skip
 _FACT_ATTRIBUTES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_nested",
-        "is_quantized",
-        "itemsize",
-        "nbytes",
-        "names",
-        "output_nr",
-        "retains_grad",
-        "is_mps",
-        "is_xpu",
-        "is_mkldnn",
-        "is_sparse_csr",
-        "is_xla",
-        "is_ipu",
-        "is_maia",
-        "is_vulkan",
-        "is_mtia",
-        "_backward_hooks",
-        "_version",
-        "name",
-        "_post_accumulate_grad_hooks",
-        "grad",
-    ]
-)
+    ["shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "is_cpu",
+     "is_meta", "is_sparse", "is_nested", "is_quantized", "itemsize", "nbytes", "names", "output_nr", "retains_grad",
+     "is_mps", "is_xpu", "is_mkldnn", "is_sparse_csr", "is_xla", "is_ipu", "is_maia", "is_vulkan", "is_mtia",
+     "_backward_hooks", "_version", "name", "_post_accumulate_grad_hooks", "grad"]
+)  # fmt: skip
 _IN_PLACE = frozenset(
     ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
 )
-_NO_CONTENT = frozenset(
-    [torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_]
-)  # change no numbers
+# change no numbers
+_NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])
 _ATTENTION = frozenset(
     [torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward]
 )
@@ -251,9 +205,8 @@ def find(function: Any) -> Known:
     """What is known of a function that is not in `KNOWN`."""
     owner = _called(function)
     if isinstance(function, nn.Module) or owner is not function:
-        return Known(
-            function, _out, owner=None if owner is function else owner
-        )  # and nothing is kept that belongs to a model
+        # and nothing is kept that belongs to a model
+        return Known(function, _out, owner=None if owner is function else owner)
     known = _known(function)
     with suppress(TypeError):  # not hashable
         KNOWN[function] = known

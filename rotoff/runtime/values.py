@@ -97,13 +97,12 @@ class Held:
         Raises:
             RuntimeError: where one was changed in place.
         """
-        slots = self.slots()
-        self._refuse_modified(slots)
+        self.check_unmodified()
         keys: dict[int, int] = {}
         storages: list[torch.UntypedStorage] = []
         kinds: list[torch.dtype | None] = []  # of each storage, None where it is seen as several
         layout: list[tuple[weakref.ref[Slot], int, View]] = []
-        for slot in slots:
+        for slot in self.slots():
             if (tensor := slot.tensor) is None:
                 continue
             storage = tensor.untyped_storage()
@@ -178,10 +177,7 @@ class Held:
 
     def check_unmodified(self) -> None:
         """Raise as autograd would where a tensor was changed in place, since its host copy would not show it."""
-        self._refuse_modified(self.slots())
-
-    def _refuse_modified(self, slots: Sequence[Slot]) -> None:
-        if any(slot.modified() for slot in slots):
+        if any(slot.modified() for slot in self.slots()):
             raise RuntimeError(
                 f"one of the tensors of {self.name} has been modified by an inplace operation after it was saved for"
                 " backward; clone it before changing it"

@@ -1,11 +1,30 @@
-"""Autocast around what is measured and replayed."""
+"""Autocast around what is recorded, measured and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # by type of device, whether it is on, and what it casts to
+
+
+def autocast_now() -> Autocast:
+    """What is set now."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def autocast_as(before: Autocast, cached: bool | None = None) -> ExitStack:
+    """Within, autocast is as it was `before`. cached: whether it keeps its casts of weights; None: as now."""
+    stack = ExitStack()
+    for kind, enabled, dtype in before:
+        alike = (enabled, dtype) == (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        if not alike or cached not in (None, torch.is_autocast_cache_enabled()):
+            stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+    return stack
 
 
 @contextmanager
@@ -17,3 +36,17 @@ def uncached_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+
+
+class Casts(TorchDispatchMode):
+    """Within, `note` is called with each tensor that is cast and its cast."""
+
+    def __init__(self, note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self._note(args[0], result)
+        return result

@@ -30,7 +30,7 @@ def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: to
     """Generators and `buffers` are after the block what they were before it, in place, whatever ran within: versions
     too, since a graph that still waits for its backward may have saved them."""
     generators = Generators(device)
-    rng = generators.states()
+    rng = generators.copies()
     try:
         with buffers_preserved(buffers):
             yield

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,16 +118,8 @@ class StageAlgorithms:
         """The ā_i that is made next is the whole stage's own."""
         self._of.pop(i, None)
 
-    @contextmanager
-    def forward(self, i: int, algorithms: Algorithms | None) -> Iterator[None]:
-        """A forward of stage i that makes ā_i; its backward will run by the same."""
-        self.plain(i)
-        with forward_by(algorithms):
-            yield
-        self.ran(i, algorithms)
-
     def ran(self, i: int, algorithms: Algorithms | None) -> None:
-        """The forward of stage i that made ā_i ran by these."""
+        """The forward of stage i that made ā_i ran by these; its backward will."""
         self.plain(i)
         if algorithms is not None:
             self._of[i] = algorithms
@@ -165,14 +158,9 @@ class _Finally:
         self._act()
 
 
-_known: frozenset[Any] = frozenset()
-
-
+@cache
 def _functions() -> frozenset[Any]:
     """Every Python function that runs a convolution."""
-    global _known
-    if not _known:
-        packets = [getattr(torch.ops.aten, name) for name in NAMES]
-        overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-        _known = frozenset([*(getattr(torch, name) for name in NAMES), *packets, *overloads])
-    return _known
+    packets = [getattr(torch.ops.aten, name) for name in NAMES]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return frozenset([*(getattr(torch, name) for name in NAMES), *packets, *overloads])

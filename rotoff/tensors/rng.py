@@ -14,10 +14,6 @@ RNG_BYTES = 5056  # of the CPU generator's state; a CUDA generator's is 16 bytes
 States = tuple[bytes, ...]  # of generators
 
 
-def _state(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
 _PROBE = threading.local()
 
 
@@ -59,7 +55,7 @@ class Generators:
         own = self._own if copies is None else copies
         return *_next_numbers(own[0]), *(bytes(copy.get_state().tolist()) for copy in own[1:])
 
-    def put_copies(self, copies: Sequence[torch.Generator]) -> None:
+    def put(self, copies: Sequence[torch.Generator]) -> None:
         for generator, copy in zip(self._own, copies, strict=True):
             generator.set_state(copy.get_state())
 
@@ -75,7 +71,3 @@ class Generators:
         for n in range(1, len(copies)):
             self._own[n].set_state(copies[n].get_state())
         return copies
-
-    def put(self, states: States) -> None:
-        for generator, state in zip(self._own, states, strict=True):
-            generator.set_state(_state(state))

@@ -26,6 +26,12 @@ class Copy(nn.Module):
         return rebuild([t.clone() for t in tensors])
 
 
+def names_in(outer: nn.Module, table: str) -> Iterator[tuple[nn.Module, str]]:
+    """(module, name) of all "_parameters" or "_buffers" of `outer` and the modules within."""
+    for module in outer.modules():
+        yield from ((module, name) for name, one in getattr(module, table).items() if one is not None)
+
+
 @dataclass(frozen=True)
 class StageModule:
     """Modules run in order, the output of one being the only argument of the next.
@@ -66,12 +72,9 @@ class StageModule:
         backward: of each parameter whether it needs a gradient, and of each module whether it trains, which has the
         name "training"."""
         found: dict[tuple[nn.Module, str], bool] = {}
-        for outer in self.modules:
-            read = getattr(outer, "parameters_read", None)
-            every = ((module, name) for module in outer.modules() for name, _ in module.named_parameters(recurse=False))
-            for module, name in every if read is None else read():
-                if (parameter := module._parameters[name]) is not None:
-                    found[module, name] = parameter.requires_grad
+        for module, name in self._names_read("_parameters"):
+            if (parameter := module._parameters[name]) is not None:
+                found[module, name] = parameter.requires_grad
         found.update({(module, TRAINING): module.training for module in self.every_module()})
         return tuple((module, name, value) for (module, name), value in found.items())
 
@@ -86,11 +89,13 @@ class StageModule:
 
     def buffers_read(self) -> dict[tuple[nn.Module, str], None]:
         """(module, name) of the buffers that a run may read; of a module called as a whole, all."""
+        return self._names_read("_buffers")
+
+    def _names_read(self, table: str) -> dict[tuple[nn.Module, str], None]:
         found: dict[tuple[nn.Module, str], None] = {}
         for outer in self.modules:
-            read = getattr(outer, "buffers_read", None)
-            every = ((module, name) for module in outer.modules() for name, _ in module.named_buffers(recurse=False))
-            found.update(dict.fromkeys(every if read is None else read()))
+            read = getattr(outer, "names_read", None)
+            found.update(dict.fromkeys(names_in(outer, table) if read is None else read(table)))
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,22 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor
 
 def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
+
+
+def look_into(value: Any) -> None:
+    """Register with torch's pytrees the class of each dataclass instance in `value`, at any depth, unless its user has
+    done so.
+
+    Left alone, and so refused as any other object is: one with a field that its constructor does not take, which could
+    not be made again from its fields.
+    """
+    while new := {type(leaf) for leaf in leaves(value) if dataclasses.is_dataclass(leaf) and _made_of_fields(leaf)}:
+        for cls in new:
+            pytree.register_dataclass(cls)
+
+
+def _made_of_fields(leaf: Any) -> bool:
+    return not isinstance(leaf, type) and all(field.init for field in dataclasses.fields(leaf))
 
 
 def refuse_packed(value: Any, what: str) -> None:

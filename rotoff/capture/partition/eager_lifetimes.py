@@ -88,9 +88,8 @@ def _leads(tape: Tape, used: Collection[int], pieces: Sequence[int]) -> dict[int
 
     What is computed for nothing is used all the same where random numbers are drawn on the way.
     """
-    read: dict[
-        int, int
-    ] = {}  # the last piece that reads a variable, or something whose graph holds that of the variable
+    # the last piece that reads a variable, or something whose graph holds that of the variable
+    read: dict[int, int] = {}
     found = {}
     for op, piece in zip(reversed(tape.operations), reversed(pieces), strict=True):
         holding = [n for n in op.outputs if n is not None and tape.variables[n].needs_grad]

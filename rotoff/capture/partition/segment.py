@@ -8,7 +8,7 @@ import linecache
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ...tensors.autocast import autocast_as
+from ...tensors.stage import names_in
 from ...tensors.tree import flatten
 from ..tape import Operation, Owned, Pinned, Ref, Tape
 
@@ -63,21 +65,12 @@ class Segment(nn.Module):
         for module in self._whole:
             yield from module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def parameters_read(self) -> Iterator[tuple[nn.Module, str]]:
-        """(module, name) of the parameters that the operations use, and of those of modules that are called as a
-        whole."""
-        yield from ((module, name) for module, table, name in self._owned if table == "_parameters")
+    def names_read(self, table: str) -> Iterator[tuple[nn.Module, str]]:
+        """(module, name) of the "_parameters" or "_buffers" that the operations read or write, and of all those of
+        modules that are called as a whole."""
+        yield from ((module, name) for module, own, name in self._owned if own == table)
         for outer in self._whole:
-            yield from (
-                (module, name) for module in outer.modules() for name, _ in module.named_parameters(recurse=False)
-            )
-
-    def buffers_read(self) -> Iterator[tuple[nn.Module, str]]:
-        """(module, name) of the buffers that the operations read or write, and of those of modules that are called as a
-        whole."""
-        yield from ((module, name) for module, table, name in self._owned if table == "_buffers")
-        for outer in self._whole:
-            yield from ((module, name) for module in outer.modules() for name, _ in module.named_buffers(recurse=False))
+            yield from names_in(outer, table)
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Those whose buffers the operations read, and those that are called as a whole."""
@@ -99,7 +92,7 @@ class _Writer:
         self._operations = operations
         self._enters = enters
         self._leaves = leaves
-        self._names: dict[str, Any] = {"_flat": _flat, "_grad": _grad, "_around": _around}
+        self._names: dict[str, Any] = {"_flat": _flat, "_grad": torch.set_grad_enabled, "_around": autocast_as}
         self._objects: dict[int, str] = {}
 
     def compiled(self) -> types.FunctionType:
@@ -227,14 +220,3 @@ def _flat(result: Any) -> list[torch.Tensor]:
         for tensor in found:
             note(tensor)
     return found
-
-
-_grad = torch.set_grad_enabled
-
-
-def _around(autocast: tuple[tuple[str, bool, torch.dtype], ...]) -> ExitStack:
-    stack = ExitStack()
-    for kind, enabled, dtype in autocast:
-        if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
-            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-    return stack

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...tensors.autocast import uncached_autocast
+from ...tensors.autocast import Casts, uncached_autocast
 from ..known_tensors import KnownTensors
-from ..tape import NOTHING, Operation, Owned, Ref, Tape, Variable, leaves, substitute
+from ..tape import Operation, Owned, Ref, Tape, Variable, leaves, substitute
 
 
 class WeightCast(NamedTuple):
@@ -63,9 +62,16 @@ class WeightCasts:
         if not (casting and self._alone and torch.is_autocast_cache_enabled()):
             yield found
             return
-        with uncached_autocast(), _Seen(self._tensors) as mode:  # each use shows, whatever was cast before
+        made: dict[tuple[Owned, torch.dtype, int], StorageWeakRef] = {}  # and the storage of the cast
+
+        def note(tensor: torch.Tensor, cast: torch.Tensor) -> None:
+            owners = self._tensors.owners(tensor) if tensor.requires_grad else ()
+            for one in [one for one in owners if one.table == "_parameters" and one.tensor is tensor][:1]:
+                made[one, cast.dtype, cast.nbytes] = StorageWeakRef(cast.untyped_storage())
+
+        with uncached_autocast(), Casts(note):  # each use shows, whatever was cast before
             yield found
-        for one, storage in mode.found.items():
+        for one, storage in made.items():
             cast = WeightCast(self._region, *one)
             found.append(cast)
             self._kept[cast] = self._kept.get(cast, False) or self._tensors.knows(storage)
@@ -91,23 +97,6 @@ def _largest(casts: Iterable[WeightCast]) -> int:
     for cast in casts:
         regions[cast.region] = regions.get(cast.region, 0) + cast.nbytes
     return max(regions.values(), default=0)
-
-
-class _Seen(TorchDispatchMode):
-    def __init__(self, tensors: KnownTensors) -> None:
-        super().__init__()
-        self._tensors = tensors
-        self.found: dict[tuple[Owned, torch.dtype, int], StorageWeakRef] = {}  # and the storage of the cast
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            weights = [
-                one for one in self._tensors.owners(args[0]) if one.table == "_parameters" and one.tensor is args[0]
-            ]
-            if weights and args[0].requires_grad:
-                self.found[weights[0], result.dtype, result.nbytes] = StorageWeakRef(result.untyped_storage())
-        return result
 
 
 def share(tape: Tape) -> None:
@@ -137,24 +126,8 @@ def share(tape: Tape) -> None:
 
 
 def _cast(cast: WeightCast, number: int, before: Operation) -> Operation:
-    return replace(
-        before,
-        function=torch.Tensor.to,
-        args=(cast.weight, cast.dtype),
-        kwargs={},
-        outputs=(number,),
-        reads=(),
-        writes=frozenset(),
-        writes_owned=(),
-        draws=False,
-        autocast=(),
-        expected=NOTHING,
-        effect=False,
-        casts=(),
-        saves=(),
-        ends=(),
-        added=True,
-    )
+    own = Operation(torch.Tensor.to, (cast.weight, cast.dtype), {}, (number,), added=True)
+    return replace(own, grad=before.grad, place=before.place, keys=before.keys)
 
 
 def _taking(operation: Operation, numbers: dict[Owned, int]) -> Operation:

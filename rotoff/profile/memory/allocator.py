@@ -59,7 +59,6 @@ class AllocationLog:
         return sum(event.size for event in self.events)
 
     def before(self, name: str) -> AllocationLog:
-        """The events before the mark named `name`."""
         at = next(n for n, event in enumerate(self.events) if event.mark == name)
         return AllocationLog(self.events[:at])
 

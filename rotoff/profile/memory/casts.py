@@ -7,12 +7,10 @@ backward, where the user's region has been left, makes those of its stage once m
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...tensors.autocast import Casts
 from ...tensors.storage import key_of
 from ..timing.harness import Run
 from .allocator import Allocator
@@ -23,23 +21,15 @@ def kept_casts(run: Run, allocator: Allocator) -> dict[int, int]:
     outside of autocast."""
     if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
         return {}
+    weights = {key_of(p) for p in run.parameters}
+    made: list[tuple[int, int, StorageWeakRef]] = []  # (storage of the weight, bytes of the cast, its storage)
+
+    def note(tensor: torch.Tensor, cast: torch.Tensor) -> None:
+        if (key := key_of(tensor)) in weights and key is not None:
+            storage = cast.untyped_storage()
+            made.append((key, storage.nbytes(), StorageWeakRef(storage)))
+
     torch.clear_autocast_cache()
-    with _Casts(run) as casts:
+    with Casts(note):
         run.forward(run.leaves())
-    return {key: allocator.rounded(nbytes) for key, nbytes, storage in casts.made if not storage.expired()}
-
-
-class _Casts(TorchDispatchMode):
-    """Notes what is made of the weights in another type, without keeping it."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.made: list[tuple[int, int, StorageWeakRef]] = []  # (storage of the weight, bytes of the cast, its storage)
-        self._weights = {key_of(p) for p in run.parameters}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and (key := key_of(args[0])) in self._weights and key is not None:
-            storage = result.untyped_storage()
-            self.made.append((key, storage.nbytes(), StorageWeakRef(storage)))
-        return result
+    return {key: allocator.rounded(nbytes) for key, nbytes, storage in made if not storage.expired()}

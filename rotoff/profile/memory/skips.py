@@ -213,7 +213,6 @@ def gone_in_place(gone: Sequence[int], skips: Sequence[Skip], staying: Sequence[
 
 
 def behave_in_place(behaviours: Sequence[Behaviour], skips: Sequence[Skip]) -> tuple[Behaviour, ...]:
-    """`behaviours` of stages that keep `skips` in place."""
     found = list(behaviours)
     for skip in skips:
         for i, outputs in enumerate(skip.outputs, start=skip.first):

@@ -26,7 +26,7 @@ from ...tensors.tree import flatten
 from ..timing.context import MeasurementContext
 from ..timing.convergence import Series, more_than_first
 from ..timing.harness import Run, backward, get_edges, ones
-from ..timing.stage_timing import clock
+from ..timing.stage_timing import Clock
 from .variant_run import VariantRun, WholeStage
 
 CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "cudnn_convolution_transpose"})
@@ -116,7 +116,7 @@ def _more_seconds(bench: MeasurementContext, plain: VariantRun, trials: Sequence
     turn."""
     if not trials:
         return []
-    ticks = clock(bench.device)
+    ticks = Clock(bench.device)
 
     def more() -> list[Series]:
         spans = ticks.spans()

@@ -17,11 +17,12 @@ import torch
 
 from ...capture.operations import OperationLog
 from ...core.chain import Form, Stage
-from ...runtime.replay import ReplayState, Surroundings
+from ...runtime.replay import ReplayState
 from ...runtime.selective import redo
 from ...tensors.autocast import uncached_autocast
 from ...tensors.convolutions import Algorithms
 from ...tensors.recipe import Recipe
+from ...tensors.rng import Generators
 from ...tensors.saved_tensors import watch_saved
 from ...tensors.stage import SavedKind
 from ...tensors.storage import bytes_of
@@ -29,7 +30,7 @@ from ..memory.allocator import UNSPLIT
 from ..timing.context import MeasurementContext
 from ..timing.convergence import Series
 from ..timing.harness import Run
-from ..timing.stage_timing import clock
+from ..timing.stage_timing import Clock
 from ..timing.timing_cache import KnownForms
 from .conv_forms import beaten_by, convolves, find_conv_forms
 from .variant_run import VariantRun, WholeStage
@@ -151,16 +152,15 @@ class FormMeter:
     def _redo_seconds(self, stage: WholeStage, recipes: Sequence[Recipe]) -> list[float | None]:
         """Of each recipe the median seconds of its redo; None where that does not make what the first run made. An
         estimate has another way."""
-        run, repeats = stage.run, self.bench.repeats.of_form
+        run, repeats = stage.run, self.bench.repeats.at_least(2)
         behaviour = stage.behaviour
-        state = ReplayState(
-            Surroundings(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes
-        )  # as it is before the run that is compared with
+        # as it is before the run that is compared with
+        state = ReplayState(Generators(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes)
         saved = _saved(run)
         proven = [_faithful(stage, recipe, saved, state) for recipe in recipes]
         if not any(proven):
             return [None] * len(recipes)
-        ticks = clock(self.bench.device)
+        ticks = Clock(self.bench.device)
 
         def series() -> list[Series]:
             spans = ticks.spans()[0::2]
@@ -173,7 +173,7 @@ class FormMeter:
                 redone: list[torch.Tensor] = []
                 keep = partial(_keep, redone)  # as long as in a step
                 ticks.tick()
-                redo(recipe, forward, stored, keep, state)
+                redo(recipe, forward, stored, keep, state.again())
                 ticks.tick()
         medians = (statistics.median(one.seconds) for one in series())
         return [next(medians) if one else None for one in proven]
@@ -204,7 +204,7 @@ def _faithful(stage: WholeStage, recipe: Recipe, saved: Sequence[torch.Tensor], 
     compared = _Compared(saved, kinds)
     leaves = run.leaves()
     try:
-        redo(recipe, lambda: run.forward(leaves), stored, compared.look, state, poison=True)
+        redo(recipe, lambda: run.forward(leaves), stored, compared.look, state.again(), poison=True)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # an index out of range, say, where something read what nobody should
@@ -215,7 +215,7 @@ def _faithful(stage: WholeStage, recipe: Recipe, saved: Sequence[torch.Tensor], 
         return False
     _dirty([saved[n] for n in compared.others])
     again = _Compared(saved, kinds)
-    with state, uncached_autocast(), watch_saved(again.look):
+    with state.again(), uncached_autocast(), watch_saved(again.look):
         run.forward(run.leaves())
     return compared.others.keys() <= again.others.keys()
 

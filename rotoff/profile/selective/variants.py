@@ -150,15 +150,12 @@ class StageGraph:
 
     @property
     def saved(self) -> frozenset[int]:
-        """Storages of all that autograd saves."""
         return frozenset(p.storage for p in self._packs.values() if p.storage is not None)
 
     def nbytes(self, storages: Iterable[int]) -> int:
-        """Bytes of `storages`."""
         return sum(self._log.nbytes[s] for s in storages)
 
     def makers(self, storage: int) -> list[Operation]:
-        """The operations that write `storage`."""
         return [self._log.operations[p] for p in self.writers[storage]]
 
     # -- the redo

@@ -17,9 +17,8 @@ import torch
 
 from ...errors import OptionError
 
-CONFIDENCE = (
-    0.95  # of the interval; below six runs it is from the least to the most, which is as sure as there are runs
-)
+# of the interval; below six runs it is from the least to the most, which is as sure as there are runs
+CONFIDENCE = 0.95
 FIXED = 5  # runs, where several processes must run stages equally often
 BATCH = 3  # runs between two looks, since a look waits for the device
 
@@ -85,15 +84,9 @@ class Repeats:
             )
         return Repeats(repeats, repeats)
 
-    @property
-    def of_known_kind(self) -> Repeats:
-        """For a stage like one that has been timed: one run may be enough, unless a number was asked for."""
-        return self if self.least == self.most else replace(self, least=1)
-
-    @property
-    def of_form(self) -> Repeats:
-        """For the redo of a form, one of several of a stage."""
-        return self if self.least == self.most else replace(self, least=2)
+    def at_least(self, runs: int) -> Repeats:
+        """The same where so many `runs` may be enough, unless a number was asked for."""
+        return self if self.least == self.most else replace(self, least=runs)
 
     def rounds(self, look: Callable[[], Sequence[Series]]) -> Iterator[int]:
         """Numbers of the rounds to be run, as long as more are needed; `look` gives what those before took."""

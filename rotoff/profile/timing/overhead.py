@@ -118,7 +118,7 @@ class _TimedStep(Step):
     spans: _Spans
 
     def _live_forward(self, course: Course | None, given: list[torch.Tensor]) -> LiveForward:
-        live = _TimedForward(course, self, self._surroundings.generators, given)
+        live = _TimedForward(course, self, self._generators, given)
         live.spans = self.spans
         return live
 

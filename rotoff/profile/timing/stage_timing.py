@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
+from ...tensors.clock import finish, mark, seconds_between
 from ...tensors.saved_tensors import watch_saved
 from ...tensors.tree import flatten
 from .convergence import Repeats, Series
@@ -21,47 +23,31 @@ HOST_BOUND = 0.9  # of the device's time: a host that takes this long to launch 
 MOST_COPIED = 256 << 20  # bytes: larger copies are no faster, and take twice as much of the device
 
 
-class HostClock:
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def tick(self) -> None:
-        self._times.append(time.perf_counter())
-
-    def spans(self) -> list[float]:
-        return [b - a for a, b in zip(self._times, self._times[1:], strict=False)] + [0.0]
-
-    def host_spans(self) -> list[float]:
-        """None, since host and device are one."""
-        return []
-
-
-class CudaClock:
-    """Times on the device's own time line, so that launches run ahead as they do in training."""
+class Clock:
+    """Ticks as `device` gets there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._host = HostClock()
+        self._marks: list[Any] = []
+        self._host: list[float] = []  # where the host is not the device
 
     def tick(self) -> None:
-        self._host.tick()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
+        if self._device.type == "cuda":
+            self._host.append(time.perf_counter())
+        self._marks.append(mark(self._device))
 
     def spans(self) -> list[float]:
-        torch.cuda.synchronize(self._device)
-        return [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)] + [0.0]
+        """Seconds from each tick to the next; 0 after the last."""
+        finish(self._device)
+        return _spans(self._marks)
 
     def host_spans(self) -> list[float]:
-        """What the host took between ticks, to launch."""
-        return self._host.spans()
+        """What the host took between ticks, to launch; none where host and device are one."""
+        return _spans(self._host)
 
 
-def clock(device: torch.device) -> HostClock | CudaClock:
-    """A clock that ticks as `device` gets there."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+def _spans(marks: Sequence[Any]) -> list[float]:
+    return [*(seconds_between(a, b) for a, b in pairwise(marks)), 0.0][: len(marks)]
 
 
 class End(NamedTuple):
@@ -107,7 +93,7 @@ def time_stage(run: Run, end: End, repeats: Repeats, device: torch.device, timin
     them."""
     tailed = end.share >= LEAST_TAIL and not run.last  # nobody takes the last stage's output from a replay
     width = 7 if tailed else 4
-    ticks = clock(device)
+    ticks = Clock(device)
     before = replace(timings, **{name: [*runs] for name, runs in vars(timings).items()})
 
     def series() -> list[Series]:
@@ -157,7 +143,7 @@ def copy_bandwidth(nbytes: float, device: torch.device) -> float:
     """B/s at which a tensor of `nbytes`, or of `MOST_COPIED`, is copied on `device`: the median of five, after a first
     that does not count."""
     nbytes = max(1, min(int(nbytes), MOST_COPIED))
-    source, ticks = torch.zeros(nbytes, dtype=torch.uint8, device=device), clock(device)
+    source, ticks = torch.zeros(nbytes, dtype=torch.uint8, device=device), Clock(device)
     source.clone()
     for _ in range(5):
         ticks.tick()

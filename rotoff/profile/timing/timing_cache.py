@@ -106,7 +106,6 @@ def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) ->
 
 def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
     """What bytes and times of `stages` depend on; None where some of it cannot be known again in another process."""
-
     told = structure([m for stage in stages for m in stage.modules])
     if "@" in told:
         return None

@@ -11,11 +11,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ...errors import ExecutionError
+from ...tensors.clock import mark
 from .base import Link
 
 # Many times what a core's own caches hold.
@@ -118,15 +118,6 @@ def _per_second(spans: Sequence[tuple[float, float]], start: float, end: float) 
     if not whole:
         whole, since, until = len(spans), spans[0][0], spans[-1][1]
     return whole / max(until - since, 1e-9)
-
-
-def mark(device: torch.device) -> Any:
-    """This moment, as `span` of a link's tickets wants it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event: Any = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _least_reserved(link: Link, nbytes: int) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -66,13 +65,14 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """`Streams` of a CUDA device; `timed` events can tell when they passed."""
+    """`Streams` of a CUDA device."""
 
-    def __init__(self, device: torch.device | str | int, timed: bool = False) -> None:
+    timed = False
+
+    def __init__(self, device: torch.device | str | int) -> None:
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self.timed = timed
 
     def current(self) -> Stream:
         # Asked anew each time: backward runs on another thread, and the user may be on a stream of their own.
@@ -100,8 +100,7 @@ class CudaStreams:
 
     def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         # Contiguous bytes on both sides: torch issues one cudaMemcpyAsync each, which is asynchronous because the
-        # driver
-        # knows the host side as pinned; torch itself does not look.
+        # driver knows the host side as pinned; torch itself does not look.
         with torch.cuda.stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -111,16 +110,6 @@ class CudaStreams:
 
     def pin(self, nbytes: int) -> Sequence[Segment]:
         return pin(nbytes, self.device)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One copy of a timed link: its direction, its bytes and the events around it."""
-
-    out: bool
-    nbytes: int
-    begin: Event
-    end: Event
 
 
 class StreamTicket:
@@ -162,20 +151,14 @@ class StreamTicket:
 
 
 class StreamLink(Link):
-    """Copies between a device with streams and a slab of its host memory; both directions at once.
-
-    timed: keep the events around each copy in `timings`, for who proves overlap; never in production, the list grows.
-    """
+    """Copies between a device with streams and a slab of its host memory; both directions at once."""
 
     duplex = queues = True
 
-    def __init__(self, streams: Streams, timed: bool = False) -> None:
+    def __init__(self, streams: Streams) -> None:
         self.device = streams.device
         self.capacity = 0
-        self.timings: list[Timing] = []
-        self._keeps_timings = self.timed = timed
         self._streams = streams
-        self._streams.timed = timed
         self._slab = Slab()
         self._outward = streams.side()
         self._inward = streams.side()
@@ -263,8 +246,6 @@ class StreamLink(Link):
         finally:
             streams.record(ticket.done, stream)  # after a failure too: some of the copies may be under way
         ticket.begin = begin
-        if self._keeps_timings:
-            self.timings.append(Timing(stream is self._outward, sum(t.numel() for t in tensors), begin, ticket.done))
         return ticket
 
     def _event(self) -> Event:
@@ -276,13 +257,10 @@ class StreamLink(Link):
 
 
 class CudaLink(StreamLink):
-    """The link of a CUDA device.
+    """The link of a CUDA device, such as "cuda" or torch.device("cuda", 1)."""
 
-    device: such as "cuda" or torch.device("cuda", 1). timed: see `StreamLink`.
-    """
-
-    def __init__(self, device: torch.device | str | int = "cuda", timed: bool = False) -> None:
-        super().__init__(CudaStreams(device, timed), timed)
+    def __init__(self, device: torch.device | str | int) -> None:
+        super().__init__(CudaStreams(device))
 
 
 def _end(process: int, streams: Streams, sides: tuple[Stream, Stream], slab: Slab) -> None:

@@ -20,8 +20,7 @@ from .cuda import CudaStreams, StreamLink, Streams
 
 PIECE = 2 << 20  # elements that are converted at a time
 # Each direction's stream has one piece in 16 bits at a time: the allocator gives it back to the same stream, in order,
-# and
-# rounds what it takes for a stream of its own up to 20 MiB at most.
+# and rounds what it takes for a stream of its own up to 20 MiB at most.
 STAGING_BYTES = 2 * (20 << 20)
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -41,8 +40,8 @@ class HalfLink(StreamLink):
 
     typed = True
 
-    def __init__(self, streams: Streams, dtype: torch.dtype, timed: bool = False) -> None:
-        super().__init__(streams, timed)
+    def __init__(self, streams: Streams, dtype: torch.dtype) -> None:
+        super().__init__(streams)
         self._dtype = dtype
 
     def _places(self, tensors: Sequence[torch.Tensor], offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -70,5 +69,5 @@ class HalfLink(StreamLink):
 class CudaHalfLink(HalfLink):
     """The link of a CUDA device with values in `dtype` on the host."""
 
-    def __init__(self, device: torch.device | str | int, dtype: torch.dtype, timed: bool = False) -> None:
-        super().__init__(CudaStreams(device, timed), dtype, timed)
+    def __init__(self, device: torch.device | str | int, dtype: torch.dtype) -> None:
+        super().__init__(CudaStreams(device), dtype)

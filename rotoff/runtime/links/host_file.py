@@ -15,9 +15,8 @@ from pathlib import Path
 
 from ...errors import ExecutionError
 
-IN_RAM = frozenset(
-    {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
-)  # a file there is RAM, which offloading is meant to free
+# a file there is RAM, which offloading is meant to free
+IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MOUNTS = Path("/proc/self/mountinfo")
 _CURE = 'give a directory on a disk with room, such as host_directory="/data/tmp", or ask for mode="remat"'
@@ -85,19 +84,6 @@ def choose_directory() -> Path:
     raise ExecutionError(f"no writable directory on a disk for offloading among {', '.join(refused)}; {_CURE}")
 
 
-def open_private(directory: Path) -> int:
-    """A descriptor of a new empty file in `directory` that only this user can reach and that has no name."""
-    if hasattr(os, "O_TMPFILE"):
-        try:
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
-                raise
-    descriptor, name = tempfile.mkstemp(prefix="rotoff-", dir=directory)  # created with mode 0600
-    os.unlink(name)
-    return descriptor
-
-
 class HostFile:
     """Bytes of a private file in `directory`, addressed by offset; safe to use from several threads at once.
 
@@ -108,7 +94,8 @@ class HostFile:
         self.directory = directory
         self.capacity = 0
         try:
-            self._descriptor = open_private(directory)
+            with tempfile.TemporaryFile(dir=directory) as file:  # with no name, and for this user alone
+                self._descriptor = os.dup(file.fileno())
         except OSError as error:
             raise ExecutionError(
                 f"no file for offloading can be made in {directory} ({error.strerror}); {_CURE}"
