@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,33 +39,44 @@ def live_bytes() -> int:
 
 
 def left_bytes(run: Callable[[], object]) -> int:
-    """Bytes that the CPU allocator holds after `run` beyond those before it; negative where it gave some back."""
-    every = _ExperimentalConfig(profile_all_threads=True)  # a link's thread may be the last to let go
-    with profile(use_cpu=True, profile_memory=True, experimental_config=every) as profiler:
+    """Bytes of storages that operations of `run` made and that are still there after it, but for gradients of
+    parameters. Whichever thread lets go of them counts."""
+    with _Made() as made:
         run()
+        torch.ones((), requires_grad=True).backward()  # autograd's queue keeps what a failed backward left in it
         gc.collect()
-    return sum(e.nbytes() for e in profiler.kineto_results.events() if e.name() == "[memory]")
+    parameters = [thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter]
+    kept = {p.grad.untyped_storage()._cdata for p in parameters if p.grad is not None}
+    return sum(nbytes for key, nbytes in made.alive().items() if key not in kept)
 
 
 def most_held(run: Callable[[], object]) -> int:
     """The most bytes of storages made in `run` that were alive after one of its operations; goes with profilers in
     `run`."""
-    held: dict[int, tuple[StorageWeakRef, int]] = {}
-    most = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal most
-            given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-            result = func(*args, **(kwargs or {}))
-            for key in [key for key, (storage, _) in held.items() if storage.expired()]:
-                del held[key]
-            for t in tree_leaves(result):
-                if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in given:
-                    held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            most = max(most, sum(nbytes for _, nbytes in held.values()))
-            return result
-
-    with Watch():
+    with _Made() as made:
         run()
-    return most
+    return made.most
+
+
+class _Made(TorchDispatchMode):
+    """The storages that operations make within. most: bytes that were alive at once after one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def alive(self) -> dict[int, int]:
+        """Bytes of those that are still there, by storage."""
+        self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
+        return {key: nbytes for key, (_, nbytes) in self._held.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self.alive()
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in given:
+                self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._held.values()))
+        return result
