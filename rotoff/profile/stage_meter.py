@@ -34,7 +34,7 @@ from .selective.variant_run import WholeStage
 from .selective.variants import Policy, unfit
 from .timing.context import MeasurementContext
 from .timing.convergence import Repeats
-from .timing.harness import Run, backward, get_edges, ones, permuted, within_backward
+from .timing.harness import Run, backward, contiguous, get_edges, ones, permuted, within_backward
 from .timing.overhead import UpkeepMeter
 from .timing.stage_timing import End, Timings, copy_bandwidth, time_stage
 from .timing.timing_cache import KnownTimes, StageTimes, check_times
@@ -299,10 +299,13 @@ class Meter:
         back = backward_bytes(self.allocator, run)
         if run.last or all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension lies in one way
             return back, 0
-        strange = backward_bytes(self.allocator, run, permuted)
-        pairs = zip(back.places, strange.places, strict=True)
-        places = tuple(a and a._replace(from_permuted=b.layout if b else a.layout) for a, b in pairs)
-        return back._replace(places=places), max(0, strange.peak - back.peak)
+        ways = [permuted] if all(t.is_contiguous() for t in outputs) else [permuted, contiguous]
+        strange = [backward_bytes(self.allocator, run, way) for way in ways]
+        rows = zip(back.places, *(one.places for one in strange), strict=True)
+        places = tuple(
+            a and a._replace(from_permuted=max(b.layout if b else a.layout for b in row)) for a, *row in rows
+        )
+        return back._replace(places=places), max(0, *(one.peak - back.peak for one in strange))
 
     def _dropping(self, run: Run, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> Dropped:
         """A forward that keeps its outputs alone; `shapes` are of what autograd saved when it kept all."""

@@ -63,8 +63,13 @@ def like_values(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.detach().clone() for t in outputs if t.requires_grad]
 
 
+def contiguous(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As `ones`, but all contiguous."""
+    return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
+
+
 def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As `ones`, but in another order."""
+    """As `ones`, but in another order, which is not the contiguous one."""
     return [_permuted(t) for t in outputs if t.requires_grad]
 
 
@@ -72,11 +77,8 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _permuted(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous where `tensor` is not, else channels last as images may be, else with the first dimension's numbers
-    side by side."""
+    """Channels last as images may be, else with the first dimension's numbers side by side."""
     gradient = torch.ones_like(tensor, memory_format=torch.contiguous_format)
-    if not tensor.is_contiguous():
-        return gradient
     if tensor.dim() in _CHANNELS_LAST:
         last = gradient.to(memory_format=_CHANNELS_LAST[tensor.dim()])
         if not last.is_contiguous():
