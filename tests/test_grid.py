@@ -68,17 +68,17 @@ def test_peers_train_the_same_model(data: dict[str, Any]) -> None:
 def test_wide_cells_run_again_and_the_closer_run_stays(data: dict[str, Any], tmp_path: Path) -> None:
     out, cells = tmp_path / "grid.json", json.loads(json.dumps(data["cells"]))
     closest, wide = "gpt/checkpoint", "gpt/selective"
-    for name, apart in ((closest, 1e-6), (wide, 9.0)):
+    for name, apart in ((closest, 1e-6), (wide, 9e6)):  # more than a busy machine ever makes
         ratio = cells[name]["result"]["ratio"]
         cells[name]["result"].update(low=ratio - apart / 2, high=ratio + apart / 2)
     out.write_text(json.dumps(data | {"cells": cells}))
-    done = grid(out, "--limits", "70", "--wider", "8")
+    done = grid(out, "--limits", "70", "--wider", "8e6")
     assert done.returncode == 0, done.stderr
     after = json.loads(out.read_text())
     found = after["cells"]
     assert {name for name in cells if found[name] != cells[name]} == {wide}
     assert after["twice"] == [wide]
-    assert found[wide]["result"]["high"] - found[wide]["result"]["low"] < 8
+    assert found[wide]["result"]["high"] - found[wide]["result"]["low"] < 8e6
     again = grid(out, "--limits", "70", "--wider", "0")
     assert closest in again.stdout  # it ran, and what there was is the closer one
     last = json.loads(out.read_text())
@@ -130,7 +130,7 @@ def test_the_page_says_what_the_figures_say(data: dict[str, Any]) -> None:
     remat["plan"] = "ops"
     page = report.page([data], {})
     assert "rotoff remat at 70%'s" not in page
-    assert "In 1 of the cells another of rotoff's modes found the very same plan" in page
+    assert "In 1 of the cells another of rotoff's modes found the same plan" in page
 
 
 def test_the_first_step_is_told_beside_a_plain_one(tmp_path: Path) -> None:
@@ -147,6 +147,6 @@ def test_the_parts_of_a_step_are_told_apart(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())["workloads"]["gpt"]
     parts = {part["name"]: part for part in found["parts"]}
-    assert list(parts) == ["stage by stage", "hooked", "moved", "moved in line"]
+    assert list(parts) == ["hooked", "moved", "moved in line"]
     assert all(0 < part["low"] <= part["ratio"] <= part["high"] for part in parts.values())
     assert found["expected"] > found["expected without upkeep"] > 0.99

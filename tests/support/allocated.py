@@ -4,6 +4,7 @@ events, a count of the storages alive, and one after every operation."""
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,15 +40,16 @@ def live_bytes() -> int:
 
 
 def left_bytes(run: Callable[[], object]) -> int:
-    """Bytes of storages that operations of `run` made and that are still there after it, but for gradients of
-    parameters. Whichever thread lets go of them counts."""
+    """Bytes of storages that operations of `run` made and that are still there a second after it, but for gradients of
+    parameters: a copy that still runs in a link's thread keeps its own."""
     with _Made() as made:
         run()
         torch.ones((), requires_grad=True).backward()  # autograd's queue keeps what a failed backward left in it
         gc.collect()
-    parameters = [thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter]
-    kept = {p.grad.untyped_storage()._cdata for p in parameters if p.grad is not None}
-    return sum(nbytes for key, nbytes in made.alive().items() if key not in kept)
+    end = time.monotonic() + 1
+    while (left := made.alive_but_gradients()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return left
 
 
 def most_held(run: Callable[[], object]) -> int:
@@ -70,6 +72,12 @@ class _Made(TorchDispatchMode):
         """Bytes of those that are still there, by storage."""
         self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
         return {key: nbytes for key, (_, nbytes) in self._held.items()}
+
+    def alive_but_gradients(self) -> int:
+        """Bytes of those, but for gradients of parameters."""
+        parameters = [thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter]
+        kept = {p.grad.untyped_storage()._cdata for p in parameters if p.grad is not None}
+        return sum(nbytes for key, nbytes in self.alive().items() if key not in kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
