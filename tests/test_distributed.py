@@ -42,6 +42,7 @@ def test_tensor_parallel_models_train_as_without_rotoff_by_one_plan(kind: str) -
     said = printed(*CASES)[SPLIT[kind]]
     for mode in ("joint", "remat", "offload"):
         assert f"{mode}: equal=True same_plan=True works=True stages=True" in said
+    assert "bytes of shards: True" in said
     for what in ("alone", "sharded result"):
         assert f"{what}: refused" in said
 

@@ -53,9 +53,8 @@ class Course:
     calls by what they are known by (`places`). entries: of each call of a module, the call that comes next. modules:
     those of the model. nbytes: of each tensor. random: whether a forward makes some of the calls by chance, and others
     not. held: tensors that stay whatever is dropped (`Tape.held`), so that to take their bytes would only be to make
-    them again. cast_bytes: of
-    each stage, of the casts that autocast within the model keeps, those that autograd saves. storages: of parameters
-    that steps have met, for `runtime.reads`.
+    them again. cast_bytes: of each stage, of the casts that autocast within the model keeps, those that autograd saves.
+    storages: of parameters that steps have met, for `runtime.reads`.
     """
 
     calls: tuple[ExpectedCall, ...] = ()

@@ -108,6 +108,11 @@ def main(split: str) -> None:
         if dist.get_rank() == 0:
             say(f"{mode}: equal={equal} same_plan={len(set(plans)) == 1} works={work} stages={len(planned.chain) > 3}")
         planned.close()
+    whole_batch = x if split == "tensor" else torch.cat((x, x), 1)
+    unsplit = rotoff.Checkpointable(Net(), process_group=True, cache_directory=None).measure(whole_batch)
+    split_bytes, whole_bytes = (sum(s.saved_bytes for s in one.chain.stages) for one in (planned, unsplit))
+    if dist.get_rank() == 0:
+        say(f"bytes of shards: {split_bytes < 0.6 * whole_bytes}")
     returning = model(split, mesh)
     returning.head = parallelize_module(nn.Linear(WIDTH, 8), inner, ColwiseParallel(use_local_output=False))
     alone = refusal(model(split, mesh), x, None, "give Checkpointable process_group=True")
