@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from .._dp import remat_need
 from ..core.chain import Chain, check_chain
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import PERIODS, check_when
@@ -22,6 +21,7 @@ from ..errors import InfeasibleError, OptionError
 from .anneal import least_compute
 from .arrays import MOST_BYTES, Arrays, arrays
 from .kernels.bound import ascend
+from .kernels.least_limit import remat_need
 from .steady_bounds import own_needs, steady_time
 
 MODES = ("joint", "remat", "offload")
@@ -143,7 +143,7 @@ def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
 
 @lru_cache(maxsize=4)
 def need_tables(chain: Chain, updates: str = "during") -> tuple[np.ndarray, np.ndarray]:
-    """P and W of `_dp.remat_need` in exact bytes: what persistent recompute needs beyond the input of its first
+    """P and W of `remat_need` in exact bytes: what persistent recompute needs beyond the input of its first
     stage.
     """
     c = remat_arrays(chain, updates)

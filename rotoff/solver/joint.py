@@ -1,7 +1,7 @@
 """Recompute and offload together: the recurrences OC and C_A of the NeurIPS 2021 supplement at N slots.
 
 `costs` rounds (by the rules of `solver.slots`), `fill` runs the kernel, `solve_slots` backtracks; the recurrences
-themselves are in `solver/kernels/joint.pyx` with their equations. The paper's β is two numbers here, out (β_F) and in
+themselves are in `rotoff/_dp.pyx` with their equations. The paper's β is two numbers here, out (β_F) and in
 (β_B).
 """
 
@@ -15,12 +15,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from .._dp import Joint
 from ..core.chain import Chain
 from ..core.sizes import format_bytes
 from ..errors import OptionError
 from . import remat
 from .arrays import arrays
-from .kernels.joint import Kernel
 from .plan_codes import MOVE, from_forwards
 from .slots import ROUNDINGS, clock, discretize, needed
 
@@ -32,7 +32,7 @@ MOST_DRAINED = 1e12
 
 
 class Costs(SimpleNamespace):
-    """Input of the kernel, with the names and units of `solver/kernels/joint.pyx`."""
+    """Input of the kernel, with the names and units of `rotoff/_dp.pyx`."""
 
 
 def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Costs:
@@ -92,7 +92,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
     )
 
 
-def fill(table: Costs) -> Kernel:
+def fill(table: Costs) -> Joint:
     """Both tables, in two threads; OC only at the states that its answer can reach. Python runs between rows, so that
     Ctrl-C works."""
     L, N, X = table.L, table.N, table.K + 1
@@ -100,7 +100,7 @@ def fill(table: Costs) -> Kernel:
     OC = np.empty((L + 1, X, N + 1, N + 1, N + 1))  # only states that can be reached are ever read
     reached = np.zeros(OC.shape, dtype=np.int8)
     reached[1, 0, 0, 0, 0] = 1
-    kernel = Kernel(table, C, OC, reached)
+    kernel = Joint(table, C, OC, reached)
     with ThreadPoolExecutor(2) as pool:
         for d in range(min(table.reach, L - 1)):
             count = L - 1 - d
@@ -152,7 +152,7 @@ def solve_slots(
     return cost, from_forwards(chain, _forwards(table, kernel)) if math.isfinite(cost) else None
 
 
-def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
+def _forwards(t: Costs, kernel: Joint) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); what moves is marked where it is made."""
     done: list[tuple[int, int]] = []
     waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ

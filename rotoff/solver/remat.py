@@ -1,6 +1,6 @@
 """Pure recompute: rotor's dynamic program with every need checked, and the plan at the smallest limit.
 
-The recurrences (`kernels.remat`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v
+The recurrences (`_dp.Remat`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v
 = 0. Unlike rotor's, the first sweep carries no δ_L, keeping all of stage i is checked against δ_j + ā_i + o_F(i) and
 its backward's need, and the ā after a swept segment may be kept in the place of its input.
 """
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .._dp import Remat, Table
 from ..core.chain import Chain
 from .arrays import Arrays, arrays
 from .bounds import at_rest_bytes, need_tables, remat_arrays
-from .kernels.remat import Kernel, Table
 from .plan_codes import CK, DROP, from_forwards, select
 from .slots import Slots, discretize
 
@@ -60,13 +60,13 @@ def rows(L: int, reach: int) -> np.ndarray:
     return np.concatenate([[0, 0], np.cumsum(counts)]).astype(np.int64) - np.arange(L + 2)
 
 
-def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Kernel:
+def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Remat:
     """The tables at the given slots, with segments of up to `reach` stages; those of one length are shared by two
     threads.
     """
     c, L = arrays(chain), len(chain)
     reach = max(1, min(reach, L - 1))
-    kernel = Kernel(c, slots, needs(c), rows(L, reach), reach, min(bare, reach))
+    kernel = Remat(c, slots, needs(c), rows(L, reach), reach, min(bare, reach))
     with ThreadPoolExecutor(2) as pool:
         for d in range(min(reach, L - 1)):
             count = L - 1 - d
@@ -103,7 +103,7 @@ class Tables:
 
     chain: Chain
     slots: Slots
-    kernel: Kernel
+    kernel: Remat
     reach: int
 
     def plan(self, m: int) -> tuple[float, np.ndarray | None]:
@@ -183,7 +183,7 @@ def inflated(chain: Chain, limit: int, work: int) -> Iterator[tuple[str, np.ndar
                 yield f"remat-{share:.3g}", codes
 
 
-def _forwards(kernel: Kernel, slots: Slots, L: int, m: int) -> list[tuple[int, int]]:
+def _forwards(kernel: Remat, slots: Slots, L: int, m: int) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); segments still to run wait on a stack."""
     done: list[tuple[int, int]] = []
     waiting = [(Table.FORWARD, 1, L, m)]

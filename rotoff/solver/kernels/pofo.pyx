@@ -3,7 +3,7 @@
 
 Symbols: A slots kept; A_F slots still leaving; A_B and D (Δ) slots that must be back; u_F, u_B seconds; β slots a
 second; I_i^x input of stage i (x = 0: a_{i-1}, x = 1: ā_{i-1}); ε idle seconds. Stages count from 1.
-`rotoff.solver.policies.pofo` gives the arrays and backtracks; `rotoff.solver.kernels.joint` is the variant that `solve`
+`rotoff.solver.policies.pofo` gives the arrays and backtracks; `rotoff._dp.Joint` is the variant that `solve`
 uses.
 """
 

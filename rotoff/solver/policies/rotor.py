@@ -23,11 +23,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..._dp import Remat, Table
 from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, Sequence
 from .. import remat
 from ..arrays import arrays
-from ..kernels.remat import Kernel, Table
 from ..slots import Slots, discretize, parse_slots
 from .choose import fastest, largest_size, too_few_slots
 from .refusal import refusal
@@ -45,7 +45,7 @@ class Program:
         # Segments may end at L, unlike those of `remat`, whose last sweep is a forward phase.
         base = np.array([0, *((i - 1) * L - (i - 1) * (i - 2) // 2 - i for i in range(1, L + 2))], dtype=np.int64)
         one_form = replace(self.c, n_forms=np.ones_like(self.c.n_forms))
-        self.kernel = Kernel(one_form, self.slots, self.need, base, L, 0)
+        self.kernel = Remat(one_form, self.slots, self.need, base, L, 0)
         for d in range(L):
             self.kernel.fill(d, 1, L + 1 - d)
         self.cost = self.kernel.choice(Table.BACKWARD, 1, L, N)[0]
