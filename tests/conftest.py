@@ -88,11 +88,6 @@ def _seeded() -> None:
         torch.manual_seed(0)
 
 
-# These judge what the search finds or what is timed, and so give it the effort that users get.
-_ABOUT_THE_SEARCH = ("test_solver", "test_policies", "test_bounds", "test_docs", "test_complexity", "test_resident")
-_ABOUT_TIMES = ("test_steady", "test_upkeep")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _interrupts() -> None:
     """A shell that starts the tests in the background has them ignore Ctrl-C, and some tests send it to themselves."""
@@ -102,13 +97,13 @@ def _interrupts() -> None:
 
 @pytest.fixture(autouse=True)
 def _effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere a hundredth of the search's default effort, since any plan within the limit will do, and one run of
-    what is timed."""
+    """Without a marker a hundredth of the search's default effort, since any plan within the limit will do, and one run
+    of what is timed."""
     from rotoff.solver import anneal
 
-    if not request.path.name.startswith(_ABOUT_THE_SEARCH):
+    if request.node.get_closest_marker("full_search") is None:
         monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.01 * anneal.DEFAULT_SECONDS)
-    if torch is not None and not request.path.name.startswith(_ABOUT_TIMES):
+    if torch is not None and request.node.get_closest_marker("full_timing") is None:
         from rotoff.profile.timing import convergence
 
         monkeypatch.setattr(convergence, "STEADY", convergence.Repeats(1, 1))

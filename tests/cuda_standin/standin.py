@@ -5,7 +5,7 @@
     tests/cuda
 
 It shows that the code for CUDA runs, on tensors that say so, with the right bits and bytes; not how fast, nor that
-streams are ordered (`tests/test_step_order.py` does that). Tests marked `concurrent` need streams that really run
+streams are ordered (`tests/runtime/test_step_order.py` does that). Tests marked `concurrent` need streams that run
 beside each other, or memory that is really pinned. To be loaded before anything imports torch.
 """
 

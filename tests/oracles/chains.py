@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -74,3 +75,17 @@ def groups(draw: st.DrawFn, chain: Chain) -> Chain:
         order = draw(st.permutations(sorted(stages)))
         made.append(ParameterGroup(tuple(order), size if draw(st.integers(0, 9)) else 0, **costs))
     return replace(chain, parameters=tuple(made))
+
+
+def uneven(seed: int, stages: int) -> Chain:
+    """Outputs from 1 to 100 MB, saved sets up to nine times that, times over two orders of magnitude."""
+    rng = random.Random(seed)
+    found = []
+    for i in range(stages):
+        output = int(10 ** rng.uniform(6, 8))
+        saved = output + int(output * rng.uniform(0, 8))
+        forward = 10 ** rng.uniform(-4, -2)
+        backward = forward * rng.uniform(1, 3)
+        extra = [int(output * rng.random()), int(saved * rng.random()), int(saved * rng.random())]
+        found.append(Stage(f"{i}", forward, backward, output, saved, output, *extra))
+    return Chain(tuple(found), 10e9, 10e9, input_bytes=found[0].output_bytes)

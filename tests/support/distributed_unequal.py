@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from planned_steps import step_peak
 from ranks import say
-from test_min_mem_limit import made
-from test_runtime import step_peak
+from skip_models import made
 from torch.utils._pytree import tree_map
 
 import rotoff

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from test_runtime import smallest, step_peak
+from planned_steps import smallest, step_peak
 from torch import nn
 from torch.nn import functional as F
 

@@ -321,3 +321,26 @@ class RecordedTicket:
 def scribble(storage: torch.UntypedStorage) -> None:
     """Overwrite memory that nobody may use any more."""
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_RELEASED)
+
+
+class Counting(RecordingLink):
+    waits = 0
+
+    def wait(self, ticket: object) -> None:
+        self.waits += 1
+        super().wait(ticket)
+
+
+class Forgetful(RecordingLink):
+    """Leaves the `n`-th wait of the interpreter out."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(eagerness=0.0)
+        self.left = n
+
+    def wait(self, ticket: object) -> None:
+        self.left -= 1
+        if self.left != 0:
+            super().wait(ticket)
+        else:
+            self.forgotten = ticket  # alive, so that its end is not awaited in its place

@@ -1,0 +1,659 @@
+"""Stages cut from a recorded forward compute what the model computes, bit for bit, and cut where few bytes cross."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from allocated import peak_bytes
+from planned_steps import smallest
+from torch import nn
+from torch.nn import functional as F
+
+import rotoff
+from rotoff.capture import strategy
+
+CPU = torch.device("cpu")
+
+
+class Bottleneck(nn.Module):
+    """A residual block with in-place activations, as torchvision writes them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width // 2, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width // 2)
+        self.conv2 = nn.Conv2d(width // 2, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.Sequential(*[Bottleneck(16) for _ in range(5)])
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(torch.relu(self.stem(x)))
+        return self.head(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+class DenseNet(nn.Module):
+    """Every layer reads all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.ModuleList(nn.Conv2d(8 + 4 * k, 4, 3, padding=1) for k in range(6))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = [self.stem(x)]
+        for layer in self.layers:
+            features.append(F.dropout(F.gelu(layer(torch.cat(features, 1))), 0.1, self.training))
+        return self.head(torch.cat(features, 1).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Long skip connections, from the first layer to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in ((3, 8), (8, 16), (16, 32)))
+        self.up = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in ((48, 16), (24, 8)))
+        self.out = nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for n, conv in enumerate(self.down):
+            x = torch.tanh(conv(x))
+            if n < 2:
+                skips.append(x)
+                x = F.max_pool2d(x, 2)
+        for conv in self.up:
+            x = F.interpolate(x, scale_factor=2.0)
+            x = torch.tanh(conv(torch.cat((x, skips.pop()), 1)))
+        return self.out(x)
+
+
+class TwoInputs(nn.Module):
+    """Two arguments, one of them used late; a size that crosses cuts as a number; a parameter used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, tokens: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> dict[str, torch.Tensor]:
+        rows = tokens.size(0)
+        if bias is not None:
+            tokens = tokens + bias
+        x = torch.tanh(self.first(self.embed(tokens))) * self.scale
+        x = torch.sigmoid(self.second(x)) * self.scale
+        return {"out": (x * weight).reshape(rows, -1), "mean": x.mean()}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "resnet": (ResNet, lambda: (torch.randn(4, 3, 16, 16),)),
+    "densenet": (DenseNet, lambda: (torch.randn(4, 3, 16, 16),)),
+    "unet": (UNet, lambda: (torch.randn(4, 3, 16, 16),)),
+    "two inputs": (TwoInputs, lambda: (torch.randint(0, 20, (8, 5)), torch.randn(8, 5, 16), None)),
+}
+
+
+@pytest.mark.parametrize("count", [2, 6, 40])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_stages_one_after_another_are_the_model(name: str, count: int) -> None:
+    build, batch = MODELS[name]
+    model, values = build(), batch()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    found = strategy.capture(model, (values, {}), CPU, count).stages
+    model.load_state_dict(state)  # the sample's run moved the statistics
+    torch.manual_seed(3)
+    result: Any = (values, {})
+    for stage in found:
+        result = stage.run(result)
+    model.load_state_dict(state)
+    torch.manual_seed(3)
+    expected = model(*values)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert {id(p) for s in found for p in s.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_blocks_are_cut_where_only_their_output_is_alive() -> None:
+    found = strategy.capture(ResNet(), ((torch.randn(4, 3, 16, 16),), {}), CPU, 6).stages
+    values: Any = ((torch.randn(4, 3, 16, 16),), {})
+    crossing = []
+    for stage in found[:-1]:
+        values = stage.run(values)
+        crossing.append(len(values))
+    assert crossing == [1] * len(crossing)
+    assert len(found) >= 4
+
+
+def train(model: nn.Module, batch: Callable[[], tuple[Any, ...]], steps: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    for _ in range(steps):
+        output = model(*batch())
+        loss = sum(part.square().mean() for part in (output.values() if isinstance(output, dict) else [output]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+    return [*seen, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_at_the_smallest_limit_gives_the_bits_of_the_plain_model(name: str, mode: str) -> None:
+    build, batch = MODELS[name]
+    torch.manual_seed(0)
+    expected = train(build(), batch)
+    torch.manual_seed(0)
+    wrapped = rotoff.Checkpointable(build(), check=True).measure(*batch())
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        wrapped.compute_sequence(1, mode=mode)
+    wrapped.compute_sequence(caught.value.min_mem_limit, mode=mode)
+    got = train(wrapped, batch)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    x = batch()
+    parameters = list(wrapped.parameters())
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    parts = list(wrapped(*x).values()) if name == "two inputs" else [wrapped(*x)]
+    gradients = [torch.ones_like(v) for v in parts]
+
+    def step() -> None:
+        output = wrapped(*x)
+        torch.autograd.backward(list(output.values()) if isinstance(output, dict) else [output], gradients)
+
+    assert peak_bytes(step) <= wrapped.get_expected_memory()
+    wrapped.close()
+
+
+def test_arguments_by_name_and_left_out_are_filled_in() -> None:
+    _, batch = MODELS["two inputs"]
+    model = TwoInputs()
+    tokens, weight, _ = batch()
+    wrapped = rotoff.Checkpointable(model).compute_sequence("1 MiB")
+    out = wrapped(weight=weight, tokens=tokens)
+    torch.testing.assert_close(out, model(tokens, weight), rtol=0, atol=0)
+    with pytest.raises(rotoff.MeasureError, match="cannot be called like this"):
+        wrapped(tokens)
+
+
+def steps(model: nn.Module, *batches: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Outputs, gradients and buffers of one step for each batch, from the same random state."""
+    torch.manual_seed(5)
+    seen = []
+    for batch in batches:
+        model.zero_grad()
+        output = model(*batch)
+        output.square().mean().backward()
+        seen += [output.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        seen += [b.clone() for b in model.buffers()]
+    return seen
+
+
+def same_as_plain(model: nn.Module, *batches: tuple[Any, ...], **options: Any) -> rotoff.Checkpointable:
+    """Check that `model` under its smallest limit gives the plain one's bits; returns it wrapped."""
+    twin = copy.deepcopy(model)
+    expected = steps(model, *batches)
+    wrapped = rotoff.Checkpointable(twin, check=True, **options).measure(*batches[0])
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        wrapped.compute_sequence(1)
+    wrapped.compute_sequence(caught.value.min_mem_limit)
+    got = steps(wrapped, *batches)
+    assert len(got) == len(expected)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    return wrapped
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.rate = 0.1
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.dropout(torch.tanh(self.linear(self.norm(x))), self.rate, self.training)
+        return x + (y if mask is None else y * mask)
+
+
+class Masked(nn.Module):
+    """Makes a mask and a table once, for all layers; asks whether the mask does anything, as transformers does."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.first(x)
+        mask = None
+        if keep is not None and not keep.all():
+            mask = (keep[:, None].float() + torch.arange(8) * 0).contiguous()
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def test_masks_are_made_first_and_counted_once() -> None:
+    keep = torch.rand(64) > 0.5
+    wrapped = same_as_plain(Masked(), (torch.randn(64, 8), keep))
+    assert [stage.name for stage in wrapped.profile.prefix] == ["masks and tables"]
+    assert min(stage.output_bytes for stage in wrapped.chain.stages) == 64 * 8 * 4  # between layers: no mask, no table
+    # the mask; the rest is the batch's
+    assert wrapped.chain.input_bytes - wrapped.profile.resident_input_bytes == 64 * 8 * 4
+
+
+def test_a_question_about_the_batch_has_a_plan_for_each_answer() -> None:
+    some, every = torch.arange(16) % 2 == 0, torch.ones(16, dtype=torch.bool)
+    batches = [(torch.randn(16, 8), keep) for keep in (some, every, some, every)]
+    same_as_plain(Masked(), *batches)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return self.other(x) if x.sum() > 0 else -self.other(x).tanh()
+
+
+def test_a_branch_that_turns_is_right_and_measured_when_it_comes_again(caplog: pytest.LogCaptureFixture) -> None:
+    model = Branches()
+    nn.init.ones_(model.linear.weight)
+    twin = copy.deepcopy(model)
+    wrapped = (
+        rotoff.Checkpointable(model, check=True, cache_directory=None)
+        .measure(torch.ones(2, 3))
+        .compute_sequence("1 MiB")
+    )
+    first = wrapped.profile
+    for n, factor in enumerate((1, -9, 1, -9, -9)):
+        outputs = [one(factor * torch.ones(2, 3)) for one in (wrapped, twin)]
+        for output in outputs:
+            output.sum().backward()
+        assert torch.equal(*outputs)
+        assert (wrapped.profile is first) == (n < 4)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(wrapped.parameters(), twin.parameters(), strict=True))
+    assert [r.levelname for r in caplog.records if "took another course" in r.getMessage()] == ["WARNING"]
+    wrapped.close()
+
+
+class Does(nn.Module):
+    """Does `what` with a tensor in the midst of its forward."""
+
+    def __init__(self, what: Callable[[Any, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4))
+        self.calls = 0
+        self._what = [what]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            found = self._what[0](self, x)
+            x = torch.tanh(x * found if isinstance(found, float) else x)
+        return x
+
+
+def counted(module: Any, x: torch.Tensor) -> float:
+    module.calls += 1
+    return module.calls / 7
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda module, x: random.random(),
+        lambda module, x: float(np.random.rand()),
+        lambda module, x: float(x.detach().numpy().sum()),
+        lambda module, x: sum(x.detach().abs().mean(0).tolist()),
+        lambda module, x: float(torch.rand(())),
+        lambda module, x: float(torch.rand(()) < 0.5),
+        counted,
+        lambda module, x: torch.manual_seed(3) and None,
+    ],
+    ids=["random", "numpy.random", "numpy", "tolist", "rand", "coin", "counter", "manual_seed"],
+)
+@pytest.mark.parametrize("mode", ["remat", "offload"])
+def test_what_the_models_own_code_decides_holds_in_replays(what: Any, mode: str) -> None:
+    torch.manual_seed(0)
+    plain, batches = Does(what), [(torch.randn(32, 8),) for _ in range(3)]
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True, cache_directory=None).measure(
+        *batches[0], repeats=1
+    )
+    wrapped.compute_sequence(smallest(wrapped, mode), mode=mode, refine=False)
+    assert not wrapped._plan.keeps_all
+    seen = []
+    for model in (plain, wrapped):
+        random.seed(3)
+        np.random.seed(3)
+        seen.append([*steps(model, *batches), torch.get_rng_state(), torch.tensor([random.random(), np.random.rand()])])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    wrapped.close()
+
+
+class AtTheEnd(nn.Module):
+    """Does `end` with its output, itself or in a submodule."""
+
+    def __init__(self, end: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4))
+        self.end = end
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x) if isinstance(self.end, nn.Module) else self.end(self, x)
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "cured", "same"),
+    [
+        (
+            lambda _, y: (y, y.detach().numpy().mean()),
+            "returns a float32, which rotoff cannot look into; have it return tensors",
+            lambda _, y: (y, float(y.detach().numpy().mean())),
+            lambda y: y[0] * y[1],
+        ),
+        (
+            lambda _, y: torch.distributions.Normal(y, 1.0),
+            "have it return tensors, .*the parameters of a distribution.$",
+            lambda _, y: (y, 1.0),
+            lambda y: torch.distributions.Normal(*y).mean,
+        ),
+    ],
+    ids=["metric", "distribution"],
+)
+def test_the_cure_for_results_that_cannot_be_looked_into(end: Any, said: str, cured: Any, same: Any) -> None:
+    """Naming stages would give the same error again."""
+    torch.manual_seed(0)
+    for options in ({}, {"stages": ["blocks.0", "blocks.1"]}):
+        with pytest.raises(rotoff.MeasureError, match=said) as caught:
+            rotoff.Checkpointable(AtTheEnd(end), **options).measure(torch.randn(32, 8))
+        assert "stages=" not in str(caught.value)
+    plain = AtTheEnd(cured)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain)).measure(torch.randn(32, 8))
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    assert not wrapped._plan.keeps_all
+    for _ in range(6):
+        x = torch.randn(32, 8)
+        outputs = [same(model(x)) for model in (wrapped, plain)]
+        for output in outputs:
+            output.square().mean().backward()
+        assert torch.equal(*outputs)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(wrapped.parameters(), plain.parameters(), strict=True))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * 2 + 0 * ctx.saved_tensors[0]
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Odds(nn.Module):
+    """All kinds of calls: custom and scripted functions, in place, slices, iteration, views, tables, no_grad,
+    autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.register_buffer("seen", torch.zeros(()))
+        self.table = torch.arange(8.0)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, *args: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x, y = args
+        self.seen += 1
+        for layer in self.layers:
+            x = layer(x)
+        with torch.no_grad():
+            mean = x.mean(0, keepdim=True)
+        x = self.norm(x) - mean * scale
+        z = torch.zeros_like(x)
+        z[:, ::2] = x[:, ::2] * self.table[::2]
+        z[..., 1::2] += y.T[: len(x), 1::2]
+        a, b = Doubled.apply(z).chunk(2, 1)
+        rows = [row.tanh() for row in scripted(torch.cat((b, a), dim=1))]
+        x = torch.stack(rows)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.weighted(x)
+        values, _ = self.spectral(x.float()).sort(dim=-1)
+        x = torch.einsum("ij,kj->ik", values, values)[:, :8]
+        return self.rnn(x[None])[0][0].masked_fill(x > 3, 0.0)
+
+
+def test_all_kinds_of_calls_are_recorded() -> None:
+    batch = (torch.randn(12, 8), torch.randn(8, 12))
+    same_as_plain(Odds(), batch, batch)
+
+
+def test_a_custom_function_between_is_one_call_while_measuring_too() -> None:
+    """Its stage has forms, which are tried by runs of the stage that was written out."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(32, 128), nn.Linear(128, 32)]) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for up, down in self.layers:
+                x = x + Doubled.apply(down(torch.tanh(up(x)))) * scripted(torch.ones(32))
+            return x
+
+    wrapped = same_as_plain(Doubles(), (torch.randn(64, 32),), cache_directory=None)
+    wrapped.close()
+
+
+def test_hooks_run_in_every_step() -> None:
+    model = Masked()
+    seen = []
+    model.layers[1].register_forward_hook(lambda module, args, out: seen.append(1) or out * 2)
+    model.layers[2].register_full_backward_hook(lambda module, given, out: seen.append(2))
+    wrapped = same_as_plain(model, (torch.randn(16, 8), None))
+    seen.clear()
+    wrapped(torch.randn(16, 8), None).sum().backward()
+    assert 1 in seen
+    assert seen.count(2) == 1
+
+
+@pytest.mark.parametrize("change", ["rate", "frozen", "eval", "hook"])
+def test_a_changed_model_is_recorded_anew(change: str) -> None:
+    model = Masked()
+    twin = copy.deepcopy(model)
+    batch = (torch.randn(16, 8), None)
+    wrapped = rotoff.Checkpointable(twin, check=True).compute_sequence("7 KiB")
+    assert all(torch.equal(a, b) for a, b in zip(steps(wrapped, batch), steps(model, batch), strict=True))
+    for m in (model, twin):
+        if change == "rate":
+            m.layers[1].rate = 0.5
+        elif change == "frozen":
+            m.layers[1].linear.weight.requires_grad_(False)
+            m.layers[1].linear.weight.grad = None
+        elif change == "eval":
+            m.layers[1].eval()
+        else:
+            m.layers[1].register_forward_hook(lambda module, args, out: out + 1)
+    assert all(torch.equal(a, b) for a, b in zip(steps(wrapped, batch), steps(model, batch), strict=True))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_named_modules_are_the_stages(by_name: bool) -> None:
+    model = Masked()
+    batch = (torch.randn(16, 8), torch.arange(16) % 2 == 0)
+    asked = [f"layers.{n}" for n in range(4)] if by_name else None
+    twin = copy.deepcopy(model)
+    wrapped = rotoff.Checkpointable(twin, check=True, stages=asked or list(twin.layers)).measure(*batch)
+    assert [stage.name for stage in wrapped.chain.stages] == ["first", "layers.0", "layers.1", "layers.2", "layers.3"]
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        wrapped.compute_sequence(1)
+    wrapped.compute_sequence(caught.value.min_mem_limit)
+    assert all(torch.equal(a, b) for a, b in zip(steps(wrapped, batch), steps(model, batch), strict=True))
+    for m in (model, twin):
+        m.layers[1].rate = 0.0
+    assert all(torch.equal(a, b) for a, b in zip(steps(wrapped, batch), steps(model, batch), strict=True))
+
+
+@pytest.mark.parametrize("wrong", [0, True, [], ["nowhere"], [nn.Linear(2, 2)], "layers.0"])
+def test_stages_that_are_none_are_refused(wrong: Any) -> None:
+    with pytest.raises(rotoff.OptionError, match="stages"):
+        rotoff.Checkpointable(Masked(), stages=wrong)
+
+
+def test_more_stages_where_more_are_asked_for() -> None:
+    batch = (torch.randn(16, 8), None)
+    few = rotoff.Checkpointable(Masked(8), stages=4).measure(*batch)
+    many = rotoff.Checkpointable(Masked(8), stages=60).measure(*batch)
+    assert len(few.chain) <= 8 < len(many.chain)
+
+
+def test_what_was_found_is_a_table() -> None:
+    model = Masked()
+    found = rotoff.stages(model, torch.randn(16, 8), torch.arange(16) % 2 == 0)
+    assert "recorded" in found.strategy
+    assert found[0].number == 0
+    assert [row.number for row in found][1:] == list(range(1, len(found)))
+    lines = repr(found).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [
+        *(str(row.number or "-") for row in found),
+        *["skip"] * len(found.skips),
+    ]
+    assert lines[1].split()[:6] == ["stage", "module", "output", "saved", "forward", "backward"]
+    assert "or" in lines[1].split()  # the forms, each with its bytes
+    assert found.to_dict()["stages"][1]["saved_bytes"] == found[1].saved_bytes > 0
+    assert "nn.Sequential" in rotoff.stages(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2)).strategy
+
+
+def test_recording_holds_no_activations() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])
+    x = torch.randn(256, 64)
+    one = x.nbytes
+    assert peak_bytes(lambda: strategy.capture(model, ((x,), {}), CPU, 8).stages) < 8 * one
+
+
+def test_an_argument_may_hide_tensors() -> None:
+    class Box:
+        def __init__(self, inside: torch.Tensor) -> None:
+            self.inside = inside
+
+    class Boxed(Masked):
+        def forward(self, x: torch.Tensor, box: Box) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x, box.inside)
+
+    same_as_plain(Boxed(), *((torch.randn(16, 8), Box(torch.arange(16) % (2 + n) == 0)) for n in range(3)))
+
+
+ROWS = {"times": 1}
+
+
+class Grows(nn.Module):
+    """Returns more rows once somebody says so, where nobody watches: neither in its attributes nor in its class's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.linear(x)] * ROWS["times"])
+
+
+def test_a_named_stage_may_return_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x = Masked(8), torch.randn(64, 8)
+    plain.layers[0] = Grows()
+    plain.layers[0].forward = lambda x, mask, inner=plain.layers[0].forward: inner(x)
+    wrapped = rotoff.Checkpointable(plain, stages=[f"layers.{n}" for n in range(8)], cache_directory=None).measure(x)
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat", refine=False)
+    assert not wrapped._plan.keeps_all
+    for times in (1, 2, 3):
+        monkeypatch.setitem(ROWS, "times", times)
+        got, expected = steps(wrapped, (x,)), steps(plain, (x,))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    wrapped.close()
+
+
+def test_a_view_of_a_parameter_never_crosses_a_cut() -> None:
+    class Standardised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                view = weight.reshape(1, 8, -1)
+                y = torch.tanh(x)
+                x = x + y @ F.batch_norm(view, None, None, training=True).reshape_as(weight)
+            return x
+
+    wrapped = same_as_plain(Standardised(), (torch.randn(64, 8),))
+    assert len(wrapped.chain) >= 4
+
+
+def test_a_cache_that_the_configuration_asks_for_is_switched_off_while_recording() -> None:
+    class Kept:
+        pass
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.config = nn.Linear(3, 3), SimpleNamespace(use_cache=True)
+
+        def forward(self, x: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+            return self.linear(x).tanh(), Kept() if self.config.use_cache else None
+
+    model = Remembers()
+    wrapped = rotoff.Checkpointable(model).measure(torch.ones(2, 3)).compute_sequence("1 MiB")
+    assert len(wrapped.chain) > 0
+    assert model.config.use_cache is True
+    assert torch.equal(wrapped(torch.ones(2, 3))[0], model(torch.ones(2, 3))[0])
+    wrapped.close()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_what_chance_skips_is_skipped(rate: float) -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x if torch.rand([]) < rate else layer(x)
+            return x.tanh() * layer.norm.weight
+
+    same_as_plain(Sometimes(), *((torch.randn(16, 8),) for _ in range(6)))

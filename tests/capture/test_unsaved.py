@@ -1,0 +1,84 @@
+"""Stages become one where nobody keeps what lies between them, and only there."""
+
+from __future__ import annotations
+
+import torch
+from planned_steps import smallest
+from torch import nn
+
+import rotoff
+from rotoff.capture.unsaved import Group, merge_groups, merge_unsaved
+from rotoff.tensors.stage import StageModule
+
+
+def names(*modules: nn.Module, x: torch.Tensor) -> list[str]:
+    stages = [StageModule(str(n), (module,)) for n, module in enumerate(modules)]
+    return [stage.name for stage in merge_unsaved(stages, x, torch.device("cpu"))]
+
+
+def test_what_is_saved_on_either_side_stays_between() -> None:
+    x = torch.randn(64, 32)
+    linear = [nn.Linear(32, 32) for _ in range(4)]
+    assert names(*linear, x=x) == ["0", "1", "2", "3"]  # each saves its input
+    assert names(linear[0], nn.ReLU(), nn.Dropout(), linear[1], x=x) == ["0..1", "2", "3"]  # ReLU saves what it makes
+    assert names(linear[0], nn.GELU(), nn.BatchNorm1d(32), linear[1], x=x) == ["0", "1", "2", "3"]
+
+
+def test_stages_that_save_nothing_become_one() -> None:
+    frozen = [nn.Linear(32, 32).requires_grad_(False) for _ in range(4)]
+    assert names(*frozen, nn.Tanh(), nn.Linear(32, 8), x=torch.randn(64, 32, requires_grad=True)) == ["0..4", "5"]
+
+
+def test_what_runs_before_the_first_gradient_stays_before_it() -> None:
+    frozen = nn.Linear(32, 32).requires_grad_(False)
+    assert names(frozen, nn.Linear(32, 32), nn.ReLU(), x=torch.randn(64, 32)) == ["0", "1..2"]
+
+
+def test_a_bottleneck_is_kept_since_a_replay_may_start_there() -> None:
+    narrow, wide = nn.Linear(32, 4).requires_grad_(False), nn.Linear(4, 32).requires_grad_(False)
+    assert names(narrow, wide, nn.Linear(32, 8), x=torch.randn(64, 32, requires_grad=True)) == ["0", "1", "2"]
+
+
+def test_an_output_that_someone_else_holds_is_not_let_go_by_merging() -> None:
+    class Keeping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept = super().forward(x)
+            return self.kept
+
+    assert names(Keeping(32, 32), nn.ReLU(), nn.Linear(32, 8), x=torch.randn(64, 32)) == ["0", "1", "2"]
+
+
+def test_what_is_merged_needs_no_more_than_one_of_its_parts() -> None:
+    def group(name: str, given: int, made: int, kept: int, unsaved: int) -> Group:
+        return Group(StageModule(name, ()), given, made, kept, unsaved)
+
+    linear, relu, rest = group("a", 4, 4, 4, 4), group("b", 4, 4, 4, 0), group("c", 4, 4, 4, 0)
+    assert linear.need_bytes == relu.need_bytes == linear.merged(relu).need_bytes == 4 + 4 + 4 + 4
+    assert [g.stage.name for g in merge_groups([linear, relu, rest])] == ["a..b", "c"]
+    masks = [group(str(n), 4, 4, 8, 4) for n in range(3)]  # each saves as much again, beside its output
+    assert masks[0].merged(masks[1]).need_bytes == 4 + 12 + 4 + 4 > masks[0].need_bytes
+    assert merge_groups(masks) == masks
+    # the wide input would be held for longer
+    shrinks = group("wide", 16, 4, 4, 4)
+    assert [g.stage.name for g in merge_groups([shrinks, group("m", 4, 4, 6, 4)])] == ["wide", "m"]
+
+
+def test_named_stages_stay_apart() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    x = torch.randn(64, 32)
+    assert [s.name for s in rotoff.Checkpointable(model).measure(x, repeats=1).chain.stages] == ["0..1", "2"]
+    named = rotoff.Checkpointable(model, stages=["0", "1", "2"]).measure(x, repeats=1)
+    assert [s.name for s in named.chain.stages] == ["0", "1", "2"]
+
+
+def test_the_smallest_limit_is_that_of_the_stages_apart_and_keeping_everything_takes_less() -> None:
+    layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1))]
+    model, x = nn.Sequential(*layers), torch.randn(2048, 64)
+    merged = rotoff.Checkpointable(model).measure(x, repeats=1)
+    apart = rotoff.Checkpointable(model, stages=[str(n) for n in range(12)]).measure(x, repeats=1)
+    assert (len(merged.chain), len(apart.chain)) == (8, 12)
+    whole, parts = (rotoff.simulate(m.chain, rotoff.keep_all(m.chain)).peak_bytes for m in (merged, apart))
+    assert whole <= parts - 4 * 2048 * 64 * 4
+    assert merged.keep_all_memory == apart.keep_all_memory  # both are the plain model
+    for mode in ("joint", "remat", "offload"):
+        assert smallest(merged, mode) <= smallest(apart, mode)

@@ -1,0 +1,194 @@
+"""What people put around a planned model: copies and pickles, compilers, hooks of all modules, another planned
+model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Residual, same
+from planned_steps import smallest
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rotoff
+from rotoff.tools.attach import attached
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*[Residual(16) for _ in range(4)], nn.Linear(16, 4))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def planned(model: nn.Module) -> rotoff.Checkpointable:
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 16), repeats=1)
+    return wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    for p in model.parameters():
+        p.grad = None
+    model(torch.randn(32, 16)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = [copy.deepcopy, saved, lambda model: pickle.loads(pickle.dumps(model))]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "torch.save", "pickle"])
+def test_a_copy_has_the_limit_and_a_plan_of_its_own(copied: Callable[[nn.Module], rotoff.Checkpointable]) -> None:
+    model = planned(blocks())
+    expected = gradients(model)
+    twin = copied(model)
+    assert list(twin.state_dict()) == list(model.state_dict())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()  # nothing is shared
+    assert same(gradients(twin), expected)
+    assert twin.mem_limit == model.mem_limit
+    assert [str(op) for op in twin.sequence] == [str(op) for op in rotoff.keep_all(twin.chain)] or twin._plan.replayed
+    assert twin.get_expected_memory() <= twin.mem_limit
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "torch.save", "pickle"])
+def test_a_deep_copy_of_an_attached_model_is_attached_and_a_pickled_one_is_plain(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    net = Net()
+    planner = rotoff.attach(net, "60 KiB")
+    expected = gradients(net)
+    twin = copied(net)
+    assert same(gradients(twin), expected)
+    if copied is not copy.deepcopy:
+        assert attached(twin) is None
+        rotoff.attach(twin, "60 KiB")
+        assert same(gradients(twin), expected)
+    theirs = attached(twin)
+    assert theirs is not None
+    assert theirs is not planner
+    assert theirs.get_expected_memory() <= planner.mem_limit  # so it has been planned
+
+
+def test_an_average_of_the_weights() -> None:
+    model = planned(blocks())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 1
+    average.update_parameters(model)
+    assert same([p.detach() for p in average.module.parameters()], [p.detach() for p in model.parameters()])
+    average.eval()
+    model.eval()
+    x = torch.randn(3, 16)
+    assert torch.equal(average(x), model(x))
+    assert not same(before, [p.detach() for p in average.module.parameters()])
+
+
+@pytest.mark.parametrize(("make", "backend"), [(Net, "eager"), (blocks, "aot_eager")])
+def test_a_compiler_around_it_leaves_planned_steps_alone(make: Callable[[], nn.Module], backend: str) -> None:
+    model = planned(make())
+    compiled = torch.compile(model, backend=backend)
+    expected = gradients(model._model)
+    assert same(gradients(compiled), expected)
+    compiled.eval()
+    model._model.eval()
+    x = torch.randn(3, 16)
+    assert torch.equal(compiled(x), model._model(x))
+
+
+def test_what_is_planned_already_is_not_planned_again() -> None:
+    model = planned(blocks())
+    with pytest.raises(
+        rotoff.MeasureError, match="a rotoff.Checkpointable already; for another limit call its compute_sequence"
+    ):
+        rotoff.Checkpointable(model)
+    with pytest.raises(rotoff.MeasureError, match="'1' of the model is planned by rotoff already; plan the outermost"):
+        rotoff.Checkpointable(nn.Sequential(nn.Linear(16, 16), model))
+    inner = Net()
+    rotoff.attach(inner, "60 KiB")
+    with pytest.raises(rotoff.MeasureError, match="'0' of the model is planned by rotoff already"):
+        rotoff.attach(nn.Sequential(inner, nn.Linear(4, 4)), "60 KiB")
+
+
+def test_a_hook_of_all_modules_is_refused_where_it_would_be_passed_by() -> None:
+    model = planned(Net())
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with pytest.raises(rotoff.MeasureError, match="a hook for all modules is registered"):
+            model(torch.randn(32, 16))
+        with pytest.raises(rotoff.MeasureError, match="a hook for all modules is registered"):
+            model.measure(torch.randn(32, 16))
+        model.eval()(torch.randn(32, 16))
+    finally:
+        handle.remove()
+    model.train()
+    gradients(model)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_of_the_whole_sequential_is_as_one_around_it(before: bool) -> None:
+    inner = blocks()
+    model = inner if before else planned(inner)
+    handle = inner.register_forward_hook(lambda module, args, output: output * 2)
+    expected = gradients(inner)
+    model = planned(inner) if before else model
+    assert same(gradients(model), expected)
+    handle.remove()
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    assert same(gradients(model), expected)
+
+
+def test_measuring_within_somebodys_saved_tensor_hooks_is_refused() -> None:
+    model = rotoff.Checkpointable(blocks()).compute_sequence("60 KiB")
+    with pytest.raises(rotoff.MeasureError, match=r"cannot be measured under saved-tensor hooks.*call measure"):
+        checkpoint(model, torch.randn(32, 16), use_reentrant=False)
+
+
+def test_a_block_mapped_by_torch_func_runs_as_its_own_code() -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.func.vmap(self.inner)(x)
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([Mapped() for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = part(x).sin()
+            return x
+
+    model = Stack()
+    expected = gradients(model)
+    wrapped = planned(model)
+    assert same(gradients(wrapped), expected)
+    wrapped.close()  # torch 2.15 holds on to what has been mapped

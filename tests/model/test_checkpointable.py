@@ -1,0 +1,293 @@
+"""The wrapper behaves as the model does, and plans when it should."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import re
+import threading
+
+import pytest
+import torch
+from models import fresh, plain, same, train
+from planned_steps import smallest
+from torch import nn
+
+import rotoff
+
+
+def half(wrapped: rotoff.Checkpointable) -> int:
+    return (smallest(wrapped, "joint") + wrapped.keep_all_memory) // 2
+
+
+def test_state_dict_and_names_are_the_models() -> None:
+    model, _ = fresh("mlp")
+    keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
+    wrapped = rotoff.Checkpointable(model)
+    assert list(wrapped.state_dict()) == keys
+    assert [name for name, _ in wrapped.named_parameters()] == names
+    assert [name for name, _ in wrapped.named_buffers()] == [name for name, _ in model.named_buffers()]
+    outer = nn.ModuleDict({"net": wrapped})
+    assert list(outer.state_dict()) == [f"net.{key}" for key in keys]
+    assert [name for name, _ in outer.named_parameters()] == [f"net.{name}" for name in names]
+    other, _ = fresh("mlp")
+    with torch.no_grad():
+        other[0].weight.fill_(7)
+    assert wrapped.load_state_dict(other.state_dict()).missing_keys == []
+    assert bool((model[0].weight == 7).all())
+    assert outer.load_state_dict(outer.state_dict()).unexpected_keys == []
+    assert other.load_state_dict(wrapped.state_dict()).missing_keys == []
+
+
+def test_attributes_and_items_are_the_models() -> None:
+    model, _ = fresh("mlp")
+    model.note = "mine"
+    wrapped = rotoff.Checkpointable(model)
+    assert wrapped.note == "mine"
+    assert wrapped[0] is model[0]
+    assert len(wrapped) == len(model)
+    assert list(wrapped) == list(model)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        wrapped.nothing_like_it  # noqa: B018
+
+
+class Scaled(nn.Module):
+    alpha = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4)])
+        self.head: nn.Module = nn.Linear(8, 8)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x)) * self.scale * self.alpha
+
+
+def changed(model: nn.Module) -> nn.Module:
+    """`model` after settings, modules and parameters of it were set."""
+    torch.manual_seed(3)
+    model.scale = 3.0
+    model.alpha = 2.0
+    model.head = nn.Linear(8, 2)
+    return model
+
+
+def test_what_is_set_reaches_the_model() -> None:
+    torch.manual_seed(0)
+    plain = Scaled()
+    model = copy.deepcopy(plain)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 8), repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    x = torch.randn(32, 8)
+    for change in (lambda model: model, changed):
+        assert torch.equal(change(wrapped)(x), change(plain)(x))
+    assert not wrapped._plan.keeps_all
+    assert (model.scale, model.alpha) == (3.0, 2.0)
+    assert model.head is wrapped.head
+    assert wrapped.state_dict().keys() == plain.state_dict().keys()
+    assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert torch.equal(copy.deepcopy(wrapped)(x), plain(x))
+    nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)  # adds each module to its parent anew
+    assert wrapped._model is model and torch.equal(wrapped(x), plain(x))
+
+
+def test_what_is_deleted_and_registered_is_the_models() -> None:
+    model = Scaled()
+    keys = set(model.state_dict())
+    wrapped = rotoff.Checkpointable(model)
+    wrapped.register_buffer("seen", torch.ones(2))
+    wrapped.register_buffer("cache", torch.ones(2), persistent=False)
+    wrapped.register_parameter("gain", nn.Parameter(torch.ones(2)))
+    wrapped.bias = nn.Parameter(torch.ones(2))
+    wrapped.add_module("added", nn.Linear(1, 1, bias=False))
+    wrapped.register_module("more", nn.Linear(1, 1, bias=False))
+    added = {"seen", "gain", "bias", "added.weight", "more.weight"}
+    assert set(wrapped.state_dict()) == set(model.state_dict()) == keys | added
+    assert wrapped.load_state_dict(model.state_dict()).missing_keys == []
+    for name in ("seen", "cache", "gain", "bias", "added", "more", "scale", "head"):
+        delattr(wrapped, name)
+        assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        del wrapped.nothing_like_it
+
+
+def test_what_is_its_own_stays_its_own() -> None:
+    class Named(rotoff.Checkpointable):
+        def __init__(self, model: nn.Module) -> None:
+            self.before = 1
+            super().__init__(model)
+            self.after = 2
+
+    model = Scaled()
+    wrapped = Named(model)
+    assert (wrapped.before, wrapped.after, model.after) == (1, 2, 2)
+    assert not hasattr(model, "before")
+    wrapped.training = False
+    wrapped.forward = model.forward
+    assert model.training and "forward" not in vars(model)
+    with pytest.raises(AttributeError):
+        wrapped.mem_limit = 3
+    assert not [name for name in wrapped._own if hasattr(model, name)]
+
+
+def test_eval_and_no_grad_run_the_model_itself() -> None:
+    model, batch = fresh("mlp")
+    wrapped = rotoff.Checkpointable(model).compute_sequence(1)  # a limit that no step fits
+    x = batch()
+    wrapped.eval()
+    assert not model.training
+    assert torch.equal(wrapped(x), model(x))
+    wrapped.train()
+    assert model.training
+    with torch.no_grad():
+        assert wrapped(x).grad_fn is None
+    with pytest.raises(rotoff.InfeasibleError):
+        wrapped(x)
+
+
+def test_planned_on_the_first_training_forward() -> None:
+    model, batch = fresh("residual")
+    limit = half(rotoff.Checkpointable(model).measure(batch()))
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).compute_sequence(limit)
+    with pytest.raises(rotoff.MeasureError, match="nothing has been measured"):
+        wrapped.chain  # noqa: B018
+    assert same(train(wrapped, batch), plain("residual"))
+    assert wrapped.get_expected_memory() <= limit
+    assert len(wrapped.sequence) > 0
+
+
+def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        for rows in (64, 64, 17, 64):
+            model(torch.randn(rows, 16)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = run(fresh("residual")[0])
+    wrapped = rotoff.Checkpointable(fresh("residual")[0]).measure(torch.randn(64, 16))
+    wrapped.compute_sequence(half(wrapped))
+    with caplog.at_level(logging.INFO, logger="rotoff"):
+        assert same(run(wrapped), expected)
+    assert sum("input of a new kind or size" in r.message for r in caplog.records) == 1
+    assert sum("mode joint" in r.message for r in caplog.records) == 1
+
+
+def test_plans_are_kept_for_the_signatures_seen_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = fresh("residual")
+    wrapped = rotoff.Checkpointable(model, interpolate=False).compute_sequence(1 << 30)
+    wrapped.measure(torch.randn(64, 16))
+    monkeypatch.setattr("rotoff.planning.specialization._STAGES", 8 * len(wrapped.chain))
+    for rows in range(1, 11):
+        wrapped(torch.randn(rows, 16)).sum().backward()
+    assert len(wrapped.plans()) == 8
+    latest = wrapped.chain
+    wrapped(torch.randn(10, 16)).sum().backward()
+    assert wrapped.chain is latest  # known: neither measured nor planned again
+
+
+def test_a_limit_that_does_not_fit_changes_nothing() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    limit = half(wrapped)
+    wrapped.compute_sequence(limit)
+    before = wrapped.sequence
+    with pytest.raises(rotoff.InfeasibleError, match="needs at least") as caught:
+        wrapped.compute_sequence(1000)
+    assert wrapped.sequence is before
+    assert wrapped.mem_limit == limit
+    wrapped.compute_sequence(caught.value.min_mem_limit)
+    assert wrapped.get_expected_memory() <= caught.value.min_mem_limit
+    with pytest.raises(rotoff.InfeasibleError):
+        wrapped.compute_sequence(caught.value.min_mem_limit - 1)
+
+
+def test_keeping_everything_runs_the_plain_model() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence(wrapped.keep_all_memory)
+    assert [str(op) for op in wrapped.sequence] == [str(op) for op in rotoff.keep_all(wrapped.chain)]
+    called = []
+    model.register_forward_hook(lambda *_: called.append(1))  # of the whole model, which stages pass by
+    wrapped(batch()).sum().backward()
+    assert called == [1]
+    assert wrapped.get_expected_memory() == wrapped.keep_all_memory
+    assert wrapped.get_expected_host_memory() == 0
+
+
+def test_auto_takes_what_is_free() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).compute_sequence("auto")
+    assert wrapped.mem_limit is not None
+    assert wrapped.mem_limit > 1 << 20
+    wrapped(batch()).sum().backward()
+
+
+def test_a_model_where_nothing_needs_a_gradient_just_runs() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Softmax(dim=1))
+    x = torch.randn(4, 4)
+    wrapped = rotoff.Checkpointable(model).compute_sequence(1 << 20)
+    assert torch.equal(wrapped(x), model(x))
+    y = x.clone().requires_grad_()
+    wrapped(y).sum().backward()
+    assert y.grad is not None
+
+
+def test_threads_and_files_go_with_the_module() -> None:
+    model, batch = fresh("residual")
+    gc.collect()
+    threads = threading.active_count()
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
+    wrapped(batch()).sum().backward()
+    assert threading.active_count() > threads
+    wrapped.close()
+    assert threading.active_count() == threads
+    wrapped(batch()).sum().backward()  # taken anew
+    del wrapped
+    gc.collect()
+    assert threading.active_count() == threads
+
+
+def test_what_is_said_of_a_plan(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = fresh("residual")
+    with caplog.at_level(logging.INFO, logger="rotoff"):
+        wrapped = rotoff.Checkpointable(model).measure(batch())
+        limit = half(wrapped)
+        wrapped.compute_sequence(limit)
+    measured, planned = caplog.records
+    assert re.fullmatch(rf"rotoff: measured {len(wrapped.chain)} stages in \d+\.\d s", measured.message)
+    for part in ("mode joint", rotoff.format_bytes(limit), "predicted peak", "over keeping everything"):
+        assert part in planned.message
+    assert re.search(r"planned in mode joint in \d+\.\d s, limit", planned.message)
+
+
+def test_joint_is_never_behind_offload_alone_though_replays_need_snapshots() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
+    wrapped = rotoff.Checkpointable(nn.Sequential(*layers)).measure(torch.randn(16, 32, requires_grad=True))
+    with pytest.raises(rotoff.InfeasibleError) as raised:
+        wrapped.compute_sequence(1, mode="offload")
+    least = raised.value.min_mem_limit
+    offload = wrapped.compute_sequence(least, mode="offload").get_expected_makespan()
+    with pytest.raises(rotoff.InfeasibleError):
+        wrapped.compute_sequence(least, mode="remat")  # three generator states are more than all that these layers save
+    assert wrapped.compute_sequence(least, mode="joint").get_expected_makespan() <= offload
+    assert wrapped.get_expected_memory() <= least
+
+
+def test_training_without_a_limit_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = rotoff.Checkpointable(nn.Linear(4, 4))
+    for _ in range(2):
+        model(torch.randn(2, 4)).sum().backward()
+    assert caplog.text.count("has no limit; call compute_sequence(mem_limit)") == 1
+    caplog.clear()
+    silent = rotoff.Checkpointable(nn.Linear(4, 4)).eval()
+    silent(torch.randn(2, 4))
+    with torch.no_grad():
+        silent.train()(torch.randn(2, 4))
+    silent.compute_pytorch_sequence()
+    silent(torch.randn(2, 4)).sum().backward()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

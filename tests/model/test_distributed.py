@@ -1,0 +1,137 @@
+"""Two processes on the CPU: gradients under DDP and FSDP2 are those of the plain model there, and all follow one
+plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rotoff
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+from models import ALL  # noqa: E402
+from ranks import printed, torchrun  # noqa: E402
+
+FEW = ["mlp", "handed_on", "side_inputs", "unet"]
+STEPS = {kind: f"2 distributed_steps {kind}" for kind in ("ddp", "fsdp")}
+FAILURES = "2 distributed_failures"
+UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
+ROOM = "2 distributed_room"
+SPLIT = {  # FSDP2 of what is tensor parallel takes four processes
+    "tensor": "2 distributed_tensor_parallel tensor",
+    "sequence": "2 distributed_tensor_parallel sequence",
+    "sharded": "4 distributed_tensor_parallel tensor",
+}
+CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *SPLIT.values())
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_plan(kind: str) -> None:
+    said = printed(*CASES)[STEPS[kind]]
+    for mode in ("joint", "remat", "offload"):
+        assert f"{mode}: equal=True same_plan=True works=True" in said
+    assert "bare root: refused" in said or kind == "ddp"
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_tensor_parallel_models_train_as_without_rotoff_by_one_plan(kind: str) -> None:
+    said = printed(*CASES)[SPLIT[kind]]
+    for mode in ("joint", "remat", "offload"):
+        assert f"{mode}: equal=True same_plan=True works=True stages=True" in said
+    assert "bytes of shards: True" in said
+    for what in ("alone", "sharded result"):
+        assert f"{what}: refused" in said
+
+
+LINK = "copies at once", "one link"  # as in training, where each has its part of what the host can do
+
+
+def test_processes_time_stages_together_or_not_at_all() -> None:
+    said = printed(*CASES)[ROOM]
+    assert "timed with room: 0 0" in said, said
+    assert "shown: refused refused" in said, said  # one process alone would wait for the others
+    for what in (
+        "same bytes",
+        "timed for less",
+        "expected",
+        "timed where one lacks room",
+        "one plan",
+        "one limit",
+        *LINK,
+    ):
+        assert f"{what}: True True" in said, said
+
+
+def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
+    """Nobody waits for a process that does not come, and the next step works."""
+    said = dict(line.split(": ", 1) for line in printed(*CASES)[FAILURES] if ": " in line)
+    for failing in (0, 1):
+        other = 1 - failing
+        assert said[f"sample {failing} {failing}"].startswith("MeasureError")
+        sentence = (
+            f"MeasureError: process {failing} of the group could not take the sample, and so none of them can; there:"
+            " Measure"
+        )
+        assert said[f"sample {failing} {other}"].startswith(sentence)
+        for what in ("measure", "forward"):
+            assert said[f"{what} {failing} {failing}"].startswith("OutOfMemoryError: injected")
+            sentence = (
+                f"MeasureError: process {failing} of the group could not measure the model, and so none of them can"
+            )
+            assert said[f"{what} {failing} {other}"].startswith(sentence)
+            assert said[f"{what} {failing} {other}"].endswith("there: OutOfMemoryError: injected")
+        assert said[f"later {failing} 0"] == said[f"later {failing} 1"] == "nothing"
+        assert said[f"limit {failing} {failing}"].startswith("LimitError: mem_limit is -5, but must be above 0")
+        assert said[f"limit {failing} {other}"].startswith(
+            f"LimitError: process {failing} of the group could not take the limit"
+        )
+        assert said[f"small {failing} 0"] == said[f"small {failing} 1"]
+        assert "needs at least" in said[f"small {failing} 0"]
+        if failing:  # the first process plans alone
+            assert said["plan 1 0"] == said["plan 1 1"] == "nothing"
+        else:
+            assert said["plan 0 0"] == "ArithmeticError: injected"
+            assert said["plan 0 1"].startswith(
+                "MeasureError: the first process of the group could not plan: ArithmeticError"
+            )
+        # the first process decides, in the mode that it was given
+        assert said[f"other {failing} 0"] == said[f"other {failing} 1"]
+        assert f"in mode {'offload' if failing else 'remat'}" in said[f"other {failing} 0"]
+
+
+REST = f"2 distributed_unequal {' '.join(name for name in ALL if name not in FEW)}"
+
+
+@pytest.mark.parametrize("case", [UNEQUAL, pytest.param(REST, marks=pytest.mark.slow)], ids=["few", "rest"])
+def test_processes_with_unequal_batches_do_the_same_under_every_limit(case: str) -> None:
+    """Also where everything fits in one of them alone; and what is charged covers both."""
+    said = [line for line in printed(*(CASES if case in CASES else [case]))[case] if "; " in line]
+    names = case.split()[2:]
+    assert len(said) == 2 * len(names)
+    assert all(line.endswith("; alike") for line in said), said
+    assert not any("'kept': 0" in line for line in said), said
+    copying = [line for line in said if line.startswith("unet")]  # whose plans in few bytes copy gradients that wait
+    assert not any("'copied': 0" in line for line in copying), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp"])
+def test_the_example_trains(shard: bool) -> None:
+    limit = "2.3 MiB" if shard else "1.7 MiB"
+    small = ["--limit", limit, "--width", "64", "--rows", "256", "--steps", "4"]
+    said = torchrun(Path(__file__).parents[2] / "examples" / "ddp.py", *small, *(["--shard"] if shard else []))
+    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    peak = next(line.split() for line in said.splitlines() if line.startswith("peak"))
+    assert rotoff.parse_bytes(" ".join(peak[1:3])) <= rotoff.parse_bytes(limit)
+    assert rotoff.parse_bytes(" ".join(peak[4:6])) > rotoff.parse_bytes(limit)
+
+
+def test_a_process_group_that_is_not_there() -> None:
+    with pytest.raises(rotoff.OptionError, match="init_process_group"):
+        rotoff.Checkpointable(torch.nn.Sequential(torch.nn.Linear(2, 2)), process_group=True)

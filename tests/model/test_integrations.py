@@ -1,0 +1,390 @@
+"""Trainers with one line more: losses and parameters of the plain run, checkpoints that interchange with the plain
+model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision_operators
+from models import same
+from planned_steps import smallest
+from torch import nn
+from torch.nn import functional as F
+
+import rotoff
+from rotoff.errors import OptionError
+from rotoff.tools.attach import attached
+
+WIDTH, ROWS = 32, 24
+
+
+class Net(nn.Module):
+    """Blocks with a skip and dropout; the loss is part of it, as in Hugging Face's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block() -> nn.Sequential:
+            up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            return nn.Sequential(nn.LayerNorm(WIDTH), up, nn.GELU(), down, nn.Dropout(0.1))
+
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        logits = self.head(inputs)
+        return F.cross_entropy(logits, labels), logits
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+class Rows(torch.utils.data.Dataset):
+    """Random inputs and labels, the same each time."""
+
+    def __init__(self) -> None:
+        made = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(4 * ROWS, WIDTH, generator=made)
+        self.labels = torch.randint(0, 3, (4 * ROWS,), generator=made)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+        return {"inputs": self.inputs[n], "labels": self.labels[n]}
+
+
+def a_limit(bf16: bool = False) -> int:
+    """Bytes that keeping everything does not fit: half of that; with `bf16` casts of the weights stay, and it is half
+    of what goes."""
+    wrapped = rotoff.Checkpointable(build())
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        wrapped.measure(Rows().inputs[:ROWS], Rows().labels[:ROWS], repeats=1)
+    return ((smallest(wrapped, "joint") if bf16 else 0) + wrapped.keep_all_memory) // 2
+
+
+def a_device_limit() -> int:
+    """Half of what everything takes: parameters, gradients, AdamW's states and the step."""
+    model = build()
+    wrapped = rotoff.Checkpointable(model).measure(Rows().inputs[:ROWS], Rows().labels[:ROWS], repeats=1)
+    wrapped.compute_sequence(device_limit="1 TiB", optimizer=torch.optim.AdamW(model.parameters()))
+    return wrapped.keep_all_memory // 2
+
+
+def moves_parameters(planned: rotoff.Checkpointable | None) -> bool:
+    assert planned is not None
+    return planned._plan.placed is not None and any(op.of for op in planned.sequence)
+
+
+def works_hard(planned: rotoff.Checkpointable | None) -> bool:
+    """Whether the plan recomputes or moves anything, or keeps less of a stage than autograd does."""
+    assert planned is not None
+    return any(op.kind.value in ("F_ck", "F_none", "F_sel", "offload") for op in planned.sequence)
+
+
+def configured(folder: Path, **said: Any) -> rotoff.RotoffConfig:
+    """As read from a YAML file that has settings of others, too."""
+    yaml = pytest.importorskip("yaml")
+    (folder / "train.yaml").write_text(yaml.safe_dump({"learning_rate": 0.1, "rotoff": said}))
+    return rotoff.RotoffConfig.load(folder / "train.yaml")
+
+
+# -- Hugging Face
+
+
+def hugging_face(
+    folder: Path, *callbacks: Any, model: Any = None, data: Any = None, evaluates: bool = False, **options: Any
+) -> Any:
+    torchvision_operators.declare()
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    steps = {"per_device_train_batch_size": ROWS, "max_steps": 4, "logging_steps": 1, "save_steps": 2, "seed": 7}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **steps, **quiet, **options)
+    data = data or Rows()
+    sets = {"train_dataset": data, "eval_dataset": data if evaluates else None}
+    return transformers.Trainer(model or build(), arguments, **sets, callbacks=list(callbacks))
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer(tmp_path: Path, bf16: bool) -> None:
+    plain = hugging_face(tmp_path / "plain", bf16=bf16)
+    plain.train()
+    from rotoff.integrations.transformers import RotoffCallback
+
+    callback = RotoffCallback(a_limit(bf16), refine=False)
+    trainer = hugging_face(tmp_path / "planned", callback, bf16=bf16)
+    trainer.train()
+    assert works_hard(callback.planned)
+    assert losses(trainer) == losses(plain)
+    assert len(losses(plain)) == 4
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    assert type(trainer.model) is Net
+
+
+def test_trainer_inside_a_device_limit(tmp_path: Path) -> None:
+    """With its own clipping, schedule, evaluation and checkpoints."""
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.5}
+    runs = []
+    for device_limit in (None, a_device_limit()):
+        folder, callbacks = tmp_path / str(device_limit), []
+        if device_limit is not None:
+            from rotoff.integrations.transformers import RotoffCallback
+
+            callbacks = [RotoffCallback(device_limit=device_limit, refine=False, host_directory="/var/tmp")]
+        trainer = hugging_face(folder, *callbacks, evaluates=True, **options)
+        trainer.train()
+        runs.append((trainer, [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]))
+    (plain, seen), (trainer, seen_placed) = runs
+    assert moves_parameters(callbacks[0].planned)
+    assert losses(trainer) == losses(plain)
+    assert seen_placed == seen
+    assert len(seen) == 2
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    resumed = hugging_face(tmp_path / "resumed", max_grad_norm=0.5)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # made while parameters were placed
+    assert same(list(resumed.model.parameters()), list(plain.model.parameters()))
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_trainer_with_one_argument_from_a_file(tmp_path: Path, placed: bool) -> None:
+    plain = hugging_face(tmp_path / "plain")
+    plain.train()
+    from rotoff.integrations.transformers import RotoffCallback
+
+    limit = (
+        {"device_limit": a_device_limit(), "updates": "after"} if placed else {"mem_limit": a_limit(), "mode": "remat"}
+    )
+    callback = RotoffCallback(configured(tmp_path, **limit, stages=5, options={"refine": False}))
+    trainer = hugging_face(tmp_path / "planned", callback)
+    trainer.train()
+    assert (moves_parameters if placed else works_hard)(callback.planned)
+    assert placed or not any(op.kind is rotoff.OpKind.OFFLOAD for op in callback.planned.sequence)
+    assert len(callback.planned.chain) == 5
+    assert losses(trainer) == losses(plain)
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+
+
+def test_trainer_of_a_language_model(tmp_path: Path) -> None:
+    torchvision_operators.declare()
+    transformers = pytest.importorskip("transformers")
+    from rotoff.integrations.transformers import RotoffCallback
+
+    class Text(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4 * ROWS
+
+        def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(n))
+            return {"input_ids": ids, "labels": ids}
+
+    def gpt() -> Any:
+        torch.manual_seed(0)
+        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+    measured = rotoff.Checkpointable(gpt()).measure(**{k: v.expand(ROWS, -1) for k, v in Text()[0].items()}, repeats=1)
+    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text())
+    plain.train()
+    callback = RotoffCallback(measured.keep_all_memory * 6 // 10, refine=False, backward_from="loss")
+    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text())
+    trainer.train()
+    assert works_hard(callback.planned)
+    assert losses(trainer) == losses(plain)
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    trainer.save_model(str(tmp_path / "saved"))
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    assert same(list(again.parameters()), list(plain.model.parameters()))
+
+
+def test_trainers_checkpoints_interchange(tmp_path: Path) -> None:
+    plain = hugging_face(tmp_path / "plain")
+    plain.train()
+    from rotoff.integrations.transformers import RotoffCallback
+
+    # The second half of the plain run, continued under rotoff from the plain checkpoint, and the other way round.
+    planned = hugging_face(tmp_path / "planned", RotoffCallback(a_limit(), refine=False))
+    planned.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert same(list(planned.model.parameters()), list(plain.model.parameters()))
+    back = hugging_face(tmp_path / "back")
+    back.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-4"))
+    assert same(list(back.model.parameters()), list(plain.model.parameters()))
+    safetensors = pytest.importorskip("safetensors.torch")
+    stored = safetensors.load_file(tmp_path / "planned" / "checkpoint-4" / "model.safetensors")
+    assert set(stored) == set(build().state_dict())
+
+
+def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
+    trainer = hugging_face(tmp_path)
+    from rotoff.integrations.transformers import RotoffCallback
+
+    trainer.add_callback(RotoffCallback("1 GiB"))
+    with pytest.raises(OptionError, match="give it to the constructor"):
+        trainer.train()
+    with pytest.raises(OptionError, match="gradient_checkpointing"):
+        hugging_face(tmp_path, RotoffCallback("1 GiB"), gradient_checkpointing=True)
+
+
+# -- Accelerate
+
+
+def accelerated(model: nn.Module, mixed_precision: str) -> tuple[list[float], Any, nn.Module]:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, torch.utils.data.DataLoader(Rows(), batch_size=ROWS)
+    )
+    torch.manual_seed(5)
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss, _ = model(batch["inputs"], batch["labels"])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return found, accelerator, model
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
+    expected, _, plain = accelerated(build(), mixed_precision)
+    wrapped = rotoff.Checkpointable(build()).compute_sequence(a_limit(mixed_precision == "bf16"), refine=False)
+    found, accelerator, model = accelerated(wrapped, mixed_precision)
+    assert works_hard(wrapped)
+    assert found == expected
+    assert same(list(model.parameters()), list(plain.parameters()))
+    accelerator.save_model(model, str(tmp_path))
+    safetensors = pytest.importorskip("safetensors.torch")
+    other = build()
+    other.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    assert same(list(other.parameters()), list(plain.parameters()))
+
+
+def test_accelerate_with_one_argument_from_a_file(tmp_path: Path) -> None:
+    expected, _, plain = accelerated(build(), "no")
+    model = build()
+    planned = rotoff.attach(model, configured(tmp_path, mem_limit=a_limit(), options={"refine": False}))
+    found, _, prepared = accelerated(model, "no")
+    assert works_hard(planned)
+    assert found == expected
+    assert prepared is model
+    assert same(list(model.parameters()), list(plain.parameters()))
+
+
+# -- Lightning
+
+
+@pytest.fixture
+def lightning() -> Any:
+    torchvision_operators.declare()
+    return pytest.importorskip("lightning.pytorch")
+
+
+def lit(lightning: Any) -> Any:
+    class Lit(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            loss, _ = self.net(batch["inputs"], batch["labels"])
+            self.seen.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return Lit()
+
+
+def fit(lightning: Any, module: Any, folder: Path, *callbacks: Any, precision: str = "32-true") -> Any:
+    torch.manual_seed(5)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        precision=precision,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=ROWS))
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning(tmp_path: Path, lightning: Any, precision: str) -> None:
+    plain = lit(lightning)
+    fit(lightning, plain, tmp_path, precision=precision)
+    from rotoff.integrations.lightning import RotoffCallback
+
+    module, callback = lit(lightning), RotoffCallback(a_limit(), refine=False)
+    trainer = fit(lightning, module, tmp_path, callback, precision=precision)
+    assert works_hard(callback.planned)
+    assert module.seen == plain.seen
+    assert len(plain.seen) == 4
+    assert attached(module.net) is None
+    trainer.save_checkpoint(tmp_path / "planned.ckpt")
+    other = lit(lightning)
+    other.load_state_dict(torch.load(tmp_path / "planned.ckpt", weights_only=False)["state_dict"])
+    assert same(list(other.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning_inside_a_device_limit(tmp_path: Path, lightning: Any) -> None:
+    """Lightning's steps are closures."""
+    plain = lit(lightning)
+    fit(lightning, plain, tmp_path)
+    from rotoff.integrations.lightning import RotoffCallback
+
+    module, callback = lit(lightning), RotoffCallback(device_limit=a_device_limit(), refine=False)
+    fit(lightning, module, tmp_path, callback)
+    assert moves_parameters(callback.planned)
+    assert module.seen == plain.seen
+    assert same(list(module.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("placed", [False, True])
+def test_lightning_with_one_argument_from_a_file(tmp_path: Path, lightning: Any, placed: bool) -> None:
+    plain = lit(lightning)
+    fit(lightning, plain, tmp_path)
+    from rotoff.integrations.lightning import RotoffCallback
+
+    limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}
+    module = lit(lightning)
+    callback = RotoffCallback(configured(tmp_path, **limit, options={"refine": False}), module="net")
+    fit(lightning, module, tmp_path, callback)
+    assert (moves_parameters if placed else works_hard)(callback.planned)
+    assert module.seen == plain.seen
+    assert same(list(module.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning_asks_which_module(tmp_path: Path, lightning: Any) -> None:
+    from rotoff.integrations.lightning import RotoffCallback
+
+    module = lit(lightning)
+    module.other = nn.Linear(2, 2)
+    with pytest.raises(OptionError, match="net, other; name one"):
+        fit(lightning, module, tmp_path, RotoffCallback("1 GiB"))
+    with pytest.raises(OptionError, match="no submodule 'nets'"):
+        fit(lightning, module, tmp_path, RotoffCallback("1 GiB", module="nets"))

@@ -1,0 +1,54 @@
+"""Every policy, on any chain and limit: what it returns passes the machine, or it says from which limit on it works."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles.chains import chains
+
+from rotoff import Chain, InfeasibleError, OptionError, Stage, lower_bound, simulate, solve
+from rotoff.solver import keep_all
+from rotoff.solver.policies import POLICIES, WITHOUT_RECOMPUTE
+
+pytestmark = pytest.mark.full_search
+
+CHAIN = Chain((Stage("one", 1.0, 2.0, 10, 30), Stage("two", 1.0, 2.0, 10, 30)), 10.0, 10.0, input_bytes=5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(chains(), st.sampled_from([0.05, 0.3, 0.6, 0.9, 1.0]))
+@pytest.mark.grid
+def test_within_the_limit_or_refused(policy: str, chain: Chain, share: float) -> None:
+    limit = max(1, round(share * simulate(chain, keep_all(chain)).peak_bytes))
+    try:
+        sequence = solve(chain, limit, policy=policy)
+    except OptionError as error:
+        assert policy == "nonpersistent" and "states" in str(error)
+        return
+    except InfeasibleError as error:
+        if error.min_mem_limit > 0:
+            assert error.min_mem_limit > limit
+            assert solve(chain, error.min_mem_limit, policy=policy).mem_limit == error.min_mem_limit
+        return
+    trace = simulate(chain, sequence, limit)
+    assert (sequence.mode, sequence.mem_limit, sequence.meta["makespan"]) == (policy, limit, trace.makespan)
+    assert trace.makespan >= lower_bound(chain, limit) * (1 - 1e-9)
+    if policy in WITHOUT_RECOMPUTE:
+        assert trace.recompute_time == 0
+
+
+def test_an_unknown_policy_lists_the_known_ones() -> None:
+    for name in ("rotors", 3, ""):
+        with pytest.raises(OptionError, match="policies are greedy"):
+            solve(CHAIN, 100, policy=name)
+
+
+def test_options_of_another_kind_are_refused() -> None:
+    with pytest.raises(OptionError, match="policy 'greedy' has no option 'speed'; it has no options"):
+        solve(CHAIN, 100, policy="greedy", speed=3)
+    for name, value in {"mode": "remat", "mem_slots": 20, "refine": False, "host_limit": 10}.items():
+        with pytest.raises(OptionError, match=f"{name} is .* decides alone"):
+            solve(CHAIN, 100, policy="greedy", **{name: value})
+    with pytest.raises(OptionError, match="speed is not an argument of solve"):
+        solve(CHAIN, 100, speed=3)

@@ -1,0 +1,182 @@
+"""The slides' recompute systems: rotor, Revolve, checkpoint_sequential, √L, and the non-persistent optimum."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracles.chains import chains
+from oracles.exhaustive import Search
+from oracles.recurrences import Recurrences
+
+from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
+from rotoff.solver.policies.revolve import first_cut, operations, swept
+from rotoff.solver.policies.rotor import Program
+
+pytestmark = pytest.mark.full_search
+
+
+def homogeneous(L: int, u_F: float = 1.0, u_B: float = 2.0) -> Chain:
+    return Chain(tuple(Stage("", u_F, u_B, 10, 20) for _ in range(L)), 1.0, 1.0, input_bytes=10)
+
+
+def text(sequence) -> str:
+    return ", ".join(str(op) for op in sequence)
+
+
+# -- rotor
+
+
+class Literal(Recurrences):
+    """Equation (1) of the slides with its first sweep in the backward phase too: δ_L is carried from the start."""
+
+    def rotor(self) -> float:
+        self.forms = [form[:1] for form in self.forms]
+        return self.opt(1, self.L, self.N)
+
+
+@settings(max_examples=150, deadline=None)
+@given(chains(most=7), st.floats(0.2, 1.2), st.integers(1, 25))
+def test_rotor_is_its_recurrence(chain, part, N):
+    limit = int(simulate(chain, keep_all(chain)).peak_bytes * part)
+    assume(limit > chain.input_bytes)
+    program = Program(chain, limit, N)
+    literal = Literal(chain, limit, N, "up", bare=False).rotor()
+    assert program.cost == pytest.approx(literal, abs=1e-9)
+    if math.isfinite(literal):
+        assert simulate(chain, program.operations(), limit).makespan == pytest.approx(literal, abs=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(chains(most=6), st.floats(0.3, 1.0))
+def test_ours_is_never_slower_than_rotor(chain, part):
+    limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
+    try:
+        theirs = solve(chain, limit, policy="rotor")
+    except InfeasibleError:
+        return
+    assert solve(chain, limit, mode="remat").meta["makespan"] <= theirs.meta["makespan"] * (1 + 1e-12)
+
+
+def test_rotor_golden():
+    chain = homogeneous(4)
+    assert simulate(chain, keep_all(chain)).peak_bytes == 110
+    assert text(solve(chain, 110, policy="rotor")) == "F_all 1, F_all 2, F_all 3, F_all 4, B 4, B 3, B 2, B 1"
+    # One byte less: some ā_i no longer fits, and one stage runs twice.
+    assert text(solve(chain, 109, policy="rotor")) == "F_all 1, F_all 2, F_ck 3, F_all 4, B 4, F_all 3, B 3, B 2, B 1"
+
+
+# -- Revolve
+
+
+@cache
+def program(length: int, slots: int) -> int:
+    """Opt_0 of the slides in units of u_f, backwards left out."""
+    if length == 0:
+        return 0
+    if slots == 1:
+        return length * (length + 1) // 2
+    return min(i + program(length - i, slots - 1) + program(i - 1, slots) for i in range(1, length + 1))
+
+
+def test_revolve_closed_form_is_the_program():
+    for length in range(60):
+        for slots in range(1, 9):
+            assert swept(length, slots) == program(length, slots)
+
+
+def test_revolve_cut_attains_the_minimum():
+    for length in range(1, 40):
+        for slots in range(2, 6):
+            i = first_cut(length, slots)
+            assert i + program(length - i, slots - 1) + program(i - 1, slots) == program(length, slots)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 25), st.integers(1, 8))
+def test_revolve_runs_as_many_forwards_as_it_counts_and_holds_its_slots(L, slots):
+    chain = homogeneous(L)
+    trace = simulate(chain, operations(L, slots))
+    assert trace.makespan == swept(L - 1, slots) * 1.0 + L * 3.0
+    # Beside its slots it holds, at a backward, the output of the sweep to it, ā_i, δ_i and δ_{i−1}, and the caller's
+    # a_L.
+    assert trace.peak_bytes <= 10 * min(slots, L) + 10 + 20 + 10 + 10 + 10
+
+
+def test_revolve_golden():
+    # ℓ = 4 sweeps, c = 2 slots: r = 2 (C(4, 2) = 6 ≥ 5), so 2·5 − C(4, 3) = 6 forwards are swept.
+    assert ", ".join(map(str, operations(5, 2))) == (
+        "F_ck 1, F_none 2, F_ck 3, F_none 4, F_all 5, B 5, F_ck 3, F_all 4, B 4, F_all 3, B 3, F_ck 1, F_all 2, B 2,"
+        " F_all 1, B 1"
+    )
+
+
+# -- checkpoint_sequential and √L
+
+
+def test_periodic_golden():
+    # PyTorch cuts 5 stages in 2 as 2 + 3, and does not checkpoint the last segment.
+    assert text(solve(homogeneous(5), 1000, segments=2, policy="periodic")) == (
+        "F_ck 1, F_none 2, F_all 3, F_all 4, F_all 5, B 5, B 4, B 3, F_all 1, F_all 2, B 2, B 1"
+    )
+
+
+def test_periodic_takes_the_fastest_count():
+    chain = homogeneous(9)
+    assert solve(chain, 10**6, policy="periodic").meta["source"] == "periodic, 1 segments"
+    every = [simulate(chain, solve(chain, 10**6, segments=s, policy="periodic")) for s in range(1, 10)]
+    for limit in sorted({trace.peak_bytes for trace in every}):
+        fits = [trace.makespan for trace in every if trace.peak_bytes <= limit]
+        assert solve(chain, limit, policy="periodic").meta["makespan"] == min(fits)
+
+
+def test_chen_takes_the_square_root():
+    assert [solve(homogeneous(L), 10**6, policy="chen").meta["source"] for L in (1, 4, 5, 9, 10)] == [
+        "chen, 1 segments",
+        "chen, 2 segments",
+        "chen, 3 segments",
+        "chen, 3 segments",
+        "chen, 4 segments",
+    ]
+
+
+def test_one_forward_more_at_most():
+    for L in range(1, 30):
+        chain = homogeneous(L)
+        assert solve(chain, 10**6, policy="chen").meta["makespan"] <= 4.0 * L
+
+
+# -- persistent or not
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(most=4), st.floats(0.3, 1.0))
+def test_nonpersistent_is_the_machines_optimum_without_moves(chain, part):
+    limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
+    optimum = Search(chain, limit, moves=False).optimum()
+    assume(optimum is not None)
+    if optimum == math.inf:
+        with pytest.raises(InfeasibleError):
+            solve(chain, limit, policy="nonpersistent")
+    else:
+        assert solve(chain, limit, policy="nonpersistent").meta["makespan"] == pytest.approx(optimum)
+
+
+def test_what_persistence_costs():
+    """a_1 is large and cheap to make again, ā_2 small and dear: a_1 goes while ā_2 stays, which no persistent tree can
+    say."""
+    sizes = [(1, 4, 4), (4, 1, 1), (2, 1, 1), (1, 2, 4)]
+    chain = Chain(tuple(Stage("", u, 1, size, saved, grad_bytes=0) for u, size, saved in sizes), 1.0, 1.0)
+    best = solve(chain, 7, policy="nonpersistent")
+    assert text(best) == "F_ck 1, F_all 2, drop a 1, F_all 3, F_all 4, B 4, B 3, F_all 1, B 2, B 1"
+    assert best.meta["makespan"] == 13
+    assert solve(chain, 7, slots=7, policy="rotor").meta["makespan"] == 17
+    assert solve(chain, 7, mode="remat").meta["makespan"] == 13
+
+
+def test_too_long_for_all_states():
+    with pytest.raises(OptionError, match="9 stages has up to 177147 states"):
+        solve(homogeneous(9), 1000, policy="nonpersistent")

@@ -1,0 +1,377 @@
+"""Estimating: the bytes that measuring finds, with no device and no bytes."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocated import peak_bytes
+from models import ALL, fresh
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rotoff
+from rotoff.profile.estimate.cuda_kernels import cuda_variants
+from rotoff.profile.estimate.devices import find
+from rotoff.profile.estimate.estimate import estimate_profile
+
+BYTES = (
+    "output_bytes", "saved_bytes", "grad_bytes", "forward_transient_bytes", "checkpoint_transient_bytes",
+    "backward_transient_bytes",
+)  # fmt: skip
+
+
+def pair(model: nn.Module, x: Any) -> tuple[rotoff.Chain, rotoff.Chain]:
+    """Measured and estimated on the CPU."""
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped.close()
+    return wrapped.chain, rotoff.estimate(model, x, device="CPU")
+
+
+def values(chain: rotoff.Chain) -> list[tuple[str, int, int, int | None]]:
+    return [(s.name, s.output_bytes, s.saved_bytes, s.grad_bytes) for s in chain.stages]
+
+
+# mkldnn's recurrent kernels keep a workspace whose size only they know
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"recurrent"}))
+@pytest.mark.grid
+def test_bytes_of_values_are_those_measured(name: str) -> None:
+    model, batch = fresh(name)
+    measured, estimated = pair(model, batch())
+    assert values(estimated) == values(measured)
+    assert (estimated.input_bytes, estimated.input_grad_bytes) == (measured.input_bytes, measured.input_grad_bytes)
+
+
+@pytest.mark.parametrize("name", ["residual", "frozen", "tied", "overwriting", "handed_on", "double"])
+@pytest.mark.grid
+def test_transients_are_those_measured(name: str) -> None:
+    """Of models whose kernels have no temporaries of their own."""
+    model, batch = fresh(name)
+    measured, estimated = pair(model, batch())
+    for one, other in zip(measured.stages, estimated.stages, strict=True):
+        assert [getattr(one, f) for f in BYTES] == [getattr(other, f) for f in BYTES], one.name
+
+
+def test_gradients_of_a_value_used_twice_are_added_in_place_as_the_engine_does() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cos(x) + torch.sin(x) + x.square()
+
+    measured, estimated = pair(nn.Sequential(nn.Linear(64, 64), Twice()), torch.randn(256, 64))
+    tensor = 256 * 64 * 4
+    # beside the sum so far, which is the gradient left in the end: sin(x), -sin(x) and what is added
+    assert measured.stages[1].backward_transient_bytes == 3 * tensor
+    assert estimated.stages[1].backward_transient_bytes == 3 * tensor
+
+
+@pytest.mark.parametrize("wanted", [3, 12, ["1", "3"], "modules"])
+def test_a_checkpointables_stages_are_those_estimated(wanted: Any) -> None:
+    model, batch = fresh("residual")
+    if wanted == "modules":
+        wanted = [model.get_submodule("1"), model.get_submodule("2")]
+    wrapped = rotoff.Checkpointable(model, stages=wanted)
+    estimated = rotoff.estimate(wrapped, batch(), device="CPU")
+    wrapped.measure(batch(), repeats=1)
+    wrapped.close()
+    assert values(estimated) == values(wrapped.chain)
+    assert len(estimated) != len(rotoff.estimate(model, batch(), device="CPU"))
+
+
+def test_a_checkpointables_forms_are_those_estimated() -> None:
+    model, batch = fresh("residual")
+    assert any(stage.forms for stage in rotoff.estimate(model, batch(), device="CPU").stages)
+    without = rotoff.Checkpointable(model, forms=False)
+    assert not any(stage.forms for stage in rotoff.estimate(without, batch(), device="CPU").stages)
+    planned = rotoff.plan(without, batch(), mem_limit="1 GiB", device="CPU")
+    assert not any(stage.forms for stage in planned.chain.stages)
+
+
+def test_nothing_is_allocated_and_nothing_changed() -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Dropout(0.1), nn.Linear(1024, 1024))
+    x = torch.randn(4096, 1024)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    gc.collect()
+    assert peak_bytes(lambda: rotoff.estimate(model, x, device="H200")) < 4096 * 1024  # a quarter of one activation
+    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_real_meta_and_fake_models_give_the_same_chain() -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
+
+    real = rotoff.estimate(model(), torch.randn(4, 3, 16, 16), device="V100")
+    with torch.device("meta"):
+        meta = rotoff.estimate(model(), torch.randn(4, 3, 16, 16), device="V100")
+    with torch._subclasses.FakeTensorMode():
+        made, sample = model(), torch.randn(4, 3, 16, 16)
+    fake = rotoff.estimate(made, sample, device="V100")
+    assert real == meta == fake
+
+
+def test_a_gpus_kernels_save_what_they_save_there() -> None:
+    """Dropout a mask of bytes, fused attention its output and the logarithm of its rows' sums."""
+
+    class Attend(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = torch.empty(2, 4, 64, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    model = nn.Sequential(Attend(), nn.Dropout(0.1))
+    for device in ("H200", "A100"):  # cuDNN's kernel, and flash attention
+        attention, dropout = rotoff.estimate(model, x, device=device).stages
+        numbers = 512  # seed and offset, 8 bytes each, take one block of the allocator each
+        assert attention.saved_bytes == x.nbytes + 4 * 2 * 4 * 64 + 2 * numbers
+        assert dropout.saved_bytes == x.nbytes + x.numel()
+    old = rotoff.estimate(model, x, device="K40").stages[0]  # no fused kernel: the matrix of 64 x 64 is kept
+    assert old.saved_bytes > 2 * 4 * 64 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "mask", "dtype", "kernel"),
+    [
+        ("H200", 64, False, torch.bfloat16, "cudnn"),
+        ("H200", 256, False, torch.bfloat16, "cudnn"),
+        ("H200", 64, True, torch.bfloat16, "cudnn"),
+        ("H200", 60, False, torch.bfloat16, "flash"),  # no multiple of 8
+        ("H200", 64, False, torch.float32, "efficient"),
+        ("A100", 64, False, torch.bfloat16, "flash"),
+        ("A100", 64, True, torch.bfloat16, "efficient"),
+        ("K40", 64, False, torch.float32, "math"),
+    ],
+)
+def test_attention_runs_in_the_kernel_that_the_device_takes(
+    device: str, width: int, mask: bool, dtype: torch.dtype, kernel: str
+) -> None:
+    class Attend(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen = torch.ones(512, 512, dtype=torch.bool, device=x.device).tril() if mask else None
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+
+    ran: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with torch._subclasses.FakeTensorMode(), cuda_variants(find(device)), Log():
+        x = torch.empty(2, 4, 512, width, dtype=dtype, requires_grad=True)
+        Attend()(x).sum().backward()
+    fused = {f"_scaled_dot_product_{kind}_attention" for kind in ("cudnn", "flash", "efficient")}
+    expected = set() if kernel == "math" else {f"_scaled_dot_product_{kernel}_attention"}
+    assert fused & {name.split(".")[0] for name in ran} == expected
+    x = torch.empty(2, 4, 512, width, dtype=dtype, device="meta", requires_grad=True)
+    stage = rotoff.estimate(nn.Sequential(Attend()), x, device=device).stages[0]
+    scores = 2 * 4 * 512 * 512 * dtype.itemsize
+    assert (stage.saved_bytes >= scores) == (kernel == "math")
+
+
+def test_sizes_are_rounded_as_the_devices_allocator_does() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5))
+    assert [s.output_bytes for s in rotoff.estimate(model, torch.randn(2, 3), device="V100").stages] == [512, 512]
+    assert [s.output_bytes for s in rotoff.estimate(model, torch.randn(2, 3), device="CPU").stages] == [40, 40]
+
+
+def test_times_follow_the_data_sheet() -> None:
+    """A large matrix product is bound by operations: 2 x 4096^3 forward, twice that backward."""
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False)).to("meta")
+    x = torch.empty(4096, 4096, device="meta", requires_grad=True)
+    v100 = find("V100")
+    seconds = 2 * 4096**3 / (v100.flops["float32"] * v100.compute_efficiency)
+    stage = rotoff.estimate(model, x, device="V100").stages[0]
+    assert stage.forward_time == pytest.approx(seconds, rel=0.01)
+    assert stage.backward_time == pytest.approx(2 * seconds, rel=0.01)
+    half = rotoff.estimate(model.half(), x.half(), device="V100").stages[0]
+    assert half.forward_time == pytest.approx(seconds * 15.7 / 125, rel=0.2)
+
+
+def test_equal_stages_are_run_once_and_cost_the_same() -> None:
+    model, batch = fresh("residual")
+    x = batch()
+    shared = estimate_profile(model, (x,), {}, find("CPU")).chain.stages
+    one = [rotoff.estimate(nn.Sequential(model[0], model[1]), x, device="CPU").stages[1]]
+    assert [shared[i].saved_bytes for i in (1, 2, 3, 4)] == [one[0].saved_bytes] * 4
+    assert [s.name for s in shared] == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_stages_that_differ_in_a_number_only_are_told_apart() -> None:
+    class Repeat(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.times = times
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = torch.tanh(x)
+            return x
+
+    stages = rotoff.estimate(
+        nn.Sequential(nn.Linear(8, 8), Repeat(1), Repeat(3), Repeat(1)), torch.randn(16, 8), device="CPU"
+    ).stages
+    assert [s.saved_bytes for s in stages] == [512, 3 * 512, 512]
+
+
+def test_the_chain_says_where_it_is_from(tmp_path: Path) -> None:
+    chain = rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="RTX 4090")
+    chain.save(tmp_path / "chain.json")
+    meta = rotoff.Chain.load(tmp_path / "chain.json").meta
+    assert meta["device"] == "RTX 4090"
+    assert meta["times"].startswith("estimated")
+    assert meta["inputs"] == [{"shape": [2, 3], "dtype": "float32"}]
+    assert (meta["model"], meta["parameters"]) == ("torch.nn.modules.container.Sequential", 20)
+    assert meta["versions"]["torch"] == torch.__version__
+
+
+def test_an_unknown_device_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(rotoff.OptionError, match=r"device is 'H2000'; known ones are K40, Titan X, .*H200.*RTX 4090"):
+        rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="H2000")
+
+
+def test_a_device_of_the_users_own() -> None:
+    own = rotoff.Device("my box", 8 << 30, 100e9, {"float32": 1e12}, 10e9, 5e9, duplex=False)
+    chain = rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device=own)
+    assert (chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex) == (8e9, 4e9, False)
+    rotoff.register_device(own)
+    try:
+        assert rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="MyBox") == chain
+    finally:
+        from rotoff.profile.estimate import devices
+
+        del devices._known["mybox"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"memory_bandwidth": 0}, "memory_bandwidth of device 'x' is 0; give a number above 0"),
+        ({"flops": {"float32": 1e12, "int3": 1e12}}, "has the type 'int3'; known ones are float64"),
+        ({"flops": {"float16": 1e12}}, "misses 'float32'"),
+        ({"compute_efficiency": 2.0}, "give a share up to 1"),
+    ],
+)
+def test_a_device_that_cannot_be(change: dict[str, Any], sentence: str) -> None:
+    fields: dict[str, Any] = {
+        "name": "x", "memory_bytes": 1, "memory_bandwidth": 1.0, "flops": {"float32": 1.0}, "d2h_bandwidth": 1.0,
+        "h2d_bandwidth": 1.0,
+    }  # fmt: skip
+    with pytest.raises(rotoff.OptionError, match=sentence):
+        rotoff.Device(**{**fields, **change})
+
+
+@pytest.mark.slow
+def test_networks_of_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("needs torchvision")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    from benchmarks import paper_models
+
+    chain = paper_models.chain("resnet50", image=224, batch=1, device="Titan X")
+    assert len(chain) == 18
+    # conv1's output, its norm's output (the ReLU overwrites it), the maximum and its indices; the batch is the caller's
+    side, narrow = 112, 56
+    stem = 4 * 64 * side**2 * 2 + (4 + 8) * 64 * narrow**2 + 2 * 512
+    assert chain.stages[0].saved_bytes == stem
+
+
+def test_models_that_are_no_sequential_are_cut_as_they_would_be_measured() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x
+
+    measured, estimated = pair(Skip(), torch.randn(128, 64))
+    assert len(measured) > 3
+    assert values(estimated) == values(measured)
+
+
+def test_a_forward_that_reads_contents_is_refused_in_one_sentence() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum() > 0 else x
+
+    with pytest.raises(rotoff.MeasureError, match="cannot be recorded .*DataDependent"):
+        rotoff.estimate(Reader(), torch.randn(2, 4), device="V100")
+
+
+def test_convolutions_take_their_blocked_copies_too() -> None:
+    """Without them a convolution's transients would be estimated as next to nothing."""
+    convolutions = nn.Conv2d(20, 68, 3, padding=1), nn.Conv2d(68, 64, 3), nn.Conv2d(64, 64, 3, stride=2, groups=64)
+    model = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2])
+    measured, estimated = pair(model, torch.randn(4, 20, 32, 32, requires_grad=True))
+    for one, other in zip(measured.stages, estimated.stages, strict=True):
+        for name in BYTES:
+            assert getattr(other, name) == pytest.approx(getattr(one, name), abs=0.02 * one.saved_bytes), (
+                one.name,
+                name,
+            )
+    assert measured.stages[0].forward_transient_bytes > measured.stages[0].saved_bytes
+
+
+@pytest.mark.parametrize("name", ["residual", "language", "side_inputs"])
+def test_forms_take_the_bytes_that_are_measured(name: str) -> None:
+    """Which forms are worth it depends on times; those found both ways store the same."""
+    model, batch = fresh(name)
+    x = batch()
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    estimated = estimate_profile(model, (x,), {}, find("CPU")).forms
+    both = 0
+    for one, other in zip(wrapped.profile.forms, estimated, strict=True):
+        found = dict(zip(other.keeps, other.forms, strict=True))
+        for keeps, form in zip(one.keeps, one.forms, strict=True):
+            if keeps in found:
+                both += 1
+                assert found[keeps].saved_bytes == form.saved_bytes, (one.name, keeps)
+    assert both >= 2
+
+
+def test_forms_of_a_transformer_block_on_a_gpu() -> None:
+    """bfloat16 on an H200: first goes what takes no matrix product, and a redo never takes the last one."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    width, rows = 2048, 16384
+    model = nn.Sequential(*[Block(width) for _ in range(3)]).to("meta", torch.bfloat16)
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    profile = estimate_profile(model, (x,), {}, find("H200"))
+    block = profile.chain.stages[1]
+    unit = 2 * rows * width
+    statistics = 2 * 4 * rows  # of the norm's rows
+    assert 0 < block.saved_bytes - (1 + 1 + 4 + 4) * unit <= statistics  # output, norm, up, gelu
+    product = 2 * rows * width * 4 * width / (find("H200").flops["bfloat16"] * find("H200").compute_efficiency)
+    first, last = block.forms[0], block.forms[-1]
+    assert first.saved_bytes <= 6 * unit + statistics
+    assert 0 < first.backward_time - block.backward_time < product
+    # of output and up alone: norm and activation run again, each reading and writing once; views of what is kept take
+    # no time
+    elementwise = next(form for form in block.forms if form.saved_bytes == 5 * unit)
+    device = find("H200")
+    redone = (2 + 8) * unit / (device.memory_bandwidth * device.memory_efficiency) + 2 * device.launch_time
+    assert elementwise.backward_time - block.backward_time == pytest.approx(redone, rel=1e-3)
+    assert last.saved_bytes == unit
+    assert product < last.backward_time - block.backward_time < block.forward_time - product / 2
+    assert [stage.forms for stage in profile.chain.stages[:2]] == [block.forms, block.forms]
+    assert not profile.chain.stages[2].forms

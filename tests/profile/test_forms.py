@@ -1,0 +1,471 @@
+"""Forms: a stage that keeps a part of what autograd saves gives the plain model's bits, within the bytes that are
+charged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from models import Attention, Residual, fresh, plain, same, train
+from planned_steps import every_form, step_peak, with_sequence
+from random_programs import random_sequence
+from recording_link import Counting, Forgetful, RecordingLink
+from torch import nn
+from torch.nn import functional as F
+
+import rotoff
+from rotoff.capture.operations import record_operations
+from rotoff.core.sequence import Op, OpKind
+from rotoff.profile.profile import Profile
+from rotoff.profile.selective.variant_meter import FormMeter
+from rotoff.profile.selective.variant_run import WholeStage
+from rotoff.profile.timing.timing_cache import KnownForm
+from rotoff.runtime.selective import redo
+from rotoff.tensors.recipe import Recipe
+from rotoff.tensors.stage import SavedKind
+
+WITH_FORMS = [
+    "mlp",
+    "residual",
+    "convolutional",
+    "language",
+    "tuples",
+    "stateful",
+    "side_inputs",
+    "handed_on",
+    "double",
+]
+
+
+def measured(name: str, **options: Any) -> tuple[rotoff.Checkpointable, Callable[[], Any]]:
+    model, batch = fresh(name)
+    return rotoff.Checkpointable(model, **options).measure(batch(), repeats=1), batch
+
+
+# -- running
+
+
+@pytest.mark.parametrize("name", WITH_FORMS)
+def test_every_form_gives_the_bits_of_the_plain_model_within_its_bytes(name: str) -> None:
+    wrapped, batch = measured(name)
+    most = max(len(stage.forms) for stage in wrapped.chain.stages)
+    assert most > 0
+    for k in range(1, most + 1):
+        again, batch = fresh(name)
+        wrapped.load_state_dict(again.state_dict())
+        wrapped.zero_grad()
+        with_sequence(wrapped, every_form(wrapped.chain, k))
+        assert same(train(wrapped, batch), plain(name)), k
+        assert step_peak(wrapped, batch) <= wrapped.get_expected_memory(), k
+
+
+@pytest.mark.parametrize("name", WITH_FORMS)
+def test_any_legal_sequence_with_forms(name: str) -> None:
+    expected = plain(name, steps=2)
+    for seed in range(4):
+        wrapped, batch = measured(name, check=seed % 2 == 0)
+        sequence = random_sequence(wrapped.chain, seed, wildness=0.7, forms=True)
+        assert same(train(with_sequence(wrapped, sequence), batch, steps=2), expected), str(sequence)
+        wrapped.close()
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["residual", "language"])
+def test_moved_forms_have_no_race(name: str, eagerness: float) -> None:
+    """What a form stores travels; what it does not is redone after it has arrived."""
+    expected = plain(name, steps=2)
+    wrapped, _ = measured(name)
+    for seed in range(3):
+        link = RecordingLink(eagerness, seed)
+        got, sequence = over(link, wrapped, name, seed)
+        assert link.check() == [], str(sequence)
+        assert same(got, expected), str(sequence)
+        link.close()
+
+
+def test_a_wait_for_a_form_that_is_left_out_is_noticed() -> None:
+    expected, noticed = plain("residual", steps=2), 0
+    counting = Counting()
+    wrapped, _ = measured("residual")
+    over(counting, wrapped, "residual", 0)
+    for n in range(1, counting.waits + 1):
+        link = Forgetful(n)
+        got, _ = over(link, wrapped, "residual", 0)
+        if link.check():
+            noticed += 1
+        else:
+            assert same(got, expected)
+    assert noticed > 0
+
+
+def over(
+    link: RecordingLink, wrapped: rotoff.Checkpointable, name: str, seed: int
+) -> tuple[list[torch.Tensor], rotoff.Sequence]:
+    """Train the model `name`, from its beginning, with every stage in some form, moved out and back, over `link`."""
+    model, batch = fresh(name)
+    wrapped.load_state_dict(model.state_dict())
+    wrapped.zero_grad()
+    ops: list[Op] = []
+    chain, L = wrapped.chain, len(wrapped.chain)
+    for i, stage in enumerate(chain.stages, start=1):
+        form = (seed + i) % (1 + len(stage.forms))
+        ops.append(Op(OpKind.F_SEL if form else OpKind.F_ALL, i, form))
+        if i < L:
+            ops.append(Op(OpKind.OFFLOAD, i, saved=True))
+        if i > 1:
+            ops.append(Op(OpKind.FREE, i - 1, saved=True))
+    ops.append(Op(OpKind.PREFETCH, L - 1, saved=True))
+    ops.append(Op(OpKind.WAIT, L - 1, saved=True))
+    for i in range(L, 0, -1):
+        if i - 2 >= 1:
+            ops.append(Op(OpKind.PREFETCH, i - 2, saved=True))
+        ops.append(Op(OpKind.B, i))
+        if i - 2 >= 1:
+            ops.append(Op(OpKind.WAIT, i - 2, saved=True))
+    sequence = rotoff.Sequence(tuple(ops), mode="moved")
+    with_sequence(wrapped, sequence)
+
+    def take(device: torch.device, nbytes: int) -> RecordingLink:
+        link.reserve(nbytes)
+        return link
+
+    wrapped._links.take = take
+    wrapped._links.give_back = lambda link: None
+    return train(wrapped, batch, steps=2), sequence
+
+
+def test_an_error_anywhere_in_a_step_with_forms_leaves_nothing() -> None:
+    wrapped, batch = measured("residual")
+    with_sequence(wrapped, every_form(wrapped.chain, 2))
+    calls = 0
+    fail_at = -1
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            raise MemoryError("injected")
+
+    hooks = [module.register_forward_pre_hook(count) for module in wrapped.modules() if not list(module.children())]
+    wrapped(batch()).sum().backward()
+    total, failed = calls, 0
+    for fail_at in range(1, total + 1):
+        calls = 0
+        again, batch = fresh("residual")
+        wrapped.load_state_dict(again.state_dict())
+        wrapped.zero_grad()
+        with pytest.raises(MemoryError, match="injected"):
+            wrapped(batch()).sum().backward()
+        failed += 1
+        fail_at = -1
+        assert wrapped._plan is not None
+    assert failed == total
+    for hook in hooks:
+        hook.remove()
+    again, batch = fresh("residual")
+    wrapped.load_state_dict(again.state_dict())
+    wrapped.zero_grad()
+    assert same(train(wrapped, batch), plain("residual"))
+
+
+def test_a_redo_leaves_aside_what_was_for_nothing_when_it_was_measured() -> None:
+    """Calls whose result nobody was expected to need run again where somebody does: what autograd saves there is none
+    of what the form knows by number."""
+    x, beside, seen = torch.rand(8, requires_grad=True), [False], list[torch.Tensor]()
+
+    def forward() -> torch.Tensor:
+        beside[0] = True
+        (x.exp() * 2).square()
+        beside[0] = False
+        return x.sin()
+
+    log = record_operations(lambda: [x.sin()], torch.device("cpu"))
+    for whole in (True, False):
+        recipe = Recipe(frozenset(), {}, 1, tuple(op.func for op in log.operations), {}, whole=whole)
+        seen.clear()
+        redo(recipe, forward, {}, seen.append, nullcontext(), beside=lambda: beside[0])
+        assert len(seen) == 1
+        assert torch.equal(seen[0], x)  # of which the backward of a sine makes the cosine
+
+
+# -- finding
+
+
+def block(width: int = 32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, width), nn.Sequential(Residual(width)), nn.Linear(width, 4))
+
+
+def found(model: nn.Module, x: torch.Tensor, stage: int = 1, **options: Any) -> Profile:
+    return rotoff.Checkpointable(model, **options).measure(x, repeats=1).profile
+
+
+def test_bytes_and_what_is_kept_of_a_block() -> None:
+    """A feed-forward block of width w saves 11 w and statistics a row; without the activation's input or output 7 w."""
+    rows, w = 64, 32
+    profile = found(block(w), torch.randn(rows, 16))
+    stage = profile.chain.stages[1]
+    whole = 4 * rows * (1 + 1 + 4 + 4 + 1) * w + 8 * rows  # output, norm, up, gelu, mask; mean and deviation
+    assert stage.saved_bytes == whole
+    sizes = [form.saved_bytes for form in stage.forms]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] < whole
+    assert sizes[-1] == 4 * rows * w  # the output alone
+    assert stage.forms[-1].backward_time > 0
+    for form, recipe in zip(stage.forms, profile.behaviours[1].forms, strict=True):
+        # what is redone passes through the backward: all that autograd saves is there at once
+        assert form.saved_bytes + form.backward_transient_bytes >= whole
+        assert len(recipe.keeps) == len(recipe.views)
+
+
+def test_a_redo_leaves_out_what_nobody_reads() -> None:
+    """The last matrix product of the block is never run again: of its dropout only the mask is saved."""
+    profile = found(block(), torch.randn(64, 16))
+    for recipe in profile.behaviours[1].forms:
+        names = [function._schema.name for function in recipe.functions]
+        products = [n for n, name in enumerate(names) if name == "aten::addmm"]
+        assert all(n in recipe.results for n in products[1:]), names
+    assert [n in recipe.results for n in products] == [False, True]  # of the form that keeps nothing
+
+
+class Masked(nn.Module):
+    """Dropout as CUDA does it: one operation gives the result and the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = torch.native_dropout(F.gelu(self.up(x)), 0.2, True)
+        hidden, _ = torch.native_dropout(self.down(hidden), 0.1, True)
+        return x + hidden
+
+
+def test_a_mask_is_drawn_again_without_what_it_was_applied_to() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), Masked(), nn.Linear(32, 4))
+
+    def batch() -> torch.Tensor:
+        return torch.randn(8, 16)
+
+    expected = train(make(), batch)
+    wrapped = rotoff.Checkpointable(make()).measure(batch(), repeats=1)
+    recipe = wrapped.profile.behaviours[1].forms[-1]
+    names = [function._schema.name for function in recipe.functions]
+    products = [n for n, name in enumerate(names) if name == "aten::addmm"]
+    assert not recipe.kept
+    assert [n in recipe.results for n in products] == [False, True]
+    with_sequence(wrapped, every_form(wrapped.chain, 4))
+    assert same(train(wrapped, batch), expected)
+
+
+def test_identical_stages_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rotoff.profile.selective import variant_meter as form_meter
+
+    proved = []
+    original = form_meter._faithful
+    monkeypatch.setattr(form_meter, "_faithful", lambda *args: proved.append(args) or original(*args))
+    model, batch = fresh("residual")
+    profile = found(model, batch())
+    forms = [stage.forms for stage in profile.chain.stages[1:5]]
+    assert all(len(f) == len(forms[0]) > 0 for f in forms)
+    assert len(proved) <= 4  # of four blocks, one
+
+
+def test_the_user_turns_forms_off_and_says_what_is_kept() -> None:
+    x = torch.randn(64, 16)
+    assert all(not stage.forms for stage in found(block(), x, forms=False).chain.stages)
+    assert {f.reason for f in found(block(), x, forms=False).forms} == {"switched off"}
+    kept = found(block(), x, forms=["addmm", "bernoulli_"]).forms[1]
+    assert all(
+        any("addmm" in name for name in names) and any("bernoulli_" in name for name in names) for names in kept.keeps
+    )
+    never = found(block(), x, forms=lambda op: False if op.name == "bernoulli_" else None).forms[1]
+    assert never.forms
+    assert not any("bernoulli_" in name for names in never.keeps for name in names)
+
+
+@pytest.mark.parametrize("bad", [3, "addmm", [1], 0.5])
+def test_forms_of_another_type_are_refused(bad: object) -> None:
+    with pytest.raises(rotoff.OptionError, match="forms is"):
+        rotoff.Checkpointable(block(), forms=bad)
+
+
+def test_a_name_that_is_no_operation_is_refused() -> None:
+    with pytest.raises(rotoff.OptionError, match="forms names 'adddmm', which is no operation"):
+        rotoff.Checkpointable(block(), forms=["aten.addmm", "adddmm"])
+
+
+class Invisible(nn.Module):
+    """Reads a tensor past the dispatcher, as a hand-written kernel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        # only NumPy reads `hidden`: as far as the dispatcher knows, nobody does
+        scale = torch.from_numpy(hidden.detach().numpy() * 2.0).clone()
+        return torch.sigmoid(x) * scale
+
+
+def test_a_form_that_something_past_the_dispatcher_would_spoil_is_not_offered() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), Invisible(), nn.Linear(32, 4))
+
+    def batch() -> torch.Tensor:
+        return torch.randn(8, 16)
+
+    expected = train(make(), batch)
+    wrapped = rotoff.Checkpointable(make()).measure(batch(), repeats=1)
+    assert all(any("clone" in kept for kept in names) for names in wrapped.profile.forms[1].keeps)
+    with_sequence(wrapped, every_form(wrapped.chain, 4))
+    assert same(train(wrapped, batch), expected)
+
+
+class InPlace(nn.Module):
+    """Changes in place what a matrix product made, and what it had made of it before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        before = hidden.mean(dim=1, keepdim=True)  # reads it before the change
+        hidden = F.relu(hidden, inplace=True)
+        return x + self.down(hidden.mul(1.5).tanh_()) * before
+
+
+class Drawing(nn.Module):
+    """Several draws, some of whose results are saved."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(x, 0.2).tanh()
+        x = x * torch.rand_like(x)
+        return F.dropout(x.sigmoid(), 0.1) * torch.randn(x.shape[-1])
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("middle", [InPlace, Drawing, Norm])
+def test_what_makes_redoing_hard(middle: type[nn.Module]) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(16, 32), middle(), nn.Tanh(), nn.Sequential(middle(), nn.Sigmoid()), nn.Linear(32, 4)
+        )
+
+    def batch() -> torch.Tensor:
+        return torch.randn(8, 16)
+
+    expected = train(make(), batch)
+    wrapped = rotoff.Checkpointable(make(), check=True).measure(batch(), repeats=1)
+    assert any(stage.forms for stage in wrapped.chain.stages)
+    for k in range(1, 5):
+        wrapped.load_state_dict(make().state_dict())
+        wrapped.zero_grad()
+        with_sequence(wrapped, every_form(wrapped.chain, k))
+        assert same(train(wrapped, batch), expected), k
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_forms_under_autocast(dtype: torch.dtype) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(Attention(32, 4), Residual(32)) for _ in range(2)]
+        return nn.Sequential(nn.Embedding(50, 32), *blocks, nn.Linear(32, 50))
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        seen = []
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = model(torch.randint(0, 50, (4, 12))).square().mean()
+            model.zero_grad()
+            loss.backward()
+            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        return [*seen, torch.get_rng_state()]
+
+    expected = run(make())
+    wrapped = rotoff.Checkpointable(make())
+    with torch.autocast("cpu", dtype=dtype):
+        wrapped.measure(torch.randint(0, 50, (4, 12)), repeats=1)
+    assert any(stage.forms for stage in wrapped.chain.stages)
+    for k in range(1, 5):
+        sequence = every_form(wrapped.chain, k)
+        assert same(run(with_sequence(wrapped, sequence)), expected), k
+
+
+def test_a_batch_that_lies_otherwise_is_named_or_right() -> None:
+    """The same shape in another memory order: views recorded when measuring would be wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 1)), nn.Tanh(), nn.Conv2d(4, 1, 1)
+    )
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(2, 3, 8, 8), repeats=1)
+    with_sequence(wrapped, every_form(wrapped.chain, 1))
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    try:
+        wrapped(x).sum().backward()
+    except rotoff.ExecutionError as error:
+        assert "call measure() again" in str(error)
+    else:
+        assert same([p.grad for p in model.parameters()], expected)
+
+
+def test_a_redo_makes_what_the_forward_made_whatever_the_module_would_do_now() -> None:
+    model, x = block(), torch.randn(8, 16)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    with_sequence(wrapped, every_form(wrapped.chain, 4))
+    torch.manual_seed(1)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(1)
+    output = wrapped(x).sum()
+    model[1][0].dropout.forward = lambda x: F.dropout(x * 1.0, 0.2)
+    output.backward()
+    assert same([p.grad for p in model.parameters()], expected)
+
+
+def test_a_known_form_that_stores_everything_at_this_size_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.gelu(self.inner(x)).softmax(-1)  # which is saved, and the output
+
+    seen: list[tuple[FormMeter, WholeStage]] = []
+    find = FormMeter.find
+    monkeypatch.setattr(
+        FormMeter, "find", lambda self, stage, *more: seen.append((self, stage)) or find(self, stage, *more)
+    )
+    model = nn.Sequential(nn.Linear(8, 8), Weights(), nn.Linear(8, 8))
+    rotoff.Checkpointable(model).measure(torch.randn(64, 8), repeats=1)
+    meter, stage = next((a, b) for a, b in seen if b.behaviour.saved.count(SavedKind.OWN) == 2)
+    own = [n for n, kind in enumerate(stage.behaviour.saved) if kind is SavedKind.OWN]
+    for kept in own:
+        meter._shared.clear()
+        found = find(meter, stage, (KnownForm(((kept,), ""), 0.0),))
+        assert all(recipe.kept < set(own) for recipe in found.recipes)

@@ -1,0 +1,112 @@
+"""The tests for CUDA, on a device that is none: what they need of a GPU but its time (`cuda_standin/standin.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parents[1]
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA itself"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the stand-in is loaded as on Linux"),
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """In which the stand-in can be loaded."""
+    plugin, folder = TESTS / "cuda_standin", tmp_path_factory.mktemp("standin")
+    subprocess.run([sys.executable, str(plugin / "standin.py"), str(folder)], check=True, timeout=300)
+    import rotoff
+
+    path = os.pathsep.join([str(plugin), str(Path(rotoff.__file__).parent.parent)])
+    return os.environ | {"PYTHONPATH": path, "STANDIN": str(folder / "libstandin.so")}
+
+
+def test_the_code_for_cuda_runs_on_the_stand_in(environment: dict[str, str]) -> None:
+    command = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-c", str(TESTS.parent / "pyproject.toml")]
+    command = [sys.executable, *command, "-m", "cuda and not concurrent", str(TESTS / "cuda")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
+
+
+def test_expandable_segments_keep_the_limit_too(environment: dict[str, str]) -> None:
+    told = environment | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-c", str(TESTS.parent / "pyproject.toml")]
+    files = [str(TESTS / "cuda" / f"test_{name}_cuda.py") for name in ("reserved", "step", "blocks")]
+    done = subprocess.run([sys.executable, *command, *files], env=told, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
+
+
+def test_the_probe_of_gpu_check_finds_what_it_asks_for(environment: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "probe.json"
+    run = "import runpy, sys, standin; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", run, str(TESTS.parent / "scripts" / "gpu_probe.py"), str(out), "--small"]
+    told = environment | {"ROTOFF_HOST_MEMORY": "100 MiB"}
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    pinning = ["pinning 1 GiB", "pinning 8 GiB", "pinning 32 GiB"]
+    assert list(found) == ["memory before", "checked step", "blocks", "bandwidth", *pinning, "memory after"]
+    assert found["checked step"]["peak"] <= found["checked step"]["limit"]
+    assert found["pinning 32 GiB"]["registered"] == 1  # of MiB here
+    size = str((19 << 20) + 4096)
+    assert found["blocks"]["empty cache"][size] == 20 << 20  # what is left of a segment is not split off
+    assert found["blocks"]["after 500 MiB"][size] == int(size)
+
+
+def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    run = "import runpy, standin; runpy.run_module('rotoff', run_name='__main__')"
+    told = environment | {"ROTOFF_HOST_MEMORY": "100 MiB", "ROTOFF_CACHE": "off"}
+    command = [sys.executable, "-c", run, "doctor", "--seconds", "0", "-o", str(out)]
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(out.read_text())
+    found = {check["check"]: check["figures"] for check in data["checks"]}
+    assert (data["device"], data["complete"]) == ("cuda:0", True)
+    assert found["versions"]["device"] == "stand-in"
+    seconds = {"pin": 0, "unpin": 0}
+    assert found["host bytes"] | seconds == {"nbytes": 25 << 20, "segments": 1, "registered": 1, **seconds}
+    assert all(row["bit_for_bit"] for row in found["gradients"]["rows"])
+    assert all(row["asked"] <= row["predicted"] <= row["limit"] for row in found["peak bytes"]["rows"])
+    assert all(row["given"] <= row["limit"] + row["slack"] for row in found["peak bytes"]["rows"])
+    assert [row["waits"] for row in found["host waits"]["rows"]] == [0, 0, 0]
+    assert found["overlap"]["moved"] > 0
+
+
+WAITING = """
+import os
+import torch
+from rotoff.tools.doctor.training import synchronisations
+
+x = torch.ones(3, device="cuda", requires_grad=True)
+x.register_hook(lambda gradient: gradient.sum().item() and None)
+with synchronisations(x.device) as places:
+    x.sum().backward()  # on autograd's thread for the device
+    x.nonzero()
+print(len(places), {place.split(":")[0] for place in places})
+with synchronisations(x.device) as places:
+    (2 * x).sum()
+print(len(places), flush=True)
+x.nonzero()
+os._exit(0)  # autograd's thread may still let go of the hook, and an interpreter that ends meanwhile aborts
+"""
+
+
+def test_waits_of_the_host_are_seen_on_all_threads_and_only_in_the_block(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-W", "error", "-c", f"import standin\n{WAITING}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 {'<string>'}", "0"]

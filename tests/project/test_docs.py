@@ -1,0 +1,184 @@
+"""What README and docs/ show is run: Python blocks in order, `rotoff` commands too; every link inside leads
+somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rotoff
+from rotoff.cli import main
+from rotoff.solver import anneal
+
+pytestmark = pytest.mark.full_search
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED_FILE = re.compile(r"(?<![\w./~-])((?:[\w.-]+/)+[\w.-]+\.(?:py|pyx|sh|md|json|csv|png|svg|toml))\b")
+NAMED_FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
+NAMED_TEST = re.compile(r"`(test_\w+)(?:\[[^`\]]*\])?(?:::(test_\w+)(\*?))?")
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(language, what follows it, content) of every fenced block."""
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def runnable(page: Path) -> list[tuple[str, str]]:
+    """Blocks that are run: ``python`` and ``sh``; one marked ``skip`` says by the next word what it would need."""
+    unmarked = [(language, code) for language, marks, code in blocks(page) if "skip" not in marks]
+    return [block for block in unmarked if block[0] in ("python", "sh")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
+def test_what_a_page_shows_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.05)  # what is shown must run, not find the best
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # The chain that pages speak of where none was measured: eight stages of a GiB each.
+    stage = rotoff.Stage("block", 0.1, 0.2, 2**28, 3 * 2**30)
+    rotoff.Chain((stage,) * 8, 12e9, 12e9, input_bytes=2**20, name="example").save("chain.json")
+    names: dict[str, object] = {"__name__": page.stem}
+    for language, code in runnable(page):
+        if language == "python":
+            torch.manual_seed(0)
+            exec(compile(code, f"{page.name}: {code.splitlines()[0]}", "exec"), names)
+        else:
+            for line in code.replace("\\\n", " ").splitlines():
+                if line.startswith("rotoff "):
+                    assert main(shlex.split(line, comments=True)[1:]) == 0, line
+    sys.modules.pop("my_models", None)
+
+
+def test_skipped_blocks_say_what_they_need() -> None:
+    for page in PAGES:
+        for language, marks, code in blocks(page):
+            if "skip" in marks:
+                assert re.search(r"skip: \w+", marks), (page.name, code)
+                if language == "python":
+                    compile(code, page.name, "exec")
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def prose(page: Path) -> str:
+    return BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def missing_paths(page: Path) -> list[str]:
+    """What the text calls a file or folder of this repository, and is none; folders may be named from inside the
+    package."""
+    files, folders = (set(pattern.findall(prose(page))) for pattern in (NAMED_FILE, NAMED_FOLDER))
+    found = {path for path in files if any((top / path).exists() for top in (ROOT, page.parent))}
+    found |= {path for path in folders if any((ROOT / top / path).is_dir() for top in (".", "rotoff"))}
+    return sorted((files | folders) - found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert missing_paths(page) == []
+
+
+def test_a_path_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "See `rotoff/core/chain.py`, rotoff/chain.py, `core/`, `cores/` and https://example.org/rotoff/gone.py."
+    )
+    assert missing_paths(page) == ["cores/", "rotoff/chain.py"]
+
+
+def test_tests_that_a_page_names_exist() -> None:
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    named = {found for page in PAGES for found in NAMED_TEST.findall(prose(page))}
+    assert len(named) > 30
+    for module, function, star in named:
+        assert module in sources, module
+        if function:
+            assert f"def {function}{'' if star else '('}" in sources[module], f"{module}::{function}"
+
+
+def test_lines_are_at_most_120_characters_long() -> None:
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            assert len(line) <= 120 or line.startswith("|") or "](" in line, f"{page.name}: {line}"
+
+
+def test_the_readme_can_be_read_in_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1300
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    pytest.importorskip("torch")
+    for name in dir(rotoff):
+        value = getattr(rotoff, name)
+        if name.startswith("_") or name in ("annotations", "TYPE_CHECKING", "Any") or not callable(value):
+            continue
+        assert value.__doc__, name
+        if isinstance(value, type) and value.__module__.startswith("rotoff"):
+            for method, function in vars(value).items():
+                if not method.startswith("_") and callable(function) and not isinstance(function, type):
+                    assert function.__doc__, f"{name}.{method}"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.05)
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") for cell in cells)  # the site runs it
+    names: dict[str, object] = {"__name__": "tour"}
+    for n, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {n}", "exec"), names)
+    assert names["plain"] == names["planned"]
+    assert names["model"].get_expected_memory() <= names["everything"] // 2
+    assert "fits: parameters" in capsys.readouterr().out
+
+
+def test_the_reference_has_a_place_for_every_public_name() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "conf.py"))["reference"]()  # raises where it has none
+    assert ".. autofunction:: rotoff.attach_schedule" in page
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_has_every_page_and_public_name(tmp_path: Path) -> None:
+    for needed in ("torch", "sphinx", "myst_nb", "furo"):
+        pytest.importorskip(needed)
+    ran = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)},
+    )
+    assert ran.returncode == 0, ran.stderr
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (tmp_path / f"{page.stem}.html").exists()
+    reference = (tmp_path / "reference.html").read_text(encoding="utf-8")
+    for name in dir(rotoff):
+        if not name.startswith("_") and callable(getattr(rotoff, name)):
+            assert f'id="rotoff.{name}"' in reference
+    assert 'id="rotoff.Checkpointable.record_step"' in reference
+    assert "keeping everything takes" in (tmp_path / "tour.html").read_text(encoding="utf-8")

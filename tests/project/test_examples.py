@@ -1,0 +1,192 @@
+"""The examples run, and what compare_modes prints is true."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rotoff
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+# As `python EXAMPLE ARGUMENTS`, but with a tenth of the search's default effort, as in the other tests.
+QUICKLY = f"""
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+from rotoff.solver import anneal
+anneal.DEFAULT_SECONDS *= 0.1
+if "train_transformer" in sys.argv[0]:
+    sys.path.append({str(ROOT / "tests" / "support")!r})
+    import torchvision_operators
+    torchvision_operators.declare()
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(example: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run an example as a user would, against the rotoff that these tests import."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
+    command = [sys.executable, "-c", QUICKLY, *(str(word) for word in (example, *arguments))]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)
+
+
+def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
+    code = (EXAMPLES / "quickstart.py").read_text(encoding="utf-8").split('"""', 2)[2].strip()
+    assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_quickstart() -> None:
+    """The very code is run among the README's, too (test_docs)."""
+    result = run(EXAMPLES / "quickstart.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    losses = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_digits_resnet_trains_to_the_plain_losses() -> None:
+    pytest.importorskip("sklearn")
+    options = ["--size", "24", "--depth", "1", "--batch", "32", "--steps", "3", "--limit", "0.85"]
+    result = run(EXAMPLES / "digits_resnet.py", *options)
+    assert result.returncode == 0, result.stderr
+    assert "largest difference of any loss: 0.0" in result.stdout
+    plain, limited = (line for line in result.stdout.splitlines() if line.startswith(("plain", "limited")))
+    assert plain.split()[1:] == limited.split()[1:]
+    assert "mode joint" in result.stdout
+
+
+@pytest.mark.slow
+def test_train_transformer_reaches_the_plain_losses() -> None:
+    pytest.importorskip("accelerate")
+    sizes = ["--layers", "2", "--width", "32", "--context", "32", "--steps", "3"]
+    result = run(EXAMPLES / "train_transformer.py", *sizes)
+    assert result.returncode == 0, result.stderr
+    assert "largest difference of any loss: 0.0" in result.stdout
+    assert result.stdout.count(" plain, ") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_a_loop_as_torchtitans_reaches_the_plain_losses() -> None:
+    pytest.importorskip("yaml")
+    runs = [run(EXAMPLES / "titan_loop.py", EXAMPLES / "titan_loop.yaml", *more) for more in (["--plain"], [])]
+    assert [one.returncode for one in runs] == [0, 0], runs[1].stderr
+    plain, planned = ([line for line in one.stdout.splitlines() if line.startswith("step")] for one in runs)
+    assert plain == planned
+    assert len(plain) == 4
+    assert "recomputed:" in runs[1].stdout or "moved to the host:" in runs[1].stdout
+
+
+def test_planning_without_a_device_writes_what_it_prints(tmp_path: Path) -> None:
+    result = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "6 GiB", "--out", tmp_path / "plans")
+    assert result.returncode == 0, result.stderr
+    chain, plan = (
+        rotoff.Chain.load(tmp_path / "plans" / "chain.json"),
+        rotoff.Sequence.load(tmp_path / "plans" / "sequence.json"),
+    )
+    assert rotoff.simulate(chain, plan, "6 GiB").peak_bytes > 3 * 2**30
+    assert rotoff.render(chain, plan, width=80, colour=False) in result.stdout
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "plans" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    refused = run(EXAMPLES / "plan_without_device.py", "--limit", "100 MiB")
+    assert refused.returncode == 1
+    assert "needs at least" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_beyond_ram_trains_where_plain_pytorch_fails() -> None:
+    result = run(EXAMPLES / "beyond_ram.py", "--blocks", "10", "--width", "128", "--room", "160 MiB", "--steps", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    free, plain, limited = result.stdout.splitlines()[1:4]
+    assert "can't allocate memory" in plain
+    assert limited.split("losses")[1] == free.split("losses")[1]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    path = tmp_path_factory.mktemp("compare") / "new folder" / "rows.json"
+    result = run(EXAMPLES / "compare_modes.py", "--quick", "--device", "cpu", "--limits", "70,50,5", "--json", path)
+    assert result.returncode == 0, result.stderr
+    return result, json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_compare_modes_has_a_row_for_every_limit_and_mode(quick: Any) -> None:
+    rows = [(row["limit"], row["mode"]) for row in quick[1]["rows"]]
+    limited = [(limit, mode) for limit in ("70 %", "50 %", "5 %") for mode in ("offload", "remat", "joint")]
+    assert rows == [("none", "plain"), ("100 %", "keep-all"), *limited]
+
+
+def test_every_mode_trains_to_plains_losses_and_gradients(quick: Any) -> None:
+    ran = [row for row in quick[1]["rows"] if row["loss"] is not None]
+    assert len({row["loss"] for row in ran}) == 1
+    assert {row["grad_difference"] for row in ran} == {0.0}
+    assert {(row["limit"], row["mode"]) for row in ran} >= {("70 %", "offload"), ("50 %", "remat"), ("50 %", "joint")}
+
+
+def test_no_step_takes_more_memory_than_predicted_or_allowed(quick: Any) -> None:
+    ran = [row for row in quick[1]["rows"] if row["measured_peak"] is not None]
+    for row in ran:
+        assert row["measured_peak"] <= row["predicted_peak"], row
+    for row in ran[2:]:
+        assert row["predicted_peak"] <= row["mem_limit"], row
+    assert ran[0]["measured_peak"] == ran[1]["measured_peak"]
+
+
+def test_modes_use_what_their_names_say(quick: Any) -> None:
+    for row in quick[1]["rows"]:
+        if row["host_bytes"] is not None and row["mode"] != "joint":
+            assert (row["host_bytes"] > 0) == (row["mode"] == "offload"), row
+
+
+def test_what_does_not_fit_says_what_would(quick: Any) -> None:
+    result, data = quick
+    for row in data["rows"][-3:]:
+        assert row["measured_time"] is None
+        assert "does not fit; the smallest limit that works is" in row["note"]
+        assert row["note"] in result.stdout
+
+
+def test_the_table_stands_alone_on_stdout_and_progress_on_stderr(quick: Any) -> None:
+    result, data = quick
+    assert len([line for line in result.stdout.splitlines() if "%" in line]) == len(data["rows"]) - 1
+    assert "\r" not in result.stdout + result.stderr
+    assert result.stderr.splitlines()[0] == "[1/11] measuring the model"
+    assert len(result.stderr.splitlines()) == 11
+    assert set(data["machine"]) == {"device", "cores", "threads", "python", "torch", "rotoff"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--limits", "most"], "--limits most: give percentages"),
+        (["--limits", "0"], "percentages are above 0"),
+        (["--limits", "120"], "at most 100"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--width", "250"], "--width 250 is not a multiple of --heads 4"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(EXAMPLES / "compare_modes.py")
+    monkeypatch.setattr(sys, "argv", [path, *arguments])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(path, run_name="__main__")
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err

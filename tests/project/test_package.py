@@ -1,0 +1,142 @@
+"""The package as installed: version, marker files, public names, and that the tests see the wheel."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import rotoff
+from rotoff import _dp
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif("ROTOFF_TEST_INSTALLED" not in os.environ, reason="only `make test` promises an installed wheel")
+def test_the_tests_run_against_the_installed_wheel() -> None:
+    for module in (rotoff, _dp):
+        path = Path(module.__file__).resolve()
+        assert path.is_relative_to(Path(sys.prefix).resolve())
+        assert "site-packages" in path.parts
+    assert importlib.metadata.version("rotoff") == rotoff.__version__
+
+
+def test_the_kernel_is_compiled() -> None:
+    assert not _dp.__file__.endswith(".py")
+
+
+def test_the_type_marker_is_packaged() -> None:
+    assert (Path(rotoff.__file__).parent / "py.typed").exists()
+
+
+def test_every_public_name_can_be_had() -> None:
+    pytest.importorskip("torch")
+    for name in dir(rotoff):
+        getattr(rotoff, name)
+    assert "Checkpointable" in dir(rotoff)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'solv'"):
+        rotoff.solv  # noqa: B018 - reading it is the test
+
+
+def python(code: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """`code` in a new process that finds rotoff in `path` alone."""
+    told = {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=told, check=False
+    )
+
+
+SOURCE = Path(rotoff.__file__).parent
+
+
+def test_importing_rotoff_loads_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    code = "import sys, rotoff; print(sorted({'torch', 'numpy', 'matplotlib', 'rotoff.solver'} & set(sys.modules)))"
+    assert python(code, tmp_path, SOURCE.parent).stdout == "[]\n"
+
+
+def test_folders_of_the_package_are_attributes(tmp_path: Path) -> None:
+    code = (
+        "import rotoff; rotoff.solver.policies.POLICIES, rotoff.core.simulator, rotoff.errors.RotoffError; print('ok')"
+    )
+    assert python(code, tmp_path, SOURCE.parent).stdout == "ok\n"
+
+
+def test_a_source_tree_that_is_not_compiled_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE, tmp_path / "rotoff", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
+    ran = python("import rotoff; rotoff.solve", tmp_path, tmp_path)
+    assert ran.returncode == 1
+    said = ran.stderr.splitlines()[-1]
+    assert f"is not compiled in {tmp_path / 'rotoff'}" in said
+    assert "build_ext --inplace" in said
+
+
+@pytest.mark.parametrize("command", ["profile", "estimate", "plan", "stages"])
+def test_commands_that_need_torch_say_so(command: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules['torch'] = None; from rotoff.cli import main; sys.exit(main(['{command}', 'a:b']))"
+    ran = python(code, tmp_path, SOURCE.parent)
+    assert ran.returncode == 2
+    assert ran.stderr == f"rotoff {command}: this command looks at a model, which needs torch: pip install torch\n"
+
+
+def test_the_changelog_has_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[(Unreleased|{re.escape(rotoff.__version__)})\]", text, re.MULTILINE)
+
+
+def test_a_release_needs_its_version_and_a_dated_heading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checks = runpy.run_path(str(ROOT / "scripts" / "check_release.py"))
+    problem, version = checks["problem"], rotoff.__version__
+    assert f"says {version}" in problem("v999.0.0")
+    (tmp_path / "rotoff").mkdir()
+    shutil.copy(SOURCE / "version.py", tmp_path / "rotoff")
+    problem.__globals__["ROOT"] = tmp_path
+    for heading, fits in (("[Unreleased]", False), (f"[{version}]", False), (f"[{version}] - 2027-01-31", True)):
+        (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {heading}\n")
+        assert (problem(f"v{version}") is None) == fits
+
+
+@pytest.mark.slow
+def test_a_wheel_installs_and_plans_where_there_is_no_compiler(tmp_path: Path) -> None:
+    """From the sdist, as users get it: for all Pythons from 3.11 on, audited as manylinux, 2.17 or later."""
+    command = ["bash", str(ROOT / "scripts" / "wheels.sh"), sys.executable]
+    told = {**os.environ, "PYTHON": sys.executable, "DIST": str(tmp_path)}
+    run = subprocess.run(command, env=told, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "joint    step" in run.stdout  # planned in an environment with nothing else on PATH
+    (wheel,) = tmp_path.glob("*.whl")
+    tag = "cp311-abi3" if sys.version_info >= (3, 11) else "cp310-cp310"
+    assert f"-{tag}-manylinux" in wheel.name
+    assert not {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".c", ".pyc"))}
+    assert len(list(tmp_path.glob("*.tar.gz"))) == 1
+
+
+@pytest.mark.slow
+def test_pip_install_leaves_a_torch_that_is_there_alone(tmp_path: Path) -> None:
+    """`pip install .` into an environment with torch builds, works, and installs no other torch."""
+    torch = pytest.importorskip("torch")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    site = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
+    # The torch of this process, lent to the new environment.
+    (site / "lent.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", str(ROOT)]
+    subprocess.run(install, check=True, capture_output=True, env=environment, cwd=tmp_path, timeout=600)
+    assert not (site / "torch").exists()
+    script = "import torch, rotoff; rotoff.Checkpointable; print(rotoff.__file__); print(torch.__file__)"
+    run = subprocess.run(
+        [str(python), "-c", script], check=True, capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert run.stdout.split() == [str(site / "rotoff" / "__init__.py"), torch.__file__]

@@ -1,0 +1,207 @@
+"""A model that its user changes between steps: frozen and thawed parts, other blocks, borrowed parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Residual, same
+from planned_steps import smallest
+from torch import nn
+
+import rotoff
+from rotoff.planning.course import signature
+
+Change = Callable[[nn.Module, int], None]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(16) for _ in range(4)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*[Residual(16) for _ in range(4)], nn.Linear(16, 4))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(32, 16)
+
+
+def steps(model: nn.Module, inner: nn.Module, change: Change, count: int) -> list[torch.Tensor]:
+    """Gradients of `count` steps, before each of which `change` is made to `inner`."""
+    torch.manual_seed(1)
+    seen = []
+    for n in range(count):
+        change(inner, n)
+        model(batch()).square().mean().backward()
+        seen += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in inner.parameters()]
+        inner.zero_grad()
+    return seen
+
+
+def compare(make: Callable[[], nn.Module], change: Change, count: int, limit: str) -> rotoff.Checkpointable:
+    torch.manual_seed(0)
+    plain, planned = make(), make()
+    planned.load_state_dict(plain.state_dict())
+    wrapped = rotoff.Checkpointable(planned, check=True).compute_sequence(limit)
+    got, expected = steps(wrapped, planned, change, count), steps(plain, plain, change, count)
+    assert same(got, expected)
+    return wrapped
+
+
+@pytest.mark.parametrize("make", [Net, chain])
+def test_parts_are_thawed_and_frozen(make: Callable[[], nn.Module]) -> None:
+    """As in fine-tuning that unfreezes a model from its end; each of its states gets a plan of its own."""
+
+    def change(model: nn.Module, n: int) -> None:
+        frozen = (14, 7, 0, 7)[n]
+        for i, p in enumerate(model.parameters()):
+            p.requires_grad_(i >= frozen)
+
+    wrapped = compare(make, change, 4, "60 KiB")
+    assert not wrapped._plan.keeps_all
+
+
+@pytest.mark.parametrize("make", [Net, chain])
+def test_a_block_in_anothers_place_is_the_one_that_is_trained(make: Callable[[], nn.Module]) -> None:
+    def change(model: nn.Module, n: int) -> None:
+        if n == 1:
+            torch.manual_seed(2)
+            blocks = model.blocks if isinstance(model, Net) else model
+            blocks[1] = Residual(16)
+        if n == 2 and isinstance(model, Net):
+            model.blocks.append(Residual(16))
+
+    compare(make, change, 3, "60 KiB")
+
+
+def test_a_part_of_a_sequential_in_eval_mode() -> None:
+    def change(model: nn.Module, n: int) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.train(n != 1)  # in eval mode it saves nothing
+
+    compare(chain, change, 3, "60 KiB")
+
+
+@pytest.mark.parametrize("mode", ["remat", "offload"])
+def test_borrowed_parameters(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    theirs = {name: p.detach().mul(2).requires_grad_() for name, p in wrapped.named_parameters()}
+    x = batch()
+    wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
+    assert not wrapped._plan.keeps_all
+    torch.manual_seed(3)
+    torch.func.functional_call(wrapped, theirs, (x,)).sum().backward()
+    got = [p.grad for p in theirs.values()]
+    plain = {name: p.detach().clone().requires_grad_() for name, p in theirs.items()}
+    torch.manual_seed(3)
+    torch.func.functional_call(model, plain, (x,)).sum().backward()
+    assert same(got, [p.grad for p in plain.values()])
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Hidden(Net):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:  # type: ignore[override]
+        hidden = []
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x)
+        return self.head(x), hidden
+
+
+@pytest.mark.parametrize("mode", ["remat", "offload"])
+@pytest.mark.parametrize("how", ["retain_grad", "register_hook"])
+def test_a_gradient_of_an_intermediate_result(how: str, mode: str) -> None:
+    plain = Hidden()
+    model = rotoff.Checkpointable(copy.deepcopy(plain)).measure(batch())
+    model.compute_sequence(smallest(model, mode), mode=mode)
+    assert not model._plan.keeps_all
+    x, seen = batch(), []
+    for one in (model, plain):
+        torch.manual_seed(3)
+        gradients: list[torch.Tensor] = []
+        y, hidden = one(x)
+        hidden[1].retain_grad() if how == "retain_grad" else hidden[1].register_hook(gradients.append)
+        (y.mean() + hidden[1].sin().mean()).backward()
+        seen.append([hidden[1].grad if how == "retain_grad" else gradients[0], *(p.grad for p in one.parameters())])
+    assert same(*seen)
+
+
+def test_lazy_modules_are_run_once_before() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(16), Residual(16), nn.LazyLinear(4))
+    wrapped = rotoff.Checkpointable(lazy)
+    with pytest.raises(rotoff.MeasureError, match=r"'0.weight'.*no shape before the first forward.*run the model once"):
+        wrapped.measure(batch())
+    lazy(batch())
+    wrapped.measure(batch())
+
+
+def test_sparse_tensors_are_refused_in_a_sentence() -> None:
+    class Graph(nn.Module):
+        def __init__(self, matrix: torch.Tensor | None = None) -> None:
+            super().__init__()
+            self.matrix, self.linear = matrix, nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, matrix: torch.Tensor | None = None) -> torch.Tensor:
+            return torch.sparse.mm(self.matrix if matrix is None else matrix, self.linear(x)).relu()
+
+    matrix = torch.eye(32).to_sparse()
+    with pytest.raises(
+        rotoff.MeasureError, match=r"sparse_coo tensor of shape \(32, 32\); rotoff counts the bytes of dense"
+    ):
+        rotoff.Checkpointable(Graph()).measure(batch(), matrix)
+    with pytest.raises(
+        rotoff.MeasureError, match=r"sparse_coo tensor of shape \(32, 32\); rotoff counts the bytes of dense"
+    ):
+        rotoff.Checkpointable(Graph(matrix)).measure(batch())
+
+
+class Strides(Net):
+    """Does nothing where its input is contiguous already, and asks whether it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain = x.is_contiguous()
+        return super().forward(x.contiguous().view(-1, 16)) * (1 if plain else 2)
+
+
+def test_a_batch_that_lies_otherwise_in_memory() -> None:
+    """What follows from the strides is found by measuring, so that each layout has a course of its own."""
+    torch.manual_seed(0)
+    plain = Strides()
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).compute_sequence("60 KiB")
+    batches = [
+        torch.randn(8, 4, 16),
+        torch.randn(4, 8, 16).transpose(0, 1),
+        torch.randn(8, 5, 16)[:, :4],
+        torch.randn(8, 1, 16).expand(8, 4, 16),
+    ]
+    for x in (*batches, *reversed(batches)):
+        outputs = []
+        for model in (wrapped, plain):
+            torch.manual_seed(1)
+            outputs.append(model(x))
+            outputs[-1].sum().backward()
+        assert torch.equal(*outputs)
+    assert same([p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()])
+    assert len(wrapped._courses._known) == 4
+    assert not any(course.plan.keeps_all for course in wrapped._courses)
+
+
+def test_what_is_contiguous_has_the_signature_it_had() -> None:
+    told = ((2, 1, 3), "torch.float32", "cpu", False)
+    for x in (torch.ones(2, 1, 3), torch.ones(2, 3, 1).transpose(1, 2), torch.ones(2, 3)[:, None]):
+        assert signature(x, nn.Linear(2, 2))[0] == (told,)
+    assert signature(torch.ones(3, 1, 2).transpose(0, 2), nn.Linear(2, 2))[0] == ((*told, (1, 0, 2)),)

@@ -1,0 +1,77 @@
+"""`check=True`: what the device holds is what the machine says, after every operation; and it notices where it is
+not."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from models import ALL, fresh, plain, same, train
+from planned_steps import with_sequence
+from random_programs import random_sequence
+from torch import nn
+
+import rotoff
+from rotoff.core.sequence import OpKind
+from rotoff.runtime.interpreter import Step
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_held_is_what_is_charged(name: str) -> None:
+    expected = plain(name, steps=1)
+    for seed in range(3):
+        model, batch = fresh(name)
+        wrapped = rotoff.Checkpointable(model, check=True).measure(batch())
+        with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
+        assert same(train(wrapped, batch, steps=1), expected)
+        wrapped.close()
+
+
+def test_keeping_everything_is_checked_too(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model, check=True).measure(batch()).compute_sequence(1 << 40)
+    assert same(train(wrapped, batch, steps=1), plain("residual", steps=1))
+    assert not caplog.records
+    model[2].dropout.forward = lambda x: x.tanh().tanh()
+    twin = copy.deepcopy(model)
+    assert same(train(wrapped, batch, steps=1), train(twin, batch, steps=1))
+    assert "another course" in caplog.text
+
+
+class Growing(nn.Module):
+    """Makes and saves twice the bytes after its first few calls, in as many tensors, and its input beside them."""
+
+    factor = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.sin()] * self.factor, dim=1).tanh()[:, : x.shape[1]]
+
+
+def test_a_value_that_is_larger_than_measured_is_named_with_its_bytes() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Growing(), nn.Linear(8, 8))
+    x = torch.randn(16, 8)
+    wrapped = rotoff.Checkpointable(model, check=True).measure(x).compute_sequence(1 << 40)
+    wrapped(x).sum().backward()
+    model[1].factor = 2
+    charged = wrapped.chain.stage(2).saved_bytes
+    with pytest.raises(rotoff.ExecutionError, match=re.escape("after op 1 (F_all 2)")) as caught:
+        wrapped(x)
+    assert "abar 2" in str(caught.value)
+    assert f"holds {2 * charged} bytes" in str(caught.value)
+    assert f"charges {charged} " in str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["drop", "free"])
+def test_an_interpreter_that_forgets_to_give_back_is_noticed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model, check=True).measure(batch())
+    L = len(wrapped.chain)
+    text = [f"F_all {i}" for i in range(1, L)] + ["offload abar 1", f"{op} abar 1", f"F_all {L}"]
+    text += [f"B {i}" for i in range(L, 1, -1)]
+    text[text.index("B 2") : text.index("B 2")] = ["prefetch abar 1", "wait abar 1"]
+    with_sequence(wrapped, rotoff.Sequence.from_text([*text, "B 1"]))
+    monkeypatch.setitem(Step._METHODS, OpKind(op), lambda self, op: None)
+    with pytest.raises(rotoff.ExecutionError, match=f"after op {L} .{op} abar 1.*of abar 1 and the machine charges 0"):
+        wrapped(batch())

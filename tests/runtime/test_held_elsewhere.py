@@ -1,0 +1,127 @@
+"""What something beside autograd's saved tensors holds is there for whoever reads it, and is charged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from held_elsewhere import (
+    IN_A_SEQUENTIAL,
+    LENGTH,
+    MAKES,
+    MODES,
+    WIDTH,
+    Trunk,
+    bytes_and_plans,
+    draw,
+    fresh,
+    in_all,
+    planned,
+)
+from planned_steps import smallest
+from torch import nn
+
+import rotoff
+
+WITHOUT_FORMS, WITH = ("remat", "offload"), ("joint",)
+CASES = [
+    (name, modes)
+    for name in MAKES
+    for modes in (WITHOUT_FORMS, WITH)
+    if modes == WITH or not name.endswith(IN_A_SEQUENTIAL)
+]
+
+
+def gradients(run: nn.Module, net: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for n in range(2):
+        torch.manual_seed(n)
+        net.zero_grad()
+        run(draw()).square().mean().backward()
+        found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+@pytest.mark.grid
+def test_gradients_are_the_plain_ones_and_bytes_the_predicted_ones(name: str, modes: tuple[str, ...]) -> None:
+    net = fresh(name)
+    expected = gradients(net, net)
+    net = fresh(name)
+    for told, wrapped in bytes_and_plans(net, name, *modes):
+        assert told.measured <= told.predicted <= told.limit, told
+        assert all(torch.equal(a, b) for a, b in zip(gradients(wrapped, net), expected, strict=True)), told
+
+
+class Counts(nn.Module):
+    """Saves a buffer that every forward changes, and that none may be seen to have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.trunk = nn.BatchNorm1d(WIDTH), Trunk()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.trunk(self.norm(x) * (1 + self.count / 10))
+
+
+def test_a_graph_that_waits_is_none_the_worse_for_a_measurement() -> None:
+    seen = []
+    for planned_one in (False, True):
+        torch.manual_seed(0)
+        net = Counts()
+        run: nn.Module = planned(net, "", "remat") if planned_one else net
+        if isinstance(run, rotoff.Checkpointable):
+            run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
+        torch.manual_seed(1)
+        net.zero_grad()
+        first, second = run(draw()).square().mean(), run(draw()[: LENGTH // 2]).square().mean()
+        second.backward()
+        first.backward()
+        seen.append(
+            [*(p.grad.clone() for p in net.parameters() if p.grad is not None), *(b.clone() for b in net.buffers())]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def late(what: str, on: list[bool], kept: list[torch.Tensor]) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """Holds what it is given, once that is switched `on`, by no call that a step sees."""
+
+    def does(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.5
+        if on[0] and what == "list":
+            kept.append(y)
+        elif on[0]:
+            y.register_hook(lambda grad: grad * y.detach().cos())
+        return y
+
+    return does
+
+
+@pytest.mark.parametrize("what", ["list", "hook"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_begins_to_hold_tensors_is_said_by_the_check_and_measured_when_it_comes_again(
+    what: str, mode: str
+) -> None:
+    on, kept = [False], list[torch.Tensor]()
+    for check in (True, False):
+        on[0] = False
+        torch.manual_seed(0)
+        wrapped = planned(in_all(middle=late(what, on, kept))(), "", mode, check=check)
+        wrapped.compute_sequence(smallest(wrapped, mode), mode=mode, refine=False)
+        wrapped(draw()).sum().backward()
+        on[0] = True
+        if check:
+            with pytest.raises(
+                rotoff.ExecutionError, match=r"holds \d+ bytes .* that the step has made, and \d+ .* predicted"
+            ):
+                wrapped(draw()).sum().backward()
+            wrapped.close()
+            continue
+        for _ in range(2):
+            wrapped(draw()).sum().backward()
+        with pytest.raises(rotoff.InfeasibleError):
+            wrapped(draw())
+        wrapped.close()

@@ -1,0 +1,522 @@
+"""Both links as the interpreter meets them: bytes there and back, errors as sentences, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recording_link import Lane, RecordingFileLink, RecordingLink
+from transfer_programs import TransferProgram
+
+import rotoff
+from rotoff.runtime.links import host_file
+from rotoff.runtime.links import pinned as host_memory
+from rotoff.runtime.links import pool as link_pool
+from rotoff.runtime.links.bandwidth import measure_bandwidth
+from rotoff.runtime.links.file import FileLink, FileTicket
+from rotoff.runtime.links.host_file import HostFile, choose_directory, filesystem_of
+from rotoff.runtime.links.pool import LinkPool
+
+LINKS = {"file": FileLink, "streams": RecordingLink}
+
+
+@pytest.fixture(params=LINKS)
+def link(request: pytest.FixtureRequest) -> Any:
+    link = LINKS[request.param]()
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def file_link() -> Any:
+    link = FileLink()
+    yield link
+    link.close()
+
+
+def some_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rotoff")]
+
+
+def descriptors() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:  # the listing's own
+            continue
+    return [path for path in found if "deleted" in path]
+
+
+class TestEveryLink:
+    def test_bytes_come_back_as_they_left(self, link: Any):
+        sources = [some_bytes(n, seed=n) for n in (1, 0, 5000, 3, 1 << 20)]
+        total = sum(source.numel() for source in sources)
+        link.reserve(100 + total)
+        written = link.copy_out(sources, 100)
+        link.wait(written)
+        targets = [link.allocate(source.numel()) for source in sources]
+        read = link.copy_in(targets, 100, written)
+        link.wait(read)
+        link.wait(read)
+        for source, target in zip(sources, targets, strict=True):
+            assert torch.equal(source, target)
+            assert target.untyped_storage().nbytes() == source.numel()
+
+    def test_a_part_of_a_storage_is_copied_alone(self, link: Any):
+        link.reserve(10)
+        whole = torch.zeros(30, dtype=torch.uint8)
+        written = link.copy_out([some_bytes(10)], 0)
+        link.wait(link.copy_in([whole[10:20]], 0, written))
+        assert torch.equal(whole[10:20], some_bytes(10))
+        assert not whole[:10].any()
+        assert not whole[20:].any()
+
+    def test_growing_keeps_what_is_there(self, link: Any):
+        sizes = [10, 25, 70]
+        tickets = []
+        for i, size in enumerate(sizes):
+            offset = sum(sizes[:i])
+            link.reserve(offset + size)
+            tickets.append(link.copy_out([some_bytes(size, i)], offset))
+        assert link.capacity == sum(sizes)
+        link.reserve(3)
+        assert link.capacity == sum(sizes)
+        across = link.copy_out([some_bytes(40, 9)], 20)  # over the places where it has grown
+        for ticket in (*tickets, across):
+            link.wait(ticket)
+        targets = [link.allocate(20), link.allocate(40), link.allocate(45)]
+        link.wait(link.copy_in(targets, 0, across))
+        expected = torch.cat([some_bytes(size, i) for i, size in enumerate(sizes)])
+        expected[20:60] = some_bytes(40, 9)
+        assert torch.equal(torch.cat(targets), expected)
+
+    def test_a_copy_outside_of_the_reserved_bytes_is_refused(self, link: Any):
+        link.reserve(100)
+        with pytest.raises(rotoff.ExecutionError, match="95 to 105 leaves the 100 bytes reserved"):
+            link.copy_out([some_bytes(10)], 95)
+        link.wait(link.copy_out([some_bytes(10)], 90))
+
+    def test_device_memory_goes_once_it_is_waited_for_and_dropped(self, link: Any):
+        link.reserve(1000)
+        source = some_bytes(1000)
+        gone = weakref.ref(source)
+        written = link.copy_out([source], 0)
+        link.wait(written)
+        del source
+        assert gone() is None
+        target = link.allocate(1000)
+        gone = weakref.ref(target)
+        read = link.copy_in([target], 0, written)
+        link.wait(read)
+        del target
+        assert gone() is None
+
+    def test_closing_twice_and_using_again(self, link: Any):
+        for _ in range(2):
+            link.reserve(10)
+            assert link.capacity == 10
+            link.wait(link.copy_out([some_bytes(10)], 0))
+            link.close()
+            link.close()
+            assert link.capacity == 0
+
+    def test_bandwidths_are_measured(self, link: Any):
+        outward, inward = measure_bandwidth(link, 1 << 20, repeats=3)
+        assert 1e6 < outward < 1e12
+        assert 1e6 < inward < 1e12
+        assert link.capacity == 1 << 20
+
+    def test_random_programs(self, link: Any):
+        for seed in range(20):
+            program = TransferProgram(link, seed)
+            assert program.run(100) == []
+
+
+class TestFileLink:
+    def test_nothing_is_made_before_it_is_needed_and_nothing_is_left(self):
+        gc.collect()
+        others, before = threads(), descriptors()  # of models of other tests
+        link = FileLink()
+        assert (threads(), descriptors()) == (others, before)
+        link.reserve(10)
+        assert threads() == others
+        link.wait(link.copy_out([some_bytes(10)], 0))
+        assert threads() == [*others, "rotoff-file-link"]
+        assert len(descriptors()) == len(before) + 1
+        link.close()
+        assert (threads(), descriptors()) == (others, before)
+
+    def test_a_link_that_nobody_closes_ends_with_its_last_reference(self):
+        gc.collect()
+        others, before = threads(), descriptors()
+        link = FileLink()
+        link.reserve(10)
+        ticket = link.copy_out([some_bytes(10)], 0)
+        del link
+        gc.collect()
+        assert (threads(), descriptors()) == (others, before)
+        ticket.join()
+
+    def test_the_file_is_private_and_has_no_name(self, file_link: FileLink):
+        before = set(os.listdir(file_link.directory))
+        file_link.reserve(4096)
+        status = os.fstat(file_link._live_worker().file._descriptor)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_nlink == 0
+        assert status.st_size == 4096
+        assert status.st_blocks * 512 >= 4096  # a full disk shows now, not in the step
+        assert not [name for name in set(os.listdir(file_link.directory)) - before if "rotoff" in name]
+
+    def test_memory_is_the_tensors_own(self, file_link: FileLink):
+        """A copy of 64 MiB takes no second 64 MiB."""
+        nbytes = 64 << 20
+        source = some_bytes(nbytes)
+        file_link.reserve(nbytes)
+        peak = []
+        write = HostFile.write
+
+        def spy(self: HostFile, data: memoryview, offset: int) -> None:
+            peak.append(data.nbytes)
+            assert torch.frombuffer(data, dtype=torch.uint8).data_ptr() == source.data_ptr()
+            write(self, data, offset)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostFile, "write", spy)
+            file_link.wait(file_link.copy_out([source], 0))
+        assert peak == [nbytes]
+
+    def test_short_writes_and_reads_are_continued(self, file_link: FileLink, monkeypatch: pytest.MonkeyPatch):
+        pwrite, preadv = os.pwrite, os.preadv
+        monkeypatch.setattr(host_file.os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:100], offset))
+        monkeypatch.setattr(host_file.os, "preadv", lambda fd, data, offset: preadv(fd, [data[0][:70]], offset))
+        file_link.reserve(1000)
+        written = file_link.copy_out([some_bytes(1000)], 0)
+        target = file_link.allocate(1000)
+        file_link.wait(file_link.copy_in([target], 0, written))
+        assert torch.equal(target, some_bytes(1000))
+
+    def test_a_failed_copy_is_raised_by_wait_and_the_link_goes_on(self, file_link: FileLink):
+        file_link.reserve(1000)
+        source = some_bytes(1000)
+        gone = weakref.ref(source)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def full(*_: Any) -> int:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            patch.setattr(host_file.os, "pwrite", full)
+            failed = file_link.copy_out([source], 0)
+            for _ in range(2):
+                with pytest.raises(
+                    rotoff.ExecutionError, match="1000 bytes are needed, .* bytes are free there; give a dir"
+                ):
+                    file_link.wait(failed)
+        del source
+        assert gone() is None  # an error must not keep what it failed to copy
+        with pytest.raises(rotoff.ExecutionError, match="writing 1000 bytes"):
+            file_link.wait(file_link.copy_in([file_link.allocate(1000)], 0, failed))  # its bytes never came
+        written = file_link.copy_out([some_bytes(1000)], 0)
+        target = file_link.allocate(1000)
+        file_link.wait(file_link.copy_in([target], 0, written))
+        assert torch.equal(target, some_bytes(1000))
+
+    def test_a_thread_that_cannot_start_is_a_sentence_and_tried_again(self, file_link: FileLink):
+        file_link.reserve(8)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse(_: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(rotoff.ExecutionError, match="no thread for copies can be started"):
+                file_link.copy_out([some_bytes(8)], 0)
+        file_link.wait(file_link.copy_out([some_bytes(8)], 0))
+
+    def test_a_truncated_file_is_an_error_not_a_hang(self, file_link: FileLink):
+        file_link.reserve(1000)
+        written = file_link.copy_out([some_bytes(1000)], 0)
+        file_link.wait(written)
+        os.ftruncate(file_link._live_worker().file._descriptor, 500)
+        with pytest.raises(rotoff.ExecutionError, match="reading 1000 bytes .*the file ends before"):
+            file_link.wait(file_link.copy_in([file_link.allocate(1000)], 0, written))
+
+    @pytest.mark.parametrize("said_by", ["statvfs", "fallocate"])
+    def test_a_disk_without_room_shows_in_reserve(
+        self, file_link: FileLink, said_by: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        file_link.reserve(1000)
+        if said_by == "fallocate":  # others may take the room after it was looked up
+
+            def full(descriptor: int, offset: int, nbytes: int) -> None:
+                os.ftruncate(descriptor, offset + 5000)
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            monkeypatch.setattr(host_file, "_free_bytes", lambda directory: None)
+            monkeypatch.setattr(host_file.os, "posix_fallocate", full)
+        free = os.statvfs(file_link.directory)
+        too_much = free.f_bavail * free.f_frsize * 2
+        with pytest.raises(
+            rotoff.ExecutionError, match=f"reserving {too_much - 1000} bytes in the offload directory .*; give a dir"
+        ):
+            file_link.reserve(too_much)
+        assert file_link.capacity == 1000
+        assert os.fstat(file_link._live_worker().file._descriptor).st_size == 1000
+        file_link.wait(file_link.copy_out([some_bytes(1000)], 0))
+
+    def test_without_its_waits_compute_reads_what_has_not_arrived(self, monkeypatch: pytest.MonkeyPatch):
+        """The programs can tell: a `join` that does not wait gives wrong bytes."""
+        monkeypatch.setattr(FileTicket, "join", lambda self: None)
+        link = RecordingFileLink(delay=0.005)
+        assert TransferProgram(link, 1, without=-1).run(60) != []
+        link.close()
+
+    def test_an_interrupt_gets_through_a_wait(self):
+        code = """
+            import signal, sys, threading, time, torch
+            sys.path.append(SUPPORT)
+            from recording_link import RecordingFileLink
+            link = RecordingFileLink(delay=1.5)
+            link.reserve(8)
+            ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
+            threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+            start = time.monotonic()
+            try:
+                link.wait(ticket)
+            except KeyboardInterrupt:
+                print("interrupted", time.monotonic() - start < 1.2)
+            link.wait(ticket)
+            link.close()
+            print("closed")
+        """
+        code = code.replace("SUPPORT", repr(str(Path(__file__).parents[1] / "support")))
+        assert run_python(code) == "interrupted True\nclosed\n"
+
+    def test_a_process_that_closes_nothing_ends(self):
+        code = """
+            import torch
+            from rotoff.runtime.links.file import FileLink
+            link = FileLink()
+            link.reserve(1 << 20)
+            tickets = [link.copy_out([torch.ones(1 << 20, dtype=torch.uint8)], 0) for _ in range(20)]
+            print("ends")
+        """
+        assert run_python(code) == "ends\n"
+
+    def test_a_forked_child_has_a_thread_and_a_file_of_its_own(self):
+        code = """
+            import os, torch
+            from rotoff.runtime.links.file import FileLink
+            link = FileLink()
+            link.reserve(8)
+            written = link.copy_out([torch.full((8,), 1, dtype=torch.uint8)], 0)
+            link.wait(written)
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    link.wait(written)
+                except RuntimeError as error:
+                    code = 0 if "forked" in str(error) else 2
+                again = link.copy_out([torch.full((8,), 2, dtype=torch.uint8)], 0)
+                target = link.allocate(8)
+                link.wait(link.copy_in([target], 0, again))
+                code += 10 * (target.tolist() != [2] * 8)
+                link.close()
+                os._exit(code)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            target = link.allocate(8)
+            link.wait(link.copy_in([target], 0, written))
+            print(target.tolist() == [1] * 8)
+        """
+        assert run_python(code) == "0\nTrue\n"
+
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+    def test_resident_memory_falls_while_bytes_are_away(self):
+        code = """
+            import os, torch
+            from rotoff.runtime.links.file import FileLink
+            def resident():
+                return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            size = 64 << 20
+            link = FileLink()
+            link.reserve(size)
+            before = resident()
+            source = torch.ones(size, dtype=torch.uint8)
+            held = resident()
+            written = link.copy_out([source], 0)
+            link.wait(written)
+            del source
+            away = resident()
+            target = link.allocate(size)
+            link.wait(link.copy_in([target], 0, written))
+            back = resident()
+            print(held - before > 0.9 * size, away - before < 0.1 * size, back - before > 0.9 * size, bool(target.all()))
+        """
+        assert run_python(code, MALLOC_MMAP_THRESHOLD_="65536") == "True True True True\n"
+
+    def test_the_cost_of_a_copy_is_small(self, file_link: FileLink):
+        file_link.reserve(8)
+        data = some_bytes(8)
+        best = 1.0
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(100):
+                file_link.wait(file_link.copy_out([data], 0))
+            best = min(best, (time.perf_counter() - start) / 100)
+        assert best < 500e-6
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link is idle once a step has been issued. The next one may run on a stream that is ordered after nothing of
+    it."""
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: RecordingLink())
+    if not ordered:
+        monkeypatch.setattr(RecordingLink, "begin", lambda self: None)
+    pool, device = LinkPool(), torch.device("cpu")
+
+    def step() -> RecordingLink:
+        link = pool.take(device, 64)
+        assert isinstance(link, RecordingLink)
+        value = link.allocate(64)
+        link.access("make", [], [value.untyped_storage()])
+        written = link.copy_out([value], 0)
+        link.wait(written)
+        link.release("free", [value.untyped_storage()])
+        again = link.allocate(64)
+        link.wait(link.copy_in([again], 0, written))
+        link.access("use", [again.untyped_storage()], [])
+        pool.give_back(link)
+        return link
+
+    link = step()
+    with link.streams.compute_on(Lane("another stream", eager=True)):
+        assert step() is link
+    races = link.check()
+    assert (races == []) is ordered
+    if races:
+        assert "copy 1" in races[0]  # the first step's copy from the host
+        assert "copy 2" in races[0]  # and the second one's to it
+
+
+class TestDirectory:
+    def test_ram_is_refused(self):
+        if filesystem_of("/dev/shm") not in host_file.IN_RAM:
+            pytest.skip("no file system in RAM at /dev/shm")
+        with pytest.raises(rotoff.ExecutionError, match="/dev/shm is in RAM \\(tmpfs\\).*give a directory on a disk"):
+            FileLink("/dev/shm")
+
+    def test_a_missing_one_is_refused(self, tmp_path: Path):
+        with pytest.raises(rotoff.ExecutionError, match="nowhere does not exist; give a directory"):
+            FileLink(tmp_path / "nowhere")
+
+    def test_a_read_only_one_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(host_file, "filesystem_of", lambda path: "ext4")
+        monkeypatch.setattr(host_file.os, "access", lambda *_: False)  # root may write anywhere
+        with pytest.raises(rotoff.ExecutionError, match="is not writable; give a directory"):
+            FileLink(tmp_path)
+
+    def test_the_default_passes_over_ram(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        real = choose_directory()
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setattr(host_file, "filesystem_of", lambda path: "tmpfs" if Path(path) == tmp_path else "ext4")
+        assert choose_directory() in (real, Path("/var/tmp"), Path.home() / ".cache", Path.cwd())
+        assert choose_directory() != tmp_path
+        monkeypatch.setattr(host_file, "filesystem_of", lambda path: "ext4")
+        assert choose_directory() == tmp_path
+
+    def test_none_at_all_is_a_sentence(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(host_file, "filesystem_of", lambda path: "tmpfs")
+        with pytest.raises(
+            rotoff.ExecutionError, match="no writable directory on a disk for offloading among .*/var/tmp"
+        ):
+            FileLink()
+
+    def test_the_type_of_a_mount_is_read_with_its_odd_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        table = tmp_path / "mountinfo"
+        table.write_text(
+            "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+            "2 1 0:5 / /fast\\040disk rw,nosuid shared:3 - tmpfs none rw\n"
+            "3 1 0:6 / /over rw - tmpfs none rw\n"
+            "4 1 8:2 / /over rw - xfs /dev/sdb rw\n"
+        )
+        monkeypatch.setattr(host_file, "_MOUNTS", table)
+        places = ["/", "/fast disk", "/fast disk/a", "/fast", "/over/b", "/overt"]
+        assert [filesystem_of(place) for place in places] == ["ext4", "tmpfs", "tmpfs", "ext4", "xfs", "ext4"]
+        monkeypatch.setattr(host_file, "_MOUNTS", tmp_path / "missing")
+        assert filesystem_of("/") == ""
+
+
+class TestHostMemory:
+    def test_available_memory_is_the_tightest_of_what_the_system_says(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(host_memory, "_meminfo", lambda: 1000)
+        monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([None, 300]))
+        assert host_memory.available_bytes() == 300
+        monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([-5]))
+        assert host_memory.available_bytes() == 0
+        monkeypatch.setattr(host_memory, "_meminfo", lambda: None)
+        monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([]))
+        assert host_memory.available_bytes() is None
+
+    def test_the_environment_may_know_better(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(host_memory, "_meminfo", lambda: 1000)
+        monkeypatch.setenv("ROTOFF_HOST_MEMORY", "2 MiB")
+        assert host_memory.available_bytes() == 2 << 20
+        monkeypatch.setenv("ROTOFF_HOST_MEMORY", "much")
+        with pytest.raises(rotoff.LimitError, match="ROTOFF_HOST_MEMORY is 'much'"):
+            host_memory.available_bytes()
+
+    def test_this_machine_says(self):
+        available = host_memory.available_bytes()
+        assert available is None or available > 1 << 20
+
+    def test_more_than_there_is_is_refused_before_the_kernel_kills(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: 10_000)
+        with pytest.raises(
+            rotoff.ExecutionError, match="20000 bytes of pinned host memory are needed and 10000 are available"
+        ):
+            host_memory.PinnedSegment(20_000, torch.device("cuda", 0))
+
+    def test_pages_are_private_exact_and_go_with_the_tensor(self):
+        tensor = torch.frombuffer(host_memory._mapped(5000), dtype=torch.uint8)
+        assert tensor.data_ptr() % 4096 == 0
+        assert tensor.numel() == 5000
+        assert not tensor.any()
+        tensor.fill_(3)
+        address = f"{tensor.data_ptr():x}-"
+        maps = Path("/proc/self/maps")
+        if maps.exists():
+            assert address in maps.read_text()
+        del tensor
+        gc.collect()
+        if maps.exists():
+            assert address not in maps.read_text()
+
+
+def run_python(code: str, **environment: str) -> str:
+    """What a new interpreter prints for `code`; its errors fail the test."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)]
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=told)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout

@@ -1,0 +1,892 @@
+"""Training with everything placed: parameters, gradients and optimizer states on the device or on the host, with the
+plain model's bits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from allocated import peak_bytes
+from models import ALL, Attention, Residual, fresh, same
+from torch import nn
+from torch.optim import Optimizer
+
+import rotoff
+from rotoff.core.sequence import w
+from rotoff.planning import placed as placed_planner
+from rotoff.runtime.links.host_file import HostFile
+from rotoff.runtime.placed import updates
+from rotoff.runtime.placed.placement import Placement
+
+Loop = Callable[[nn.Module, list[Optimizer], int], object]  # one step, of that number
+Make = Callable[[list[nn.Parameter]], list[Optimizer]]
+
+
+class Language(nn.Module):
+    """A recorded model, with a tied head."""
+
+    def __init__(self, width: int = 32, blocks: int = 2, words: int = 50, tie: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(nn.Sequential(Attention(width, 4), Residual(width)) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Adapted(nn.Module):
+    """Low-rank adapters beside frozen layers."""
+
+    def __init__(self, width: int = 64, layers: int = 5) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(width, width) for _ in range(layers)).requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(width, 4, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(4, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for base, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = x + torch.tanh(base(x) + up(down(x)))
+        return x
+
+
+class Lends(nn.Module):
+    """Keeps what calls return of a parameter while others come and go, and reads it again; the calls return it as it
+    is, or a view."""
+
+    def __init__(self, width: int = 16, layers: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, turned = self.layers[0].weight.to(x.dtype), self.layers[1].weight.t()
+        for layer in self.layers:
+            x = x + torch.tanh(layer(torch.tanh(layer(x))))
+        return x @ weight @ turned + self.layers[0](self.layers[0](x))
+
+
+def tied_language() -> tuple[nn.Module, Callable[[], Any]]:
+    return Language(), lambda: torch.randint(0, 50, (4, 12))
+
+
+def untied() -> tuple[nn.Module, Callable[[], Any]]:
+    return Language(tie=False), lambda: torch.randint(0, 50, (4, 12))
+
+
+def adapted() -> tuple[nn.Module, Callable[[], Any]]:
+    return Adapted(), lambda: torch.randn(16, 64)
+
+
+def lends() -> tuple[nn.Module, Callable[[], Any]]:
+    return Lends(), lambda: torch.randn(8, 16)
+
+
+RECORDED = {f.__name__: f for f in (tied_language, untied, adapted, lends)}
+
+
+def made(name: str) -> tuple[nn.Module, Callable[[], Any]]:
+    """The model named `name`, always with the same numbers."""
+    if name in ALL:
+        return fresh(name)
+    torch.manual_seed(0)
+    return RECORDED[name]()
+
+
+def adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
+    return [torch.optim.AdamW(parameters, lr=1e-2)]
+
+
+def usual(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+    loss = model(batch()).float().square().mean()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def result(model: nn.Module, optimizers: list[Optimizer]) -> list[torch.Tensor]:
+    """All that must not differ."""
+    found = [p.detach().clone() for p in model.parameters()] + [b.clone() for b in model.buffers()]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                found += [t.clone() for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
+    return found
+
+
+def trained(
+    name: str, make: Make, step: Any, limit: float | None, anew: bool = False, updates: str = "after"
+) -> tuple[list[torch.Tensor], Any]:
+    """What five steps leave, and the model. limit: None for the plain model, else the share of the way from the least
+    to everything. anew: whether steps are measured and planned anew meanwhile."""
+    model, batch = made(name)
+    torch.manual_seed(7)
+    wrapped: Any = model
+    if limit is not None:
+        wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
+        model.zero_grad()
+    else:
+        batch()
+    torch.manual_seed(1)
+    optimizers = make([p for p in wrapped.parameters() if p.requires_grad])
+    if limit is not None:
+        (place if anew else force)(wrapped, optimizers, limit, updates=updates)
+    torch.manual_seed(2)
+    losses = [step(wrapped, optimizers, n, batch) for n in range(5)]
+    return [*losses, *result(model, optimizers), torch.get_rng_state()], wrapped
+
+
+@functools.cache
+def plainly(name: str, make: Make, step: Any) -> list[torch.Tensor]:
+    """What five steps of the plain model leave."""
+    return trained(name, make, step, None)[0]
+
+
+def place(model: rotoff.Checkpointable, optimizers: list[Optimizer], share: float, **options: Any) -> int:
+    """Plan within a `share` of the way from the smallest limit to that of everything; returns the limit."""
+    options = {"refine": False, **options}
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        model.compute_sequence(device_limit=1, optimizer=optimizers, **options)
+    least = refused.value.min_mem_limit
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
+    limit = int(least + share * (model.keep_all_memory - 1 - least))
+    model.compute_sequence(device_limit=limit, optimizer=optimizers, **options)
+    assert model._plan.placed is not None
+    return limit
+
+
+def force(
+    model: rotoff.Checkpointable, optimizers: list[Optimizer], share: float, host: bool = False, updates: str = "after"
+) -> None:
+    """Place everything as in so little memory that a small model's generator states would not fit beside it."""
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers, refine=False, updates=updates)
+    request = model._courses.request
+    planner, profile = request.planner, model.profile
+    groups = planner.groups(profile, host)
+    chain = replace(profile.chain, parameters=groups.costs)
+    low, high = rotoff.min_mem_limit(chain, "joint", updates), rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes
+    constant = placed_planner._constant(profile, request, groups)
+    limit = int(constant + low + share * (high - low))
+    while (plan := placed_planner.plan_groups(profile, request, groups, limit)) is None:
+        limit += 1 + (limit - constant) // 20
+    model._latest.plan = plan
+
+
+def added_up(model: nn.Module, optimizers: list[Optimizer], x: torch.Tensor) -> None:
+    """A step whose loss takes nothing."""
+    model(x).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_file() -> Callable[[torch.Tensor], bool]:
+    """Tells whether a tensor lies over the pages of a file, by the kernel's account of this process."""
+    rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
+    shared = [tuple(int(end, 16) for end in row[0].split("-")) for row in rows if row[1].endswith("s") and len(row) > 5]
+    return lambda t: any(first <= t.data_ptr() < last for first, last in shared)
+
+
+def own_again(model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Whatever lies in memory of the process's own lies in new memory now."""
+    away = in_file()
+    for p in model.parameters():
+        if not away(p):
+            p.data = p.data.clone()
+        if p.grad is not None and not away(p.grad):
+            p.grad = p.grad.clone()
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for key, t in state.items():
+                if isinstance(t, torch.Tensor) and not away(t):
+                    state[key] = t.clone()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("name", [*ALL, *RECORDED])
+@pytest.mark.grid
+def test_bits_of_the_plain_model(name: str, share: float) -> None:
+    plain = plainly(name, adamw, usual)
+    placed, model = trained(name, adamw, usual, share)
+    assert share or any(op.of for op in model.sequence)
+    assert same(placed, plain)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_the_host_may_update_what_lies_there(share: float) -> None:
+    """Plans in which some groups are updated over the file's pages."""
+    plain = plainly("untied", adamw, usual)
+    model, batch = made("untied")
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
+    optimizers = adamw(list(model.parameters()))
+    force(wrapped, optimizers, share, host=True)
+    assert any(op.kind.value == "H" for op in wrapped.sequence)
+    torch.manual_seed(2)
+    losses = [usual(wrapped, optimizers, n, batch) for n in range(5)]
+    assert same([*losses, *result(model, optimizers), torch.get_rng_state()], plain)
+
+
+@pytest.mark.parametrize("name", [*ALL, *RECORDED])
+def test_updates_during_the_backward(name: str) -> None:
+    """Each parameter is updated and its gradient gone when the backward has ended."""
+
+    def within(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        loss = model(batch()).float().square().mean()
+        loss.backward()
+        inner = {id(p) for group in model._plan.placed.groups for p in group.parameters}
+        assert all(p.grad is None for p in model.parameters() if id(p) in inner)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    plain = plainly(name, adamw, usual)
+    placed, _ = trained(name, adamw, within, 0.0, updates="during")
+    assert same(placed, plain)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: [torch.optim.SGD(p, lr=0.05)],
+    "SGD with momentum": lambda p: [torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)],
+    "Adam": lambda p: [torch.optim.Adam(p, lr=0.01, amsgrad=True)],
+    "AdamW foreach": lambda p: [torch.optim.AdamW(p, lr=0.01, foreach=True)],
+    "AdamW fused": lambda p: [torch.optim.AdamW(p, lr=0.01, fused=True)],
+    "Adagrad": lambda p: [torch.optim.Adagrad(p, lr=0.01)],
+    "Adafactor": lambda p: [torch.optim.Adafactor(p, lr=0.01)],
+    "Adamax": lambda p: [torch.optim.Adamax(p, lr=0.01)],
+    "RMSprop": lambda p: [torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True)],
+    "NAdam": lambda p: [torch.optim.NAdam(p, lr=0.01)],
+    "RAdam": lambda p: [torch.optim.RAdam(p, lr=0.01)],
+    "Rprop": lambda p: [torch.optim.Rprop(p, lr=0.01)],
+    "ASGD": lambda p: [torch.optim.ASGD(p, lr=0.01)],
+    "Adadelta": lambda p: [torch.optim.Adadelta(p, lr=0.01)],
+    "groups": lambda p: [
+        torch.optim.AdamW([{"params": p[::2], "lr": 0.02, "weight_decay": 0.0}, {"params": p[1::2]}], lr=0.01)
+    ],
+    "two": lambda p: [torch.optim.AdamW(p[::2], lr=0.02), torch.optim.SGD(p[1::2], lr=0.01, momentum=0.9)],
+    "a part": lambda p: [torch.optim.AdamW(p[3:], lr=0.02)],
+}
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.grid
+def test_optimizers(name: str, updates: str) -> None:
+    plain = plainly("untied", OPTIMIZERS[name], usual)
+    placed, _ = trained("untied", OPTIMIZERS[name], usual, 0.2, updates=updates)
+    assert same(placed, plain)
+
+
+def clipped(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    loss = model(batch()).float().square().mean()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    return norm
+
+
+def accumulated(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    for _ in range(3):
+        loss = model(batch()).float().square().mean()
+        loss.backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    return loss.detach()
+
+
+def zeroed(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    loss = model(batch()).float().square().mean()
+    loss.backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad(set_to_none=False)
+    return loss.detach()
+
+
+def zeroed_late(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    loss = model(batch()).float().square().mean()
+    optimizers[0].zero_grad()
+    loss.backward()
+    optimizers[0].step()
+    return sum(p.grad.sum() for p in model.parameters())
+
+
+def scaled(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127 if n == 1 else 4.0)  # one step is left out
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(batch()).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizers[0])
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizers[0])
+    scaler.update()
+    optimizers[0].zero_grad()
+    return loss.detach()
+
+
+def scheduled(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    if n == 0:
+        optimizers.append(torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.1))
+    loss = usual(model, optimizers[:1], n, batch)
+    optimizers[1].step()
+    if n == 4:
+        optimizers.pop()
+    return loss
+
+
+def clamped(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """As old code does: past autograd's version counters."""
+    loss = usual(model, optimizers, n, batch)
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+    return loss
+
+
+def clamped_before(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    loss = model(batch()).float().square().mean()
+    loss.backward()
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    return loss.detach()
+
+
+def exchanged(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Averaged weights take the place of the model's for a look, by another tensor."""
+    loss = usual(model, optimizers, n, batch)
+    own = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    with torch.no_grad():
+        looked = model(batch()).sum()
+    for p, data in zip(model.parameters(), own, strict=True):
+        p.data = data
+    model.parameters().__next__().data = own[0] + 0.01
+    return loss + looked
+
+
+def loaded(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Saved and read back in the middle of the training."""
+    loss = usual(model, optimizers, n, batch)
+    if n == 2:
+        saved = copy.deepcopy((model.state_dict(), optimizers[0].state_dict()))
+        usual(model, optimizers, n, batch)
+        model.load_state_dict(saved[0])
+        optimizers[0].load_state_dict(saved[1])
+    return loss
+
+
+def given_up(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Forwards without backwards, and an update left out."""
+    loss = model(batch()).float().square().mean()
+    other = model(batch()).float().square().mean()
+    if n == 3:
+        other.backward()
+        optimizers[0].zero_grad()
+    del other
+    return loss.detach() + usual(model, optimizers, n, batch)
+
+
+def looked_at(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Without gradients, and in eval mode, between forwards and steps."""
+    loss = model(batch()).float().square().mean()
+    loss.backward()
+    model.eval()
+    with torch.no_grad():
+        seen = model(batch()).sum()
+    model.train()
+    with torch.no_grad():
+        seen = seen + model(batch()).sum()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    return loss.detach() + seen
+
+
+def frozen_later(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    for k, p in enumerate(model.parameters()):
+        if n in (2, 4) and k % 3 == 0:
+            p.requires_grad_(n == 4)
+    return usual(model, optimizers, n, batch)
+
+
+def hooked(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    seen: dict[int, torch.Tensor] = {}
+    handles = []
+    for k, p in enumerate(model.parameters()):
+        handles.append(p.register_hook(lambda g: g * 1.5))
+        handles.append(p.register_post_accumulate_grad_hook(lambda p, k=k: seen.update({k: p.grad.sum()})))
+    loss = usual(model, optimizers, n, batch)
+    for handle in handles:
+        handle.remove()
+    return loss + torch.stack([seen[k] for k in sorted(seen)]).sum()
+
+
+def other_shapes(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    return usual(model, optimizers, n, (lambda: batch()[: 2 + n % 2]))
+
+
+STEPS = (
+    clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, loaded, given_up, looked_at,
+    frozen_later, hooked, other_shapes,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.grid
+def test_what_surrounds_a_step(step: Any) -> None:
+    plain = plainly("untied", adamw, step)
+    share = 0.6 if step is scaled else 0.2  # autocast keeps casts of the weights
+    placed, _ = trained("untied", adamw, step, share, anew=step in (scaled, frozen_later, other_shapes))
+    assert same(placed, plain)
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize("name", ["deep", "tied_language"])
+@pytest.mark.grid
+def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
+    """The allocator's account of whole steps, the optimizer's included, beside what lies in private memory between
+    them."""
+    torch.manual_seed(0)
+    if name == "deep":
+        model, x = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8))),
+            torch.randn(256, 128),
+        )
+    else:
+        model, x = Language(64, 4, 300), torch.randint(0, 300, (8, 32))
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    optimizers = adamw(list(model.parameters()))
+    limit = place(wrapped, optimizers, share)
+
+    def steps() -> None:
+        own_again(model, optimizers)  # so that the account sees these bytes go, too
+        for _ in range(4):
+            added_up(wrapped, optimizers, x)
+
+    measured = peak_bytes(steps) + x.nbytes
+    assert measured <= wrapped.get_expected_memory() <= limit
+
+
+# -- what is there, and what is refused
+
+
+def small(**options: Any) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.randn(32, 64)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, **options).measure(x, repeats=1)
+    return wrapped, adamw(list(model.parameters())), x
+
+
+def test_parameters_stay_the_callers_and_lie_where_the_plan_says() -> None:
+    model, optimizers, x = small()
+    before = list(model.parameters())
+    place(model, optimizers, 0.1)
+    plan = model._plan.placed
+    for _ in range(2):
+        assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+        away = in_file()
+        for k, group in enumerate(plan.groups, start=1):
+            assert {away(p) for p in group.parameters} == {w(k) not in plan.resident}
+        loss = model(x).square().mean()
+        loss.backward()
+        assert all(p.grad is not None for p in before)
+        optimizers[0].step()
+        away = in_file()
+        states = [t for p in before for t in optimizers[0].state[p].values() if t.numel() > 1]
+        assert sum(map(away, states)) >= len(states) // 2
+
+
+def test_with_room_for_everything_nothing_is_done() -> None:
+    model, optimizers, x = small()
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
+    assert model._plan.keeps_all
+    assert model._placement is None
+    assert not optimizers[0]._optimizer_step_pre_hooks
+    model.compute_sequence(device_limit=model.keep_all_memory, optimizer=optimizers)
+    assert model._plan.keeps_all
+    model.compute_sequence(device_limit=model.keep_all_memory - 1, optimizer=optimizers, refine=False)
+    assert not model._plan.keeps_all
+    added_up(model, optimizers, x)
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
+    away = in_file()
+    assert not any(away(p) for p in model.parameters())
+    assert not optimizers[0]._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("mode", ["joint", "offload"])
+def test_the_smallest_limit_is_named_and_works(mode: str) -> None:
+    model, optimizers, x = small()
+    with pytest.raises(
+        rotoff.InfeasibleError, match="parameters, gradients and optimizer states needs at least"
+    ) as refused:
+        model.compute_sequence(device_limit="1 KiB", optimizer=optimizers, mode=mode)
+    model.compute_sequence(device_limit=refused.value.min_mem_limit, optimizer=optimizers, mode=mode, refine=False)
+    added_up(model, optimizers, x)
+
+
+class Total(torch.optim.SGD):
+    """Scales by something of all parameters together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        norm = sum(p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / norm)
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps for all parameters together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+REFUSED = {
+    "both limits": (lambda m, o: m.compute_sequence(10**6, device_limit=10**6, optimizer=o), "give one of them: mem_limit"),
+    "none": (lambda m, o: m.compute_sequence(), "give one of them: mem_limit"),
+    "no optimizer": (lambda m, o: m.compute_sequence(device_limit=10**6), "needs the optimizer"),
+    "optimizer": (lambda m, o: m.compute_sequence(10**6, optimizer=o), "goes with device_limit"),
+    "no such": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer="adamw"), "give a torch.optim.Optimizer"),
+    "policy": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, policy="vdnn"), "policy"),
+    "updates": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, updates="before"), "'before'"),
+    "LBFGS": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=torch.optim.LBFGS(m.parameters())), "LBFGS"),
+    "total": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Total(m.parameters(), lr=1)), "all parameters together"),
+    "counting": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Counting(m.parameters(), lr=1)), "all parameters together"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    model, optimizers, x = small()
+    ask, said = REFUSED[name]
+    with pytest.raises((rotoff.OptionError, rotoff.LimitError), match=said):
+        ask(model, optimizers)
+    added_up(model, optimizers, x)
+
+
+def test_a_check_and_a_group_of_processes_are_refused() -> None:
+    model, optimizers, _ = small(check=True)
+    with pytest.raises(rotoff.OptionError, match="check=True"):
+        model.compute_sequence(device_limit=10**6, optimizer=optimizers)
+
+
+def test_a_plan_may_be_asked_for_before_anything_is_measured() -> None:
+    plain, optimizers, x = small()
+    before = rotoff.Checkpointable(copy.deepcopy(plain._model), cache_directory=None)
+    others = adamw(list(before.parameters()))
+    limit = place(plain, optimizers, 0.2)
+    before.compute_sequence(device_limit=limit, optimizer=others, refine=False)
+    for _ in range(2):
+        added_up(plain, optimizers, x)
+        added_up(before, others, x)
+    assert before._plan.placed is not None
+    assert all(map(torch.equal, before.parameters(), plain.parameters()))
+
+
+def test_recording_a_step_is_refused() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.2)
+    with pytest.raises(rotoff.OptionError, match="record_step"), model.record_step():
+        model(x)
+    added_up(model, optimizers, x)
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_a_closure_is_called_once_as_the_step_would(updates: str) -> None:
+    model, optimizers, x = small()
+    plain = copy.deepcopy(model._model)
+    place(model, optimizers, 0.1, updates=updates)
+    losses = []
+    for one, optimizer in ((model, optimizers[0]), (plain, adamw(list(plain.parameters()))[0])):
+        for _ in range(3):
+
+            def closure(one: Any = one, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = one(x).square().sum()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+    assert losses[:3] == losses[3:]
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def during(share: float = 0.1) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
+    model, optimizers, x = small()
+    place(model, optimizers, share, updates="during")
+    return model, optimizers, x
+
+
+def accumulate(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    model(x).sum().backward()
+
+
+def left_over(model: nn.Module, x: torch.Tensor) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model(x)
+
+
+ALL_GRADIENTS = {
+    "clip_grad_norm_": (lambda m, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "clipping needs all gradients at"
+                                                                                    " once"),
+    "clip_grad_value_": (lambda m, x: nn.utils.clip_grad_value_(m.parameters(), 1.0), "clipping needs all gradients at"
+                                                                                      " once"),
+    "GradScaler": (lambda m, x: torch.amp.GradScaler("cpu").scale(m(x).sum()), "a GradScaler needs all gradients"),
+    "accumulation": (accumulate, "cannot be accumulated"),
+    "gradients before": (left_over, "gradients before the backward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL_GRADIENTS)
+def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backward(name: str) -> None:
+    use, said = ALL_GRADIENTS[name]
+    model, optimizers, x = during()
+    other = nn.Linear(4, 4)
+    with pytest.raises(rotoff.ExecutionError, match=said):
+        use(model, x)
+    nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # which another model may do
+    torch.amp.GradScaler("cpu").scale(other(torch.ones(2, 4)).sum()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    added_up(model, optimizers, x)
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
+    model(x).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.amp.GradScaler("cpu").scale(model(x).sum())
+
+
+def test_a_gradient_from_outside_of_the_model_counts_once() -> None:
+    """A penalty of the parameters, asked for before the forward and after it."""
+    for before in (False, True):
+        model, optimizers, x = during()
+        plain = copy.deepcopy(model._model)
+        twin = adamw(list(plain.parameters()))
+        for one, own in ((model, optimizers), (plain, twin)):
+            for _ in range(2):
+                penalty = sum(p.square().sum() for p in one.parameters()) if before else 0.0
+                loss = one(x).sum()
+                (loss + penalty if before else loss + sum(p.square().sum() for p in one.parameters())).backward()
+                own[0].step()
+                own[0].zero_grad()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_step_that_another_took_the_place_of_says_so() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    first = model(x).sum()
+    model(x).sum().backward()
+    with pytest.raises(rotoff.ExecutionError, match="another forward began"):
+        first.backward()
+    optimizers[0].step()
+    waiting = model(x).sum()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizers[0].step()
+    with pytest.raises(rotoff.ExecutionError, match="updated the parameters before its backward"):
+        waiting.backward()
+    added_up(model, optimizers, x)
+
+
+def test_copies_are_plain_models_of_their_own() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    added_up(model, optimizers, x)
+    other = copy.deepcopy(model)
+    away = in_file()
+    assert not any(away(p) for p in other.parameters())
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    assert torch.equal(other(x), model(x))
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    assert saved.tell() < 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_placed_parameters_outlive_the_module_that_placed_them() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    added_up(model, optimizers, x)
+    inner = model._model
+    content = [p.detach().clone() for p in inner.parameters()]
+    del model
+    gc.collect()
+    assert all(map(torch.equal, inner.parameters(), content))
+    added_up(inner, optimizers, x)
+    assert all(torch.isfinite(p).all() for p in inner.parameters())
+
+
+def test_a_forked_process_is_refused() -> None:
+    model, optimizers, x = small()
+    place(model, optimizers, 0.1)
+    model._placement._process += 1  # as a child finds it
+    with pytest.raises(rotoff.ExecutionError, match="forked"):
+        model(x)
+    model._placement._process -= 1
+
+
+# -- faults
+
+
+def test_a_copy_that_fails() -> None:
+    """The disk fails once, in each copy of a step: the caller is told, nothing is lost, and the next step trains as the
+    plain model does."""
+    model, optimizers, x = small()
+    place(model, optimizers, 0.2)
+    added_up(model, optimizers, x)
+    own = {name: getattr(HostFile, name) for name in ("read", "write")}
+    left = 0  # copies before the one that fails
+
+    def failing(file: HostFile, data: memoryview, offset: int, name: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise OSError(5, "injected")
+        own[name](file, data, offset)
+
+    for at in itertools.count():
+        left = at
+        plain = copy.deepcopy(model._model)
+        twin = adamw(list(plain.parameters()))
+        twin[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        with ExitStack() as stack:
+            for name in own:
+                stack.enter_context(mock.patch.object(HostFile, name, functools.partialmethod(failing, name=name)))
+            try:
+                model(x).sum().backward()
+            except rotoff.ExecutionError as error:
+                assert "injected" in str(error)
+            else:
+                break
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        optimizers[0].zero_grad()
+        added_up(model, optimizers, x)
+        added_up(plain, twin, x)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert at > 10
+
+
+def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: int, error: BaseException) -> bool:
+    """Run a step in which the operation or update number `at` fails; returns whether there was one."""
+    count = itertools.count()
+
+    def failing(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if next(count) == at:
+                raise error
+            return function(*args)
+
+        return call
+
+    patches = [(Placement, name) for name in ("operate", "_update_on_device", "brought")] + [(updates, "own_step")]
+    with ExitStack() as stack:
+        for owner, name in patches:
+            stack.enter_context(mock.patch.object(owner, name, failing(getattr(owner, name))))
+        try:
+            added_up(model, optimizers, x)
+        except BaseException as caught:
+            assert caught is error
+            return True
+    return False
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+@pytest.mark.grid
+def test_an_error_at_any_operation(kind: type[BaseException], updates: str) -> None:
+    """Parameters that no update was begun of are as they were, the others whole; the caller is told; and the next step
+    trains."""
+    model, optimizers, x = small()
+    place(model, optimizers, 0.2, updates=updates)
+    added_up(model, optimizers, x)
+    reached = 0
+    for at in itertools.count():
+        before = [p.detach().clone() for p in model.parameters()]
+        error = kind("injected")
+        optimizers[0].zero_grad()
+        if not interrupted(model, optimizers, x, at, error):
+            break
+        changed = sum(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        notes = [note for note in getattr(error, "__notes__", ()) if "updated" in note]
+        if changed:
+            assert f"had updated {changed};" in notes[0]
+        if changed and updates == "during":
+            groups = notes[1].split(";")[0].split("updated were those of ")[1]
+            assert groups.count("group") == changed // 2  # of a weight and a bias each
+        reached += bool(changed)
+    assert at > 20
+    assert reached > 5
+    plain, whole = copy.deepcopy(model._model), list(model.parameters())
+    twin = adamw(list(plain.parameters()))
+    twin[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    optimizers[0].zero_grad()
+    for _ in range(3):
+        added_up(model, optimizers, x)
+        added_up(plain, twin, x)
+    assert all(map(torch.equal, whole, plain.parameters()))
+
+
+def test_a_backward_that_fails_elsewhere_after_updates_warns() -> None:
+    """In a hook of the caller's, say, whose error nobody of rotoff sees."""
+    model, optimizers, x = during(0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("of the caller's")
+
+    handle = model[0][0].weight.register_hook(fails)
+    loss = model(x).sum()
+    with pytest.raises(RuntimeError, match="of the caller's"):
+        loss.backward()
+    handle.remove()
+    changed = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    assert any(changed)
+    assert not all(changed)
+    for p in model.parameters():
+        p.grad = None
+    with pytest.warns(RuntimeWarning, match=r"updated were those of group \d \(.*; not those of group 1 \("):
+        model(x)
+    optimizers[0].zero_grad()
+    added_up(model, optimizers, x)
+
+
+def test_a_limit_that_the_kernel_enforces() -> None:
+    """A process trains in memory in which the plain model cannot; the example's own run, smaller."""
+    example = Path(__file__).parents[2] / "examples" / "larger_than_memory.py"
+    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
+    size = ["--width", "512", "--blocks", "8", "--rows", "512", "--steps", "2"]
+    command = [sys.executable, str(example), *size, "--memory", "208 MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "plain, limited     fails" in done.stdout, done.stdout
+    assert "the losses are the same" in done.stdout, done.stdout

@@ -1,0 +1,324 @@
+"""What a replay sees and leaves: generators and autocast where stages use them in unusual ways."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import fresh, plain, same, train
+from planned_steps import compare, sequential, smallest, with_sequence
+from torch import nn
+
+import rotoff
+from rotoff.core.sequence import FORWARDS
+from rotoff.runtime import stage_tape
+from rotoff.runtime.replay import ReplayState
+from rotoff.tensors.rng import Generators
+
+
+def run_twice(L: int) -> rotoff.Sequence:
+    """Every stage but the last runs again right before its backward."""
+    text = [f"F_ck {i}" for i in range(1, L)] + [f"F_all {L}", f"B {L}"]
+    for i in range(L - 1, 0, -1):
+        text += [f"F_all {i}", f"B {i}"]
+    return rotoff.Sequence.from_text(text)
+
+
+class ForkedNoise(nn.Module):
+    """Reads the generator's state, draws, and puts the state back: nothing seems to have been drawn."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return x * torch.rand_like(x)
+
+
+def test_a_stage_that_draws_and_puts_the_generator_back() -> None:
+    compare(
+        lambda: sequential(nn.Linear(16, 16), ForkedNoise(), nn.Dropout(), nn.Tanh(), ForkedNoise(), nn.Linear(16, 4)),
+        train,
+    )
+
+
+def test_a_stage_that_begins_to_draw_after_it_was_measured() -> None:
+    """Stochastic depth whose rate grows from 0: as many tensors are saved, of the same shapes."""
+
+    class Path(nn.Module):
+        rate = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = torch.ones(len(x), 1) if self.rate == 0 else (torch.rand(len(x), 1) > self.rate).float()
+            return x + torch.tanh(x) * kept
+
+    def steps(model: nn.Sequential, wrapped: nn.Module) -> list[torch.Tensor]:
+        seen = []
+        for rate in (0.0, 0.5, 0.7):
+            for module in model:
+                if isinstance(module, Path):
+                    module.rate = rate
+            seen += train(wrapped, batch, steps=1)
+        return seen
+
+    torch.manual_seed(0)
+    model, batch = sequential(nn.Linear(16, 16), Path(), Path(), Path(), nn.Linear(16, 4))
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    expected = steps(model, model)
+    model.load_state_dict(state)
+    for module in model:
+        module.rate = 0.0
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    with_sequence(wrapped, run_twice(len(wrapped.chain)))
+    assert same(steps(model, wrapped), expected)
+
+
+def test_hooks_that_draw_between_replays() -> None:
+    """Noise added to gradients, as private training does: it must come from the generator as it stands outside."""
+
+    def run(model: nn.Module, batch: object) -> list[torch.Tensor]:
+        hooks = [p.register_hook(lambda g: g + torch.randn_like(g)) for p in model.parameters()]
+        result = train(model, batch)
+        for hook in hooks:
+            hook.remove()
+        return result
+
+    compare(lambda: fresh("residual"), run)
+
+
+@pytest.mark.parametrize("forward_casts", [True, False])
+def test_a_backward_under_other_autocast_than_the_forward(forward_casts: bool) -> None:
+    def step(model: nn.Module, batch: object) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_casts):
+            loss = model(batch()).float().square().mean()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=not forward_casts, cache_enabled=False):
+            loss.backward()
+            assert torch.is_autocast_enabled("cpu") is not forward_casts
+            assert not torch.is_autocast_cache_enabled()
+        assert torch.is_autocast_cache_enabled()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = step(*fresh("residual"))
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_casts):
+        wrapped.measure(batch(), repeats=1)
+    assert same(step(with_sequence(wrapped, run_twice(6)), batch), expected)
+
+
+class Unrolled(nn.Module):
+    """The layers of a Sequential, called by a forward of its own, which is recorded."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("switch", ["frozen, then thawed", "frozen between", "eval between"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_is_switched_between_a_forward_and_its_backward(recorded: bool, switch: str) -> None:
+    """A GAN freezes its discriminator for the generator's loss and thaws it before the backward."""
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)]
+    model: nn.Module = nn.Sequential(*layers, nn.Linear(32, 4))
+    if recorded:
+        model = Unrolled(model)
+    begun_frozen = switch == "frozen, then thawed"
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(64, 32).requires_grad_()
+        model.requires_grad_(not begun_frozen)
+        loss = model(x).square().mean()
+        if switch == "eval between":
+            model.eval()
+        else:
+            model.requires_grad_(begun_frozen)
+        loss.backward()
+        flags = [p.requires_grad for p in model.parameters()] + [m.training for m in layers]
+        assert set(flags) == ({False, True} if switch == "frozen between" else {True, switch != "eval between"})
+        model.train()
+        model.requires_grad_(not begun_frozen)
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return [x.grad.clone(), *grads, *(b.clone() for b in model.buffers())]
+
+    state = copy.deepcopy(model.state_dict())
+    expected = step(model) + step(model)
+    model.load_state_dict(state)
+    model.requires_grad_(not begun_frozen)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(64, 32).requires_grad_(), repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    assert any(op.kind in FORWARDS for op in wrapped.sequence.ops[len(wrapped.chain) + 1 :])
+    assert same(step(wrapped) + step(wrapped), expected)
+
+
+def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last product of a block saves its argument before it runs, and nobody takes its result: it is not finished
+    again."""
+    model, batch = fresh("residual")
+    wrapped = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch(), repeats=1), run_twice(6))
+    made = stage_tape._made
+    begun, ended = [0] * 4, [0] * 4
+    down = [block.down.weight for block in list(model)[1:5]]
+
+    def counted(call: Any, *values: Any) -> Any:
+        n = next((n for n, weight in enumerate(down) if any(a is weight for a in call.args)), None)
+        if n is not None:
+            begun[n] += 1
+        result = made(call, *values)
+        if n is not None:
+            ended[n] += 1
+        return result
+
+    monkeypatch.setattr(stage_tape, "_made", counted)
+    assert same(train(wrapped, batch, steps=3), plain("residual", steps=3))
+    assert begun == [3] * 4
+    assert ended == [3] * 4  # the mask of the dropout behind it is saved
+    for block in list(model)[1:5]:
+        block.dropout.p = 0.0
+    again = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch(), repeats=1), run_twice(6))
+    begun[:], ended[:] = [0] * 4, [0] * 4
+    model.zero_grad()
+    x = batch()
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    again(x).sum().backward()
+    assert same([p.grad for p in model.parameters()], expected)
+    assert begun == [1] * 4
+    assert ended == [0] * 4
+
+
+def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
+    """``rrelu`` saves its noise, and only then draws it."""
+    stages = sequential(nn.Linear(16, 16), nn.RReLU(), nn.Tanh(), nn.Linear(16, 4))[0]
+    apart = rotoff.Checkpointable(stages, stages=["0", "1", "2", "3"])
+    profile = apart.measure(torch.randn(8, 16), repeats=1).profile
+    assert [behaviour.enough for behaviour in profile.behaviours[1:3]] == [0, 1]
+
+
+class DeviceGenerator:
+    """As CUDA's: it remembers that its state was put, until cuDNN has filled its own buffer of random bits from it."""
+
+    def __init__(self) -> None:
+        self.state, self.put = torch.zeros(16, dtype=torch.uint8), False
+
+    def get_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.state, self.put = state.clone(), True
+
+    def clone_state(self) -> DeviceGenerator:
+        copy = DeviceGenerator()
+        copy.state = self.state.clone()
+        return copy
+
+
+class Buffer:
+    """What cuDNN's recurrent layers draw their dropout from: it goes on from run to run."""
+
+    def __init__(self, generator: DeviceGenerator) -> None:
+        self.generator, self.content = generator, 100
+
+    def draw(self) -> int:
+        if self.generator.put:
+            self.generator.put = False
+            self.content = 1000 * int(self.generator.state[0])
+            self.generator.state[0] += 1
+        self.content += 1
+        return self.content
+
+
+def test_random_bits_that_go_on_from_run_to_run_are_drawn_again_in_a_replay() -> None:
+    generators = Generators(torch.device("cpu"))
+    generator = DeviceGenerator()
+    generators._own.append(generator)  # type: ignore[arg-type]
+    buffer = Buffer(generator)
+    runs = []
+    for _ in range(3):
+        state = ReplayState(generators, [])
+        runs.append((state, buffer.draw()))
+    assert len({drawn for _, drawn in runs}) == 3
+    for state, drawn in reversed(runs):
+        with state.again():
+            assert buffer.draw() == drawn
+    assert int(generator.state[0]) == 3  # as before the replays
+
+
+def test_a_state_is_kept_once_until_something_is_drawn() -> None:
+    generators = Generators(torch.device("cpu"))
+    before = generators.copies()
+    first = generators.states()
+    assert generators.states() is first
+    torch.rand(1)
+    second, after = generators.states(), generators.copies()
+    assert second is not first
+    generators.put(before)
+    assert bytes(torch.get_rng_state().tolist()) == first[0]
+    # exactly one whole round of the generator: only the words change, no position does
+    generators.put(after)
+    position = generators.states()
+    torch.empty(624, dtype=torch.int32).random_()
+    assert generators.states() is not position
+
+
+class Doubled(torch.autograd.Function):
+    """Changes what it is given, which no schema says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        seen.add_(x.detach().mean())
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * 2, None
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x, self.seen).tanh()
+
+
+class Whole(nn.Module):
+    """Not a sequence, so that its forward is followed."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * 1
+
+
+@pytest.mark.parametrize("around", [nn.Identity, Whole])
+def test_a_custom_function_that_changes_its_arguments(
+    around: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), Doubling(), nn.Linear(8, 8), Doubling(), nn.Linear(8, 8)
+    )
+    x = torch.randn(4, 8)
+    model = Whole(layers) if around is Whole else layers
+    plain_model = copy.deepcopy(model)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    with_sequence(wrapped, run_twice(len(wrapped.chain)))
+    for _ in range(2):
+        for one in (wrapped, plain_model):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        assert same([p.grad for p in model.parameters()], [p.grad for p in plain_model.parameters()])
+        assert same(list(model.buffers()), list(plain_model.buffers()))
+    assert "another course" not in caplog.text

@@ -1,0 +1,259 @@
+"""The interpreter gives the plain model's bits, whatever legal sequence it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocated import live_bytes
+from models import ALL, fresh, plain, same, train
+from planned_steps import smallest, step_peak, with_sequence
+from random_programs import random_sequence
+
+import rotoff
+from rotoff.runtime import interpreter, stage_tape
+from rotoff.runtime.live import LiveForward
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.grid
+def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str) -> None:
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    for seed in range(8):
+        again, batch = fresh(name)
+        wrapped.load_state_dict(again.state_dict())
+        wrapped.zero_grad()
+        sequence = random_sequence(wrapped.chain, seed)
+        assert same(train(with_sequence(wrapped, sequence), batch), plain(name)), str(sequence)
+    wrapped.close()
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.grid
+def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str, mode: str) -> None:
+    expected = plain(name)
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    least = smallest(wrapped, mode)
+    everything = wrapped.keep_all_memory
+    for limit in sorted({least, (least + everything) // 2, everything}):
+        again, batch = fresh(name)
+        model.load_state_dict(again.state_dict())
+        wrapped.zero_grad()
+        wrapped.compute_sequence(limit, mode=mode)
+        assert wrapped.get_expected_memory() <= limit
+        assert same(train(wrapped, batch), expected), f"{limit}\n{wrapped.sequence}"
+        measured, predicted = step_peak(wrapped, batch), wrapped.get_expected_memory()
+        assert measured <= predicted, f"measured {measured} > predicted {predicted} at {limit}\n{wrapped.sequence}"
+    wrapped.close()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_predicted_peak_of_any_sequence_holds(name: str) -> None:
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    for seed in range(4):
+        with_sequence(wrapped, random_sequence(wrapped.chain, seed))
+        assert step_peak(wrapped, batch) <= wrapped.get_expected_memory(), str(wrapped.sequence)
+    wrapped.close()
+
+
+def test_the_prediction_is_close_on_average() -> None:
+    """Where stages are more than a few kilobytes, so that generator states (5 kB each) do not decide."""
+    ratios = []
+    for name in ("residual", "convolutional", "language"):
+        model, batch = fresh(name)
+        many = lambda batch=batch: torch.cat([batch() for _ in range(16)])  # noqa: E731
+        wrapped = rotoff.Checkpointable(model).measure(many(), repeats=1)
+        least, everything = smallest(wrapped, "joint"), wrapped.keep_all_memory
+        for fraction in (1.0, 0.7, 0.4, 0.1):
+            wrapped.compute_sequence(int(least + (everything - least) * fraction))
+            ratios.append(wrapped.get_expected_memory() / step_peak(wrapped, many))
+        wrapped.close()
+    assert min(ratios) >= 1
+    assert sum(ratios) / len(ratios) <= 1.05, ratios
+
+
+@pytest.mark.parametrize("name", ["residual", "convolutional", "tuples", "stateful"])
+def test_nothing_stays_behind(name: str) -> None:
+    """After a step, after a forward whose graph is dropped, and after a stage that raises."""
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    with_sequence(wrapped, random_sequence(wrapped.chain, 5))
+    x = batch()
+    for p in wrapped.parameters():
+        p.grad = torch.zeros_like(p)
+    wrapped(x).sum().backward()
+    before = live_bytes()
+    wrapped(x).sum().backward()
+    assert live_bytes() == before
+    wrapped(x)
+    assert live_bytes() == before
+
+
+def test_a_call_that_raises_leaves_the_next_step_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In first runs and in replays."""
+    expected = plain("residual")
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    failing = Failing(monkeypatch)
+    for seed in range(3):
+        with_sequence(wrapped, random_sequence(wrapped.chain, seed))
+        failing.count, failing.at = 0, 0
+        wrapped(batch()).sum().backward()
+        for n in range(1 + seed, failing.count + 1, 3):
+            again, batch = fresh("residual")
+            model.load_state_dict(again.state_dict())
+            wrapped.zero_grad()
+            x = batch()
+            before = live_bytes()
+            failing.count, failing.at = 0, n
+            with pytest.raises(MemoryError, match="injected"):
+                wrapped(x).sum().backward()
+            wrapped.zero_grad()
+            assert live_bytes() <= before
+            torch.manual_seed(1)
+            assert same(train(wrapped, batch), expected)
+
+
+class Failing:
+    """Makes call `at` of torch raise, of those that stages make in first runs and in replays."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = self.at = 0
+        monkeypatch.setattr(stage_tape, "_made", self.counting(stage_tape._made))
+        monkeypatch.setattr(LiveForward, "_run", self.counting(LiveForward._run))
+
+    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            if self.count == self.at:
+                raise MemoryError("injected")
+            return function(*args)
+
+        return counted
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    model, batch = fresh("residual")
+    x, y = batch(), batch()
+    torch.manual_seed(3)
+    first, second = model(x), model(y)
+    (first.sum() * 2).backward()
+    second.sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped.compute_sequence((smallest(wrapped, "joint") + wrapped.keep_all_memory) // 3)
+    torch.manual_seed(3)
+    first, second = wrapped(x), wrapped(y)
+    (first.sum() * 2).backward()
+    second.sum().backward()
+    assert same([p.grad for p in wrapped.parameters()], expected)
+
+
+def test_a_second_backward_and_a_double_one_are_refused_in_a_sentence() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "joint"))
+    output = wrapped(batch()).sum()
+    output.backward(retain_graph=True)
+    with pytest.raises(rotoff.ExecutionError, match="retain_graph"):
+        output.backward()
+    with pytest.raises(rotoff.ExecutionError, match="create_graph"):
+        torch.autograd.grad(wrapped(batch()).sum(), list(wrapped.parameters()), create_graph=True)
+
+
+def test_changing_the_output_of_a_moved_stage_in_place_is_noticed() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    L = len(wrapped.chain)
+    text = [f"F_all {i}" for i in range(1, L + 1)] + [f"B {i}" for i in range(L, 0, -1)]
+    text[L - 1 : L - 1] = ["offload abar 1", "free abar 1"]
+    text[text.index("B 2") : text.index("B 2")] = ["prefetch abar 1", "wait abar 1"]
+    with_sequence(wrapped, rotoff.Sequence.from_text(text))
+    caught = []
+    handle = model[0].register_forward_hook(lambda m, i, o: caught.append(o))
+    hook = model[L - 2].register_forward_pre_hook(lambda m, i: print(caught[0].mul_(2).shape))
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        wrapped(batch()).sum().backward()
+    handle.remove()
+    hook.remove()
+
+
+def test_autocast_is_the_same_in_the_replay() -> None:
+    def run(model: torch.nn.Module, batch: object) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch()).float().square().mean()
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = run(*fresh("residual"))
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wrapped.measure(batch(), repeats=1)
+    for seed in range(4):
+        with_sequence(wrapped, random_sequence(wrapped.chain, seed))
+        wrapped.zero_grad()
+        assert same(run(wrapped, batch), expected)
+
+
+def test_gradients_of_a_part_only() -> None:
+    """torch.autograd.grad for the last stage's parameters: the rest of the backward never happens, and nothing
+    breaks."""
+    model, batch = fresh("residual")
+    x = batch()
+    torch.manual_seed(4)
+    expected = torch.autograd.grad(model(x).sum(), list(model[-2].parameters()))
+    wrapped = rotoff.Checkpointable(model).measure(x)
+    wrapped.compute_sequence(smallest(wrapped, "joint"))
+    torch.manual_seed(4)
+    got = torch.autograd.grad(wrapped(x).sum(), list(model[-2].parameters()))
+    assert same(list(got), list(expected))
+
+
+def test_what_is_made_again_in_the_forward_outlives_the_views_of_it() -> None:
+    """Each stage's output goes, and is made again before the next stage takes views of it, which go before it does."""
+    torch.manual_seed(0)
+    model, x = (
+        torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 3),
+        torch.randn(2, 4, 16),
+    )
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    L = len(wrapped.chain)
+    for again in range(1, L):
+        forward = [f"F_all {i}" for i in range(1, again + 1)] + [f"drop abar {again}", f"F_ck {again}"]
+        forward += [f"F_all {i}" for i in range(again + 1, L + 1)]
+        back = [f"{op} {i}" for i in range(L, 0, -1) for op in (("F_all", "B") if i == again else ("B",))]
+        wrapped.zero_grad()
+        with_sequence(wrapped, rotoff.Sequence.from_text([*forward, *back]))(x).square().sum().backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    wrapped.close()
+
+
+def test_a_profiler_shows_the_operations_of_the_plan() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    limit = (wrapped.min_mem_limit() + wrapped.keep_all_memory) // 2
+    wrapped.compute_sequence(limit)
+    value = batch()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        wrapped(value).sum().backward()
+    shown = [event.name.removeprefix("rotoff: ") for event in profiler.events() if event.name.startswith("rotoff: ")]
+    assert sorted(shown) == sorted(map(str, wrapped.sequence.ops))
+    wrapped.close()
+
+
+def test_an_error_names_its_operation_where_errors_take_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("too bad", 3)
+    monkeypatch.setattr("rotoff.runtime.interpreter.hasattr", lambda *_: False, raising=False)
+    interpreter._note(error, "rotoff: while running F_all 2")
+    assert error.args == ("too bad\nrotoff: while running F_all 2", 3)

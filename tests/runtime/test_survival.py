@@ -1,0 +1,440 @@
+"""Whatever goes wrong in a step: its memory comes back, no thread or file is left, and the next step is right."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from allocated import left_bytes
+from models import Batch, fresh, plain, same, train
+from planned_steps import smallest, with_sequence
+from random_programs import random_sequence
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import rotoff
+from rotoff.runtime import selective, stage_tape
+from rotoff.runtime.links import host_file
+from rotoff.runtime.links import pool as link_pool
+from rotoff.runtime.links.file import FileLink, FileTicket
+from rotoff.runtime.live import LiveForward
+
+
+class Faults:
+    """Raises `error` at the `n`-th event that it is told of (from 1); counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.n = 0
+        self.error: Callable[[], BaseException] = MemoryError
+
+    def arm(self, n: int, error: Callable[[], BaseException]) -> None:
+        self.count, self.n, self.error = 0, n, error
+
+    def event(self, *_: object) -> None:
+        self.count += 1
+        if self.count == self.n:
+            raise self.error()
+
+
+class FaultyLink(FileLink):
+    """A file link whose every call may fail, as `faults` has it."""
+
+    faults = Faults()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.faults.event()
+        return super().allocate(nbytes)
+
+    def copy_out(self, sources: Any, offset: int) -> FileTicket:
+        self.faults.event()
+        return super().copy_out(sources, offset)
+
+    def copy_in(self, targets: Any, offset: int, after: FileTicket) -> FileTicket:
+        self.faults.event()
+        return super().copy_in(targets, offset, after)
+
+    def wait(self, ticket: FileTicket) -> None:
+        self.faults.event()
+        super().wait(ticket)
+
+
+ERRORS = {
+    "memory": lambda: MemoryError("injected"),
+    "device memory": lambda: torch.OutOfMemoryError("injected"),
+    "interrupt": lambda: KeyboardInterrupt("injected"),
+}
+
+
+@contextmanager
+def nothing_left(wrapped: rotoff.Checkpointable) -> Iterator[None]:
+    """Asserts that threads and files are after the block what they were before it, once `wrapped` is closed."""
+    wrapped.close()
+    gc.collect()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert not wrapped._links._taken  # every step gave its link back
+    wrapped.close()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def outcome(run: Callable[[], object]) -> str:
+    """The type and the text of what `run` raises, and "" where it raises nothing; no traceback survives."""
+    try:
+        run()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def failing_step(wrapped: nn.Module, batch: Batch, message: str) -> None:
+    """One step that must fail with `message`."""
+    x = batch()
+    assert message in outcome(lambda: wrapped(x).sum().backward())
+
+
+def moving(name: str = "residual", moves: int = 3) -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
+    """A model with a sequence that fetches at least `moves` values from the host, and recomputes."""
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    for seed in range(1000):
+        sequence = random_sequence(wrapped.chain, seed, wildness=0.75)
+        kinds = [op.kind.value for op in sequence]
+        if kinds.count("prefetch") >= moves and len(kinds) > 30 and "drop" in kinds:
+            return with_sequence(wrapped, sequence), batch, sequence
+    raise AssertionError("no such sequence")
+
+
+def afresh(wrapped: rotoff.Checkpointable, name: str) -> None:
+    """The parameters, buffers and gradients with which `plain(name)` starts."""
+    wrapped._model.load_state_dict(fresh(name)[0].state_dict())
+    for p in wrapped.parameters():
+        p.grad = torch.zeros_like(p)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Told of every call of torch that a stage makes, in first runs and in replays, and of every call of the file
+    link."""
+    made, ran, found = stage_tape._made, LiveForward._run, FaultyLink.faults
+
+    def in_replay(*args: Any) -> Any:
+        found.event()
+        return made(*args)
+
+    def in_first_run(*args: Any) -> Any:
+        found.event()
+        return ran(*args)
+
+    monkeypatch.setattr(link_pool, "FileLink", FaultyLink)
+    monkeypatch.setattr(stage_tape, "_made", in_replay)
+    monkeypatch.setattr(LiveForward, "_run", in_first_run)
+    found.arm(0, MemoryError)
+    return found
+
+
+def watched_places() -> list[object]:
+    call = vars(nn.Module)["__call__"]
+    return [call, call.__code__, vars(torch.autograd.Function)["apply"], vars(torch.jit.ScriptFunction)["__call__"]]
+
+
+UNPATCHED = watched_places()
+
+
+def nothing_is_watched() -> bool:
+    """Whether no mode, no hook of autograd and no wrapper is left."""
+    return (
+        not torch.overrides._get_current_function_mode_stack()
+        and not _get_current_dispatch_mode_stack()
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and watched_places() == UNPATCHED
+    )
+
+
+def fail_at_every_call(
+    wrapped: rotoff.Checkpointable, batch: Batch, sequence: rotoff.Sequence, kind: str, first: int = 1, every: int = 1
+) -> int:
+    """Let call `first` of torch and of links fail in a step, then the one `every` later, to the last; after each one
+    nothing is left and the next step is right. Returns how many calls a step makes."""
+    faults = FaultyLink.faults
+    expected = plain("residual", steps=1)
+    faults.arm(0, ERRORS[kind])
+    wrapped(batch()).sum().backward()
+    calls = faults.count
+    with nothing_left(wrapped):
+        for n in range(first, calls + 1, every):
+            afresh(wrapped, "residual")
+            faults.arm(n, ERRORS[kind])
+            left = left_bytes(lambda: failing_step(wrapped, batch, "injected"))
+            assert nothing_is_watched(), f"after call {n} of {calls}:\n{sequence}"
+            assert left <= 0, f"{left} bytes are left after call {n} of {calls}:\n{sequence}"
+            assert same(train(wrapped, batch, steps=1), expected), f"after call {n} of {calls}:\n{sequence}"
+    return calls
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_at_every_call_of_stages_and_links(kind: str, faults: Faults) -> None:
+    """Calls in forwards and replays, copies out and in, waits, allocations: each fails once."""
+    wrapped, batch, sequence = moving()
+    assert fail_at_every_call(wrapped, batch, sequence, kind) > 40
+
+
+def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
+    """Every stage in a form whose redo leaves operations out; of two of them, all that it stores leaves for the host
+    and comes back."""
+    model, batch = fresh(name)
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    L = len(wrapped.chain)
+    text = []
+    for i in range(1, L + 1):
+        form = next(
+            (k for k, recipe in enumerate(wrapped.profile.behaviours[i - 1].forms, start=1) if not recipe.whole), 0
+        )
+        text.append(f"F_sel {i} {form}" if form else f"F_all {i}")
+        if i in (3, 4):
+            text += [f"offload abar {i - 1}", f"free abar {i - 1}"]
+    for i in range(L, 0, -1):
+        if i in (5, 4):
+            text.append(f"prefetch abar {i - 2}")
+        if i in (4, 3):
+            text.append(f"wait abar {i - 1}")  # the input of stage i
+        text.append(f"B {i}")
+    sequence = rotoff.Sequence.from_text(text)
+    assert all(f"F_sel {i} " in "\n".join(text) for i in (2, 3))
+    return with_sequence(wrapped, sequence), batch, sequence
+
+
+@pytest.mark.parametrize(("kind", "first"), [("memory", 1), ("interrupt", 2)])
+def test_an_error_at_every_call_with_moved_forms(
+    kind: str, first: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls in first runs and redos, the redos' operations, copies, waits and allocations: each fails once, in one way
+    or the other."""
+    inner = selective._Redo.__torch_dispatch__
+
+    def operation(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        faults.event()
+        return inner(mode, *args, **kwargs)
+
+    wrapped, batch, sequence = with_moved_forms()
+    monkeypatch.setattr(selective._Redo, "__torch_dispatch__", operation)
+    assert fail_at_every_call(wrapped, batch, sequence, kind, first, every=2) > 40
+
+
+def test_an_interrupt_in_a_users_hook_during_backward() -> None:
+    wrapped, batch, _ = moving()
+    expected = plain("residual", steps=1)
+    faults = Faults()
+    hooks = [p.register_hook(faults.event) for p in wrapped.parameters()]
+    with nothing_left(wrapped):
+        for n in range(1, len(hooks) + 1, 3):
+            afresh(wrapped, "residual")
+            faults.arm(n, KeyboardInterrupt)
+            assert left_bytes(lambda: failing_step(wrapped, batch, "KeyboardInterrupt")) <= 0
+            assert same(train(wrapped, batch, steps=1), expected)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_a_disk_that_fails(call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each write and each read; the error names the directory and the cure, or nobody needed those bytes."""
+    real, faults = getattr(os, call), Faults()
+
+    def faulty(*args: Any) -> int:
+        faults.event()
+        return real(*args)
+
+    wrapped, batch, _ = moving()
+    expected = plain("residual", steps=1)
+    monkeypatch.setattr(host_file.os, call, faulty)
+    wrapped(batch()).sum().backward()
+    calls, seen = faults.count, 0
+    with nothing_left(wrapped):
+        for n in range(1, calls + 1):
+            afresh(wrapped, "residual")
+
+            def step() -> None:
+                nonlocal seen
+                x = batch()
+                said = outcome(lambda: wrapped(x).sum().backward())
+                assert said == "" or "give a directory on a disk with room" in said
+                seen += bool(said)
+
+            faults.arm(n, lambda: OSError(number, os.strerror(number)))
+            assert left_bytes(step) <= 0
+            assert same(train(wrapped, batch, steps=1), expected)
+    assert seen >= calls // 2
+
+
+def test_a_disk_without_room_for_the_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, batch, _ = moving()
+    with nothing_left(wrapped):
+        with monkeypatch.context() as patch:
+            patch.setattr(host_file, "_free_bytes", lambda _: 10)
+            afresh(wrapped, "residual")
+            assert left_bytes(lambda: failing_step(wrapped, batch, "10 bytes are free there")) <= 0
+        afresh(wrapped, "residual")
+        assert same(train(wrapped, batch, steps=1), plain("residual", steps=1))
+
+
+def test_a_backward_after_an_error_says_so(faults: Faults) -> None:
+    wrapped, batch, _ = moving()
+    loss = wrapped(batch()).sum()
+    faults.arm(2, ERRORS["memory"])
+    with pytest.raises(MemoryError, match="injected") as caught:
+        loss.backward()
+    if hasattr(caught.value, "__notes__"):
+        assert re.search(r"rotoff: while running op .*stage '\d", caught.value.__notes__[0])
+    with pytest.raises(rotoff.ExecutionError, match="given up after an error"):
+        loss.backward()
+
+
+class Retrying(nn.Module):
+    """Tries a layer again that ran out of memory, or whose call failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            try:
+                y = layer(x)
+            except MemoryError:
+                y = layer(x)
+            x = x + y
+        return x
+
+
+def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(faults: Faults) -> None:
+    """At every call: a call of its own it may repeat; without a copy to the host there is no step."""
+    torch.manual_seed(0)
+    model, x = Retrying(), torch.randn(16, 8)
+    model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
+    faults.arm(0, MemoryError)
+    output = wrapped(x)
+    calls, said = faults.count, set()
+    del output
+
+    def step() -> None:
+        wrapped.zero_grad(set_to_none=False)
+        said.add(outcome(lambda: wrapped(x).square().sum().backward()).partition(";")[0])
+
+    with nothing_left(wrapped):
+        for n in range(1, calls + 1):
+            faults.arm(n, MemoryError)
+            said.clear()
+            assert left_bytes(step) <= 0
+            assert nothing_is_watched()
+            if said == {""}:
+                assert same([p.grad for p in model.parameters()], expected)
+            else:
+                (text,) = said
+                assert text.startswith(("MemoryError", "ExecutionError: this step was given up after an error"))
+            faults.arm(0, MemoryError)
+            wrapped.zero_grad(set_to_none=False)
+            wrapped(x).square().sum().backward()
+            assert same([p.grad for p in model.parameters()], expected)
+
+
+class Moody(nn.Module):
+    """Each mood does other operations, which no buffer shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mood = "measured"
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.sin()  # saves its input, or this and the stage before would be one
+        if self.mood == "more":
+            return torch.tanh(x).sigmoid() * 2
+        if self.mood == "fewer":
+            return x * 2
+        if self.mood == "others":  # as many, of another shape
+            return torch.cat([torch.tanh(x[:, :4]), x[:, 4:]], dim=1) * 2
+        return torch.tanh(x) * 2
+
+
+@pytest.mark.parametrize("later", ["measured", "more"])
+@pytest.mark.parametrize("mood", ["measured", "more", "fewer", "others"])
+def test_a_stage_that_is_not_deterministic_is_right(mood: str, later: str) -> None:
+    """What a replay makes again is what this step did, whatever the module did before and would do now."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Moody(), nn.GELU(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    wrapped = rotoff.Checkpointable(model).measure(x)
+    text = ["F_ck 1", "F_ck 2", "F_none 3", "F_all 4", "B 4", "F_ck 2", "F_all 3", "B 3", "F_all 2", "B 2"]
+    with_sequence(wrapped, rotoff.Sequence.from_text([*text, "F_all 1", "B 1"]))
+    model[1].mood = mood
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+
+    def step() -> None:
+        wrapped.zero_grad(set_to_none=False)
+        model[1].mood = mood
+        out = wrapped(x)
+        model[1].mood = later
+        out.sum().backward()
+
+    with nothing_left(wrapped):
+        assert left_bytes(step) <= 0
+        assert same([p.grad for p in wrapped.parameters()], expected)
+
+
+def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
+    model, batch = fresh("stateful")
+    faults = Faults()
+    hooks = [module.register_forward_pre_hook(faults.event) for module in model]
+    x = batch()
+    state = [b.clone() for b in model.buffers()]
+    rotoff.Checkpointable(model).measure(x, repeats=1).close()
+    calls = faults.count
+    for n in range(1, calls + 1, 1 + calls // 16):
+        faults.arm(n, ERRORS["interrupt"])
+        wrapped = rotoff.Checkpointable(model)
+        generator = torch.get_rng_state()
+        with nothing_left(wrapped):
+            said = outcome(lambda wrapped=wrapped: wrapped.measure(x, repeats=1))
+        # how often something is timed, the clock decides
+        assert "KeyboardInterrupt" in said or n > faults.count > calls // 2
+        assert same(list(model.buffers()), state)
+        assert torch.equal(torch.get_rng_state(), generator)
+    for hook in hooks:
+        hook.remove()
+    wrapped.compute_sequence(smallest(wrapped.measure(x), "joint"))
+    assert same(train(wrapped, batch, steps=1), plain("stateful", steps=1))
+
+
+def test_a_thousand_steps_do_not_grow() -> None:
+    wrapped, batch, _ = moving("tuples")
+    x = batch()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            wrapped.zero_grad(set_to_none=False)
+            wrapped(x).sum().backward()
+
+    with nothing_left(wrapped):
+        steps(10)
+        assert left_bytes(lambda: steps(10)) <= 0
+        gc.collect()
+        objects = len(gc.get_objects())
+        gc.disable()  # nothing may need the collector either
+        try:
+            steps(1000)
+            grown = len(gc.get_objects()) - objects
+        finally:
+            gc.enable()
+        assert grown < 200, f"{grown} objects more"

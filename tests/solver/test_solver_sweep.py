@@ -1,0 +1,136 @@
+"""Many limits at once, and limits on the host."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from oracles.chains import chains
+
+from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
+from rotoff.solver import sweep
+from rotoff.solver.search import _searched
+
+pytestmark = pytest.mark.full_search
+
+CHAIN = Chain(tuple(Stage("", 1.0, 2.0, 10, 30) for _ in range(8)), 20.0, 20.0, input_bytes=5)
+
+
+def test_rows_table_and_csv(tmp_path: Path) -> None:
+    seen: list[float] = []
+    found = sweep(CHAIN, [60, "100 B", 200, 300], ("joint", "remat"), refine=0.05, progress=lambda x, _: seen.append(x))
+    assert [(row.limit, row.mode) for row in found] == [(b, m) for m in ("joint", "remat") for b in (60, 100, 200, 300)]
+    assert seen[-1] == 1.0
+    for row, sequence in zip(found, found.sequences, strict=True):
+        if sequence is None:
+            assert row.limit < min_mem_limit(CHAIN, row.mode)
+        else:
+            assert row.makespan == simulate(CHAIN, sequence, row.limit).makespan
+    assert len(str(found).splitlines()) == 1 + len(found)
+    assert "does not fit" in str(found)
+    found.save(tmp_path / "rows.csv")
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [int(row["limit"]) for row in rows] == [row.limit for row in found]
+
+
+@given(chains(least=2, most=6))
+def test_more_memory_is_never_slower(chain: Chain) -> None:
+    for mode in ("joint", "remat", "offload"):
+        times = [row.makespan for row in sweep(chain, None, (mode,), refine=0.001) if row.makespan is not None]
+        assert times == sorted(times, reverse=True)
+
+
+def test_a_host_limit_is_kept() -> None:
+    free = solve(CHAIN, 120, refine=0.1)
+    assert free.meta["host_peak_bytes"] > 30
+    times = [free.meta["makespan"]]
+    for host in (60, 30, 0):
+        sequence = solve(CHAIN, 120, refine=0.1, host_limit=host)
+        trace = simulate(CHAIN, sequence, 120)
+        assert trace.host_peak_bytes <= host
+        times.append(trace.makespan)
+    assert times == sorted(times)
+    with pytest.raises(InfeasibleError, match="on the host"):
+        solve(CHAIN, 120, "offload", refine=0.1, host_limit=0)
+
+
+def test_bad_sweeps_are_refused() -> None:
+    with pytest.raises(OptionError):
+        sweep(CHAIN, [100], ())
+    with pytest.raises(OptionError):
+        sweep(CHAIN, [100], ("both",))
+
+
+def test_joint_is_never_slower_than_the_pure_modes() -> None:
+    rng = random.Random(8)  # a chain on which it was, where each mode knew only plans of its own
+    stages = tuple(
+        Stage("", rng.random(), 0.2 * rng.random(), out := rng.randint(20, 90), out * rng.randint(1, 6))
+        for _ in range(8)
+    )
+    found = sweep(Chain(stages, 0.2, 0.2, input_bytes=10), None, ("joint", "remat"), refine=0.003)
+    times = {(row.limit, row.mode): row.makespan for row in found}
+    for (limit, mode), makespan in times.items():
+        joint = times[limit, "joint"]
+        assert makespan is None or (joint is not None and joint <= makespan), (limit, mode)
+
+
+def test_a_sweep_solves_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[tuple[int, str]] = []
+
+    def noted(problem: Any, mode: str, progress: Any) -> Any:
+        searched.append((problem.limit, mode))
+        return _searched(problem, mode, progress)
+
+    monkeypatch.setattr("rotoff.solver.search._searched", noted)
+    found = sweep(CHAIN, [100, 150], ("joint", "remat", "offload"), refine=0.01)
+    assert [row.mode for row in found] == ["joint", "joint", "remat", "remat", "offload", "offload"]
+    assert len(searched) == len(set(searched)) == 6
+
+
+def test_a_lone_limit_or_mode_is_one() -> None:
+    assert [row.limit for row in sweep(CHAIN, "100 B", "remat", refine=False)] == [100]
+    assert [row.mode for row in sweep(CHAIN, 200, ("remat",), refine=False, policies="vdnn")] == ["remat", "vdnn"]
+
+
+@pytest.mark.parametrize("slots", [-1, 0, True, 1.5, "50"])
+def test_slots_of_a_sweep_are_checked(slots: Any) -> None:
+    with pytest.raises(OptionError, match="mem_slots is"):
+        sweep(CHAIN, [300], mem_slots=slots)
+
+
+def test_a_host_limit_beyond_64_bits_is_no_limit() -> None:
+    plain, huge = (solve(CHAIN, 120, refine=0.01, host_limit=host) for host in (None, 2**63))
+    assert plain.ops == huge.ops
+
+
+def unet(seed: int, levels: int, link: float) -> Chain:
+    """Outputs carry what later stages skip to, so few plans fit near the smallest limit."""
+    rng, size, skips, made = random.Random(seed), 64_000_000, [], []
+
+    def stages(size: int) -> None:
+        for _ in range(levels):
+            time, carried = 4e-3 * rng.uniform(0.8, 1.2), sum(skips)
+            saved = int(size * rng.uniform(2.5, 4)) + carried
+            made.append(Stage("", time, 2 * time, size + carried, saved, None, size // 4, None, size // 2))
+
+    for _ in range(levels):
+        stages(size)
+        skips.append(size)
+        size //= 2
+    made.append(Stage("", 4e-3, 8e-3, size + sum(skips), 4 * size + sum(skips)))
+    while skips:
+        stages(skips.pop())
+    return Chain(tuple(made), link, link, input_bytes=12_000_000, duplex=False)
+
+
+@pytest.mark.slow
+def test_more_memory_is_never_slower_near_the_smallest_limit() -> None:
+    """Limits that know nothing of each other, unlike those of a sweep."""
+    chain = unet(3, 3, 2e9)
+    least = min_mem_limit(chain, "joint")
+    times = [solve(chain, int(least * share)).meta["makespan"] for share in (1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08)]
+    assert times == sorted(times, reverse=True)

@@ -1,0 +1,101 @@
+"""Models under a sequence of one's own, the smallest limit, and what a step of them allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from allocated import peak_bytes
+from models import Batch, same
+from random_programs import random_sequence
+from torch import nn
+
+import rotoff
+from rotoff.core.sequence import Op, OpKind
+from rotoff.runtime.execution_plan import compile_sequence
+
+Make = Callable[[], tuple[nn.Sequential, Batch]]
+Run = Callable[[nn.Module, Batch], list[torch.Tensor]]
+
+
+def with_sequence(model: rotoff.Checkpointable, sequence: rotoff.Sequence) -> rotoff.Checkpointable:
+    """Have a measured model run `sequence`, as if the solver had found it."""
+    model.compute_sequence(1 << 40)
+    model._latest.plan = compile_sequence(model.profile.chain, sequence)
+    return model
+
+
+def smallest(wrapped: rotoff.Checkpointable, mode: str) -> int:
+    """The smallest limit that works, as the error says it."""
+    try:
+        wrapped.compute_sequence(1, mode=mode)
+    except rotoff.InfeasibleError as error:
+        return error.min_mem_limit
+    return 1
+
+
+class Loss(torch.autograd.Function):
+    """Makes the gradient of a model's output, which is the step's, and holds nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.size, ctx.dtype = output.size(), output.dtype
+        return output.as_strided((), ())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
+        return torch.ones(ctx.size, dtype=ctx.dtype)
+
+
+def step_peak(model: torch.nn.Module, batch: object) -> int:
+    """Bytes that one training step allocates: its batch and its parameter gradients are the caller's."""
+    x = batch()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p)
+    unit = torch.ones((), dtype=model(x).dtype)
+
+    def step() -> None:
+        output = model(x)  # held to the end, as training loops do
+        Loss.apply(output).backward(unit)
+
+    return peak_bytes(step)
+
+
+def every_form(chain: rotoff.Chain, k: int) -> rotoff.Sequence:
+    """Each stage once, in its form k or its last one."""
+    forwards = []
+    for i, stage in enumerate(chain.stages, start=1):
+        form = min(k, len(stage.forms))
+        forwards.append(Op(OpKind.F_SEL, i, form) if form else Op(OpKind.F_ALL, i))
+    return rotoff.Sequence((*forwards, *(Op(OpKind.B, i) for i in range(len(chain), 0, -1))), mode="forms")
+
+
+def compare(make: Make, run: Run, measured_in: Callable[[], Any] | None = None, seeds: int = 3) -> None:
+    """`run` gives the same tensors with the plain model, at the smallest joint limit, and with random sequences."""
+    torch.manual_seed(0)
+    model, batch = make()
+    torch.manual_seed(1)
+    expected = run(model, batch)
+    for seed in range(-1, seeds):
+        torch.manual_seed(0)
+        model, batch = make()
+        wrapped = rotoff.Checkpointable(model, check=True)
+        if measured_in is not None:
+            with measured_in():
+                wrapped.measure(batch(), repeats=1)
+        else:
+            wrapped.measure(batch(), repeats=1)
+        if seed < 0:
+            wrapped.compute_sequence(smallest(wrapped, "joint"))
+        else:
+            with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
+        torch.manual_seed(1)
+        got = run(wrapped, batch)
+        assert same(got, expected), f"seed {seed}\n{wrapped.sequence}"
+        wrapped.close()
+
+
+def sequential(*modules: nn.Module, shape: tuple[int, ...] = (64, 16)) -> tuple[nn.Sequential, Batch]:
+    return nn.Sequential(*modules), lambda: torch.randn(*shape)
