@@ -225,6 +225,20 @@ def given_up(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int)
     return first.detach() + step(model, optimizer, x, n)
 
 
+def carried(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    """Through ``.data`` of parameters and gradients, to the host and to the device, after a backward and a step."""
+    loss = model(x).float().square().mean()
+    loss.backward()
+    model.cpu().to(CUDA if n % 2 else "cpu").to(CUDA)
+    optimizer.step()
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.data = tensor.data.cpu().to(tensor.device)
+    model.cpu().to(CUDA)
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def frozen_later(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
     for k, p in enumerate(model.parameters()):
         if n in (1, 3) and k % 3 == 0:
@@ -294,7 +308,8 @@ def test_training_is_the_plain_models(name: str, share: float, updates: str, rec
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize(
-    "how", [clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, frozen_later]
+    "how",
+    [clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, carried, frozen_later],
 )
 def test_what_surrounds_a_step(how: Any, share: float, record_property: Record) -> None:
     least = 0.3 if how is frozen_later else 0.0  # a limit for more parameters that need gradients

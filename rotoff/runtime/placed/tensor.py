@@ -61,7 +61,8 @@ class PlacedTensor(ABC):
 
     @abstractmethod
     def put(self, tensor: torch.Tensor) -> None:
-        """Have the caller's tensor lie where `tensor` does."""
+        """Have the caller's tensor lie where `tensor` does; it is another object, whose ``.data`` the caller may set, as
+        ``module.cpu()`` does."""
 
     @property
     def on_host(self) -> bool:
@@ -254,7 +255,7 @@ class PlacedGradient(PlacedTensor):
         if self.apart is not None:
             self.apart = tensor
         elif tensor.device == self._parameter.device:
-            self._parameter.grad = tensor
+            self._parameter.grad = tensor.detach()
         else:
             self.apart, self._parameter.grad = tensor, None
 
@@ -302,7 +303,7 @@ class PlacedGradient(PlacedTensor):
                 apart.add_(theirs.to(apart.device))
             self._parameter.grad, self._valid = None, False
         if apart.device == self._parameter.device:
-            self.apart, self._parameter.grad = None, apart
+            self.apart, self._parameter.grad = None, apart.detach()
 
     def forget(self) -> None:
         """Nobody wants it any more: the backward has updated the parameter, or had failed when the next step began."""
@@ -324,4 +325,4 @@ class PlacedState(PlacedTensor):
         return found if isinstance(found, torch.Tensor) else None
 
     def put(self, tensor: torch.Tensor) -> None:
-        self.state[self._key] = tensor
+        self.state[self._key] = tensor.detach()
