@@ -239,6 +239,15 @@ def carried(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) 
     return loss.detach()
 
 
+def shared(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    """Moved, in place, into memory that processes share, as tensors are that go to another process."""
+    loss = step(model, optimizer, x, n)
+    for tensor in model.state_dict().values():
+        if not tensor.is_cuda:
+            tensor.share_memory_()
+    return loss
+
+
 def frozen_later(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
     for k, p in enumerate(model.parameters()):
         if n in (1, 3) and k % 3 == 0:
@@ -309,7 +318,10 @@ def test_training_is_the_plain_models(name: str, share: float, updates: str, rec
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize(
     "how",
-    [clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, carried, frozen_later],
+    [
+        clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, carried, shared,
+        frozen_later,
+    ],  # fmt: skip
 )
 def test_what_surrounds_a_step(how: Any, share: float, record_property: Record) -> None:
     least = 0.3 if how is frozen_later else 0.0  # a limit for more parameters that need gradients

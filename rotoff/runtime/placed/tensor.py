@@ -49,6 +49,7 @@ class PlacedTensor(ABC):
         self._link = link
         self._offset = offset
         self._room = room
+        self._address = 0  # of `host`
         self._valid = False  # whether the host's bytes are those of `device`
         self._sum: int | None = None  # of the bytes of `device` when that was so
         self._coming: Ticket = None
@@ -68,6 +69,8 @@ class PlacedTensor(ABC):
     def on_host(self) -> bool:
         """Whether the caller's tensor lies on the host."""
         tensor = self.get()
+        if self.host is not None and self.host.data_ptr() != self._address:
+            self.host = None  # the caller has moved its bytes into memory that processes share
         return tensor is not None and self.host is not None and storage_key(tensor) == storage_key(self.host)
 
     @property
@@ -209,6 +212,7 @@ class PlacedTensor(ABC):
         if self.host is None or View.of(self.host) != View.of(like):
             storage = self._link.host_bytes(self._offset, like.nbytes).untyped_storage()
             self.host = View.of(like).on(storage)
+            self._address = self.host.data_ptr()
         return self.host
 
 
