@@ -315,14 +315,13 @@ def test_training_is_the_plain_models(name: str, share: float, updates: str, rec
     compare(name, share, updates, step, OPTIMIZERS["AdamW"], record_property)
 
 
+STEPS = (
+    clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, carried, shared, frozen_later,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize(
-    "how",
-    [
-        clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, carried, shared,
-        frozen_later,
-    ],  # fmt: skip
-)
+@pytest.mark.parametrize("how", STEPS)
 def test_what_surrounds_a_step(how: Any, share: float, record_property: Record) -> None:
     least = 0.3 if how is frozen_later else 0.0  # a limit for more parameters that need gradients
     compare("language", max(share, least), "after", how, OPTIMIZERS["AdamW"], record_property)

@@ -62,8 +62,8 @@ class PlacedTensor(ABC):
 
     @abstractmethod
     def put(self, tensor: torch.Tensor) -> None:
-        """Have the caller's tensor lie where `tensor` does; it is another object, whose ``.data`` the caller may set, as
-        ``module.cpu()`` does."""
+        """Have the caller's tensor lie where `tensor` does, as another object, whose ``.data`` the caller may set
+        (``module.cpu()`` does)."""
 
     @property
     def on_host(self) -> bool:

@@ -115,7 +115,7 @@ def peak_bytes(small: SmallModel) -> Finding:
     over = max(row.get("given", 0) - row["limit"] for row in rows)
     if over > 0:
         cure = "PYTORCH_ALLOC_CONF=expandable_segments:True ends that"
-        said += f"; the allocator leaves up to 1 MiB of a block unsplit, here {format_bytes(over)} above a limit ({cure})"
+        said += f"; the allocator leaves up to 1 MiB of a block unsplit, {format_bytes(over)} above a limit ({cure})"
     if any(row.get("given", 0) > row["limit"] + row.get("slack", 0) for row in rows):
         return Finding(ATTENTION, f"{said}, which is more than it leaves unsplit; {REPORT}", figures)
     return Finding(OK, said, figures)
