@@ -244,6 +244,37 @@ def test_fragmentation_stays_flat_over_a_thousand_steps(mode: str, record_proper
     model.close()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_room_leaves_nothing_behind_and_the_next_one_is_the_plain_models(mode: str) -> None:
+    plain, _ = large()
+    module, x = large()
+    model = rotoff.Checkpointable(module).measure(x)
+    model.compute_sequence(int(model.keep_all_memory * 0.6), mode=mode)
+    with_zero_gradients(model), with_zero_gradients(plain)
+    step(model, x), step(plain, x)
+    total, failed = torch.cuda.get_device_properties(0).total_memory, 0
+    for share in (0.1, 0.4, 0.7):
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated()
+        room = torch.cuda.memory_reserved() + share * model.get_expected_memory()
+        torch.cuda.set_per_process_memory_fraction(room / total)
+        try:
+            step(model, x)
+        except torch.OutOfMemoryError:
+            failed += 1
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        gc.collect()
+        assert torch.cuda.memory_allocated() == held
+        with_zero_gradients(model), with_zero_gradients(plain)
+        torch.testing.assert_close(step(model, x), step(plain, x))
+        for a, b in zip(gradients(model), gradients(plain), strict=True):
+            torch.testing.assert_close(a, b)
+    assert failed
+    model.close()
+
+
 def test_late_copies_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sleep kernel before every copy: a missing wait would show in the gradients."""
     plain, _ = large()

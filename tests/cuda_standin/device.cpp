@@ -108,7 +108,8 @@ std::set<Block*, Smaller> unused[2]; // large ones, small ones
 std::set<Block*, Before> unmapped[2];
 char* ranges[2] = {nullptr, nullptr};
 Counts counts;
-int64_t capacity = int64_t(1) << 37;
+const int64_t capacity = int64_t(1) << 37;
+int64_t allowed = capacity; // that the process may reserve
 const char* told(const char* option) { // what stands behind the name of an option of the allocator; null where it is not given
   const char* all = std::getenv("PYTORCH_ALLOC_CONF");
   if (!all) all = std::getenv("PYTORCH_CUDA_ALLOC_CONF");
@@ -182,7 +183,7 @@ void unmap_pieces(bool small) {
 // Maps the first `size` bytes of `block`, which is not mapped, in whole pieces; null where the device has no room.
 Block* map_pieces(Block* block, int64_t size) {
   const int64_t unit = piece(*block), mapped = (size + unit - 1) / unit * unit;
-  if (counts.reserved + mapped > capacity) return nullptr;
+  if (counts.reserved + mapped > allowed) return nullptr;
   unmapped[block->small].erase(block);
   if (mapped < block->size) unmapped[block->small].insert(cut(block, mapped));
   counts.reserved += mapped;
@@ -230,8 +231,8 @@ void empty_cache() {
 }
 Block* reserve(int64_t size) {
   const int64_t segment = size <= kSmall ? 2 * kMiB : size < 10 * kMiB ? 20 * kMiB : (size + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
-  if (counts.reserved + segment > capacity) empty_cache();
-  if (counts.reserved + segment > capacity) return nullptr;
+  if (counts.reserved + segment > allowed) empty_cache();
+  if (counts.reserved + segment > allowed) return nullptr;
   counts.reserved += segment;
   counts.reserved_peak = std::max(counts.reserved_peak, counts.reserved);
   return new Block{static_cast<char*>(c10::alloc_cpu(segment)), segment, 0, size <= kSmall};
@@ -545,6 +546,7 @@ int64_t standin_reserved() { return counts.reserved; }
 int64_t standin_reserved_peak() { return counts.reserved_peak; }
 int64_t standin_large_peak() { return counts.large_peak; }
 int64_t standin_capacity() { return capacity; }
+void standin_allow(int64_t nbytes) { allowed = nbytes; }
 void standin_empty_cache() {
   std::lock_guard<std::mutex> guard(lock);
   empty_cache();

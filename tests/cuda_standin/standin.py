@@ -173,6 +173,9 @@ def stand_in(library: str) -> None:
         "max_memory_reserved": lambda _=None: device.standin_reserved_peak(),
         "reset_peak_memory_stats": lambda _=None: device.standin_reset_peak(),
         "empty_cache": lambda: device.standin_empty_cache(),
+        "set_per_process_memory_fraction": lambda share, _=None: device.standin_allow(
+            ctypes.c_int64(int(share * device.standin_capacity()))
+        ),
         "set_sync_debug_mode": lambda mode: device.standin_strict(("default", "warn", "error").index(mode)),
         "_sleep": lambda _: None,
         "cudart": lambda: runtime,
