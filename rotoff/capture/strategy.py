@@ -159,7 +159,14 @@ def read_sample(
 
 
 def refuse_passed_by() -> None:
-    """Raise MeasureError where hooks are registered that a planned step would pass by."""
+    """Raise MeasureError where hooks are registered that a planned step would pass by, or a CUDA graph is being
+    captured, whose replays would be of one step's random numbers and none of its copies' host bytes."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise MeasureError(
+            "the model cannot be measured, nor run as planned, while a CUDA graph is captured, since each step sets"
+            " random numbers back and orders its copies anew; capture the plain model, or give a limit that keeps"
+            " everything, with which it is the plain model"
+        )
     if _has_any_global_hook():
         raise MeasureError(
             "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what"

@@ -45,7 +45,10 @@ def _doctor(options: argparse.Namespace) -> int:
     from ..tools.doctor.findings import FAILED, OK, Report
 
     device = find_device(options.device)
-    Report(str(device)).save(options.output)  # a place that cannot be written to is refused before the work
+    try:
+        Report(str(device)).save(options.output)
+    except OSError as error:  # before the work
+        raise Stop(f"{options.output} cannot be written ({error.strerror}); name another file with -o") from error
 
     def told(report: Report, finding: Finding) -> None:
         report.save(options.output)  # now, so that an interrupt leaves what is known

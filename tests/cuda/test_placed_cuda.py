@@ -225,6 +225,29 @@ def given_up(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int)
     return first.detach() + step(model, optimizer, x, n)
 
 
+def carried(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    """Through ``.data`` of parameters and gradients, to the host and to the device, after a backward and a step."""
+    loss = model(x).float().square().mean()
+    loss.backward()
+    model.cpu().to(CUDA if n % 2 else "cpu").to(CUDA)
+    optimizer.step()
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.data = tensor.data.cpu().to(tensor.device)
+    model.cpu().to(CUDA)
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def shared(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+    """Moved, in place, into memory that processes share, as tensors are that go to another process."""
+    loss = step(model, optimizer, x, n)
+    for tensor in model.state_dict().values():
+        if not tensor.is_cuda:
+            tensor.share_memory_()
+    return loss
+
+
 def frozen_later(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
     for k, p in enumerate(model.parameters()):
         if n in (1, 3) and k % 3 == 0:
@@ -292,10 +315,13 @@ def test_training_is_the_plain_models(name: str, share: float, updates: str, rec
     compare(name, share, updates, step, OPTIMIZERS["AdamW"], record_property)
 
 
+STEPS = (
+    clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, carried, shared, frozen_later,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize(
-    "how", [clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, frozen_later]
-)
+@pytest.mark.parametrize("how", STEPS)
 def test_what_surrounds_a_step(how: Any, share: float, record_property: Record) -> None:
     least = 0.3 if how is frozen_later else 0.0  # a limit for more parameters that need gradients
     compare("language", max(share, least), "after", how, OPTIMIZERS["AdamW"], record_property)

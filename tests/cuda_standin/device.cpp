@@ -26,6 +26,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -35,25 +36,36 @@
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace {
 using namespace at;
-const Device kDevice(DeviceType::CUDA, 0);
+// The only device with memory; those before it are there, and whatever is made on them is a mistake.
+const Device kDevice(DeviceType::CUDA, [] {
+  const char* told = std::getenv("STANDIN_DEVICE");
+  return static_cast<DeviceIndex>(told ? std::atoi(told) : 0);
+}());
+thread_local DeviceIndex current = 0;
+const DeviceIndex kCount = kDevice.index() + 1;
+Stream stream_of(Device device) { return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, device.has_index() ? device.index() : current), 0); }
+void check_index(DeviceIndex index) {
+  TORCH_CHECK((index < 0 ? current : index) == kDevice.index(), "the stand-in has memory on ", kDevice, " alone");
+}
 
 struct Guard final : public c10::impl::DeviceGuardImplInterface {
   static constexpr DeviceType static_type = DeviceType::CUDA;
   Guard(DeviceType) {}
   Guard() = default;
   DeviceType type() const override { return DeviceType::CUDA; }
-  Device exchangeDevice(Device) const override { return kDevice; }
-  Device getDevice() const override { return kDevice; }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device) const noexcept override { return Stream(Stream::UNSAFE, kDevice, 0); }
-  Stream getDefaultStream(Device) const override { return Stream(Stream::UNSAFE, kDevice, 0); }
-  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::UNSAFE, kDevice, 0); }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
+  Device exchangeDevice(Device device) const override { return Device(DeviceType::CUDA, std::exchange(current, device.index())); }
+  Device getDevice() const override { return Device(DeviceType::CUDA, current); }
+  void setDevice(Device device) const override { current = device.index(); }
+  void uncheckedSetDevice(Device device) const noexcept override { current = device.index(); }
+  Stream getStream(Device device) const noexcept override { return stream_of(device); }
+  Stream getDefaultStream(Device device) const override { return stream_of(device); }
+  Stream exchangeStream(Stream stream) const noexcept override { return stream_of(stream.device()); }
+  DeviceIndex deviceCount() const noexcept override { return kCount; }
   void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -70,6 +82,8 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 // With expandable_segments:True there is a range of addresses for each of the two kinds, into which pieces of 2 MiB and of 20 MiB are mapped
 // where no free block fits, behind a free one where there is one; blocks are split to 512 bytes; of those that fit the one is taken that
 // could grow the least; emptying the cache unmaps whole pieces.
+// With max_split_size_mb blocks of that size and more are not split, nor given to who asks for less, or for 20 MiB less than they have; with
+// roundup_power2_divisions requests are rounded up to that many steps between two powers of two.
 constexpr int64_t kMiB = 1 << 20, kBlock = 512, kSmall = kMiB;
 
 struct Block {
@@ -94,12 +108,23 @@ std::set<Block*, Smaller> unused[2]; // large ones, small ones
 std::set<Block*, Before> unmapped[2];
 char* ranges[2] = {nullptr, nullptr};
 Counts counts;
-int64_t capacity = int64_t(1) << 37;
+const int64_t capacity = int64_t(1) << 37;
+int64_t allowed = capacity; // that the process may reserve
+const char* told(const char* option) { // what stands behind the name of an option of the allocator; null where it is not given
+  const char* all = std::getenv("PYTORCH_ALLOC_CONF");
+  if (!all) all = std::getenv("PYTORCH_CUDA_ALLOC_CONF");
+  const char* found = all ? std::strstr(all, option) : nullptr;
+  return found ? found + std::strlen(option) : nullptr;
+}
 const bool expandable = [] {
-  const char* told = std::getenv("PYTORCH_ALLOC_CONF");
-  if (!told) told = std::getenv("PYTORCH_CUDA_ALLOC_CONF");
-  return told && std::strstr(told, "expandable_segments:True");
+  const char* value = told("expandable_segments:");
+  return value && std::strncmp(value, "True", 4) == 0;
 }();
+int64_t number(const char* option, int64_t otherwise) {
+  const char* value = told(option);
+  return value ? std::atoll(value) : otherwise;
+}
+const int64_t kMostSplit = number("max_split_size_mb:", INT64_MAX / kMiB) * kMiB, kDivisions = number("roundup_power2_divisions:", 1);
 
 // The rest with `lock` held.
 
@@ -158,7 +183,7 @@ void unmap_pieces(bool small) {
 // Maps the first `size` bytes of `block`, which is not mapped, in whole pieces; null where the device has no room.
 Block* map_pieces(Block* block, int64_t size) {
   const int64_t unit = piece(*block), mapped = (size + unit - 1) / unit * unit;
-  if (counts.reserved + mapped > capacity) return nullptr;
+  if (counts.reserved + mapped > allowed) return nullptr;
   unmapped[block->small].erase(block);
   if (mapped < block->size) unmapped[block->small].insert(cut(block, mapped));
   counts.reserved += mapped;
@@ -206,17 +231,23 @@ void empty_cache() {
 }
 Block* reserve(int64_t size) {
   const int64_t segment = size <= kSmall ? 2 * kMiB : size < 10 * kMiB ? 20 * kMiB : (size + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
-  if (counts.reserved + segment > capacity) empty_cache();
-  if (counts.reserved + segment > capacity) return nullptr;
+  if (counts.reserved + segment > allowed) empty_cache();
+  if (counts.reserved + segment > allowed) return nullptr;
   counts.reserved += segment;
   counts.reserved_peak = std::max(counts.reserved_peak, counts.reserved);
   return new Block{static_cast<char*>(c10::alloc_cpu(segment)), segment, 0, size <= kSmall};
 }
+int64_t rounded(int64_t asked) {
+  if (kDivisions < 2 || asked <= kBlock * kDivisions) return (asked + kBlock - 1) / kBlock * kBlock;
+  const int64_t power = std::bit_floor(static_cast<uint64_t>(asked)), step = power / kDivisions;
+  return (asked + step - 1) / step * step;
+}
 Block* take(int64_t asked) {
-  const int64_t size = (asked + kBlock - 1) / kBlock * kBlock;
+  const int64_t size = rounded(asked);
   auto& pool = unused[size <= kSmall];
   Block wanted{nullptr, size};
   auto found = pool.lower_bound(&wanted);
+  if (found != pool.end() && (*found)->size >= (size < kMostSplit ? kMostSplit : size + 20 * kMiB)) found = pool.end();
   Block* block;
   if (found == pool.end()) {
     block = expandable ? expand(size, size <= kSmall) : reserve(size);
@@ -232,7 +263,7 @@ Block* take(int64_t asked) {
     pool.erase(found);
   }
   const int64_t left = block->size - size;
-  if (block->small || expandable ? left >= kBlock : left > kSmall) pool.insert(cut(block, size));
+  if (block->small || expandable ? left >= kBlock : size < kMostSplit && left > kSmall) pool.insert(cut(block, size));
   block->used = true;
   block->asked = asked;
   blocks[block->address] = block;
@@ -303,12 +334,14 @@ Tensor as_cpu(const Tensor& t) {
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().device(kCPU));
 }
 
-Tensor empty_mf(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>,
+Tensor empty_mf(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device> device,
                 std::optional<bool>, std::optional<MemoryFormat> mf) {
+  check_index(device ? device->index() : -1);
   return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(DispatchKey::CUDA), dtype_or_default(dtype), mf);
 }
 Tensor empty_s(IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>,
-               std::optional<Device>, std::optional<bool>) {
+               std::optional<Device> device, std::optional<bool>) {
+  check_index(device ? device->index() : -1);
   return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(DispatchKey::CUDA), dtype_or_default(dtype));
 }
 Tensor& copy_into(Tensor& self, const Tensor& src, bool non_blocking) {
@@ -458,13 +491,13 @@ struct CUDAHooks final : public at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex deviceCount() const override { return kCount; }
+  int getNumGPUs() const override { return kCount; }
+  DeviceIndex current_device() const override { return current; }
+  DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(DeviceIndex index) const override { current = index; }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(current, index); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return std::exchange(current, index < 0 ? current : index); }
   const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void deviceSynchronize(DeviceIndex) const override {}
@@ -513,6 +546,7 @@ int64_t standin_reserved() { return counts.reserved; }
 int64_t standin_reserved_peak() { return counts.reserved_peak; }
 int64_t standin_large_peak() { return counts.large_peak; }
 int64_t standin_capacity() { return capacity; }
+void standin_allow(int64_t nbytes) { allowed = nbytes; }
 void standin_empty_cache() {
   std::lock_guard<std::mutex> guard(lock);
   empty_cache();
@@ -525,4 +559,7 @@ void standin_reset_peak() {
   counts.large_peak = counts.large;
 }
 void standin_strict(int mode) { strict = mode; }
+int standin_count() { return kCount; }
+int standin_current() { return current; }
+int standin_exchange(int index) { return std::exchange(current, static_cast<DeviceIndex>(index < 0 ? current : index)); }
 }

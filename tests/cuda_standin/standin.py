@@ -125,6 +125,22 @@ def stand_in(library: str) -> None:
         asked = {"current": device.standin_requested(), "peak": device.standin_requested_peak()}
         return found | {f"requested_bytes.all.{when}": nbytes for when, nbytes in asked.items()}
 
+    @contextlib.contextmanager
+    def on(where: Any) -> Iterator[None]:
+        before = device.standin_exchange(index(where))
+        try:
+            yield
+        finally:
+            device.standin_exchange(before)
+
+    def index(where: Any) -> int:
+        """Of a device; -1 for the current one."""
+        if where is None or isinstance(where, int):
+            return -1 if where is None else where
+        found = torch.device(where).index
+        return -1 if found is None else found
+
+    count = device.standin_count()
     properties = SimpleNamespace(name="stand-in", major=9, minor=0, total_memory=device.standin_capacity())
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     replaced = {
@@ -132,10 +148,11 @@ def stand_in(library: str) -> None:
         "_initialized": True,
         "is_initialized": lambda: True,
         "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda _: None,
-        "device": lambda _: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: count,
+        "current_device": lambda: device.standin_current(),
+        "set_device": lambda where: device.standin_exchange(index(where)),
+        "device": on,
         "get_device_name": lambda _=None: "stand-in",
         "get_device_capability": lambda _=None: (9, 0),
         "get_device_properties": lambda _=None: properties,
@@ -156,10 +173,13 @@ def stand_in(library: str) -> None:
         "max_memory_reserved": lambda _=None: device.standin_reserved_peak(),
         "reset_peak_memory_stats": lambda _=None: device.standin_reset_peak(),
         "empty_cache": lambda: device.standin_empty_cache(),
+        "set_per_process_memory_fraction": lambda share, _=None: device.standin_allow(
+            ctypes.c_int64(int(share * device.standin_capacity()))
+        ),
         "set_sync_debug_mode": lambda mode: device.standin_strict(("default", "warn", "error").index(mode)),
         "_sleep": lambda _: None,
         "cudart": lambda: runtime,
-        "default_generators": (torch.default_generator,),
+        "default_generators": (torch.default_generator,) * count,
         "manual_seed": lambda _: None,  # the CPU's, which the stand-in draws from, is seeded beside it
         "manual_seed_all": lambda _: None,
         "get_rng_state": lambda _=None: torch.get_rng_state(),
@@ -168,7 +188,7 @@ def stand_in(library: str) -> None:
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
     cuda: Any = torch.Tensor
-    cuda.cuda = lambda self, *_, **__: self.to("cuda")
+    cuda.cuda = lambda self, where=None, *_, **__: self.to("cuda" if where is None else f"cuda:{index(where)}")
     cuda.pin_memory = lambda self, *_, **__: self
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU has no kernel of that name
     torch.backends.cuda.enable_mem_efficient_sdp(False)

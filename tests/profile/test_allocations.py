@@ -55,3 +55,19 @@ def test_an_allocator_that_does_not_tell_what_it_gives_is_refused(monkeypatch: p
     for _ in range(2):
         DeviceAllocator(torch.device("cuda", 0))
     assert not logs
+
+
+@pytest.mark.parametrize("told", ["", "expandable_segments:True", "roundup_power2_divisions:4,max_split_size_mb:64"])
+def test_options_that_make_blocks_larger_are_told_of(
+    told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = AllocationLog((Allocation(1, 512), Allocation(1, -512)))
+    monkeypatch.setattr(allocator, "_telling", set())
+    monkeypatch.setattr(allocator, "record", lambda *_: (None, log))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    with caplog.at_level("WARNING", "rotoff"):
+        for _ in range(2):
+            DeviceAllocator(torch.device("cuda", 0))
+    said = "option max_split_size_mb and roundup_power2_divisions makes blocks larger"
+    assert caplog.text.count("makes blocks larger") == (said in caplog.text) == ("64" in told)

@@ -13,6 +13,7 @@ from torch import nn
 
 import rotoff
 from rotoff.profile.memory.allocator import Allocation, AllocationLog, mark, record
+from rotoff.profile.timing import stage_timing
 
 KIB = 1024
 
@@ -331,3 +332,18 @@ def test_stages_of_a_kind_change_buffers_of_their_own() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert all(map(torch.equal, model.buffers(), plain.buffers()))
     wrapped.close()
+
+
+def test_backwards_are_timed_on_gradients_that_are_not_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is faster on numbers that are, which training's never are."""
+    real, given = stage_timing.backward, list[torch.Tensor]()
+
+    def noted(edges: Any, gradients: Any, targets: Any) -> Any:
+        given.extend(gradients)
+        return real(edges, gradients, targets)
+
+    monkeypatch.setattr(stage_timing, "backward", noted)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 16), repeats=1).close()
+    assert given
+    assert all(len(gradient.unique()) > 1 for gradient in given)

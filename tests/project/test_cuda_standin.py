@@ -86,6 +86,50 @@ def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: 
     assert found["overlap"]["moved"] > 0
 
 
+SECOND = """
+import torch
+from torch import nn
+import rotoff
+
+x = torch.randn(64, 16, device="cuda:1")
+
+def trained(model, optimizer):
+    torch.manual_seed(3)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().cpu() for p in model.parameters()]
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 16)) for _ in range(4)])
+
+plain = net().to("cuda:1")
+expected = trained(plain, torch.optim.AdamW(plain.parameters()))
+for mode in ("joint", "remat", "offload", "placed"):
+    model = rotoff.Checkpointable(net(), device="cuda:1", cache_directory=None).measure(x, repeats=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    limit = {"device_limit": 1, "optimizer": optimizer} if mode == "placed" else {"mem_limit": 1, "mode": mode}
+    try:
+        model.compute_sequence(**limit)
+    except rotoff.InfeasibleError as error:
+        limit[next(iter(limit))] = error.min_mem_limit
+    model.compute_sequence(**limit)
+    assert all(map(torch.equal, trained(model, optimizer), expected)), mode
+    model.close()
+assert torch.cuda.current_device() == 0
+"""
+
+
+def test_a_second_device_is_used_alone(environment: dict[str, str]) -> None:
+    """The first, which is the current one, refuses to give memory."""
+    command = [sys.executable, "-c", f"import standin\n{SECOND}"]
+    told = environment | {"STANDIN_DEVICE": "1"}
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 WAITING = """
 import os
 import torch

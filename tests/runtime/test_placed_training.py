@@ -386,6 +386,24 @@ def exchanged(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     return loss + looked
 
 
+def shared(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Moved, in place, into memory that processes share, as tensors are that go to another process."""
+    loss = model(batch()).float().square().mean()
+    loss.backward()
+    if n == 3:
+        for p in model.parameters():
+            p.data.share_memory_(), p.grad.share_memory_()
+    optimizers[0].step()
+    for tensor in (*model.state_dict().values(), *tensors_of(optimizers[0].state_dict())):
+        tensor.share_memory_()
+    optimizers[0].zero_grad()
+    return loss.detach()
+
+
+def tensors_of(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
 def loaded(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     """Saved and read back in the middle of the training."""
     loss = usual(model, optimizers, n, batch)
@@ -447,8 +465,8 @@ def other_shapes(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tenso
 
 
 STEPS = (
-    clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, loaded, given_up, looked_at,
-    frozen_later, hooked, other_shapes,
+    clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, shared, loaded, given_up,
+    looked_at, frozen_later, hooked, other_shapes,
 )  # fmt: skip
 
 

@@ -174,7 +174,10 @@ def test_what_was_found_before_an_interrupt_is_on_disk(
         (["--seconds", "many"], "'many' is no number of seconds from 0 to 3600"),
         (["--seconds", "-1"], "'-1' is no number of seconds from 0 to 3600"),
         (["--seconds", "nan"], "'nan' is no number of seconds"),
-        (["-o", "nowhere/doctor.json"], "No such file or directory"),
+        (
+            ["-o", "nowhere/doctor.json"],
+            "rotoff doctor: nowhere/doctor.json cannot be written (No such file or directory); name another file with",
+        ),
     ],
 )
 def test_wrong_usage_is_one_sentence_before_any_work(

@@ -6,6 +6,7 @@ them, without touching the user's memory statistics. A dispatch mode would miss 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,11 @@ from torch.autograd.profiler import profile, record_function
 from ...errors import MeasureError
 from ...tensors.storage import block_bytes, local, rounded
 
+logger = logging.getLogger("rotoff")
 T = TypeVar("T")
 _MARK = "rotoff::mark "
 _WHOLE = "rotoff::record"
+ENLARGING = ("max_split_size_mb", "roundup_power2_divisions")
 UNSPLIT = 1 << 20  # bytes that it leaves with a block above 1 MiB, where that is what there was
 
 
@@ -161,6 +164,7 @@ class DeviceAllocator:
                     " own one (no backend:cudaMallocAsync in PYTORCH_ALLOC_CONF, no PYTORCH_NO_CUDA_MEMORY_CACHING)"
                 )
             _telling.add(device)
+            _warn_of_larger_blocks()
 
     def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
         return record(run, self._device)
@@ -183,6 +187,17 @@ class DeviceAllocator:
         if self._device.type != "cuda":
             return log
         return log.sized({self.address(t): self.rounded(t.untyped_storage().nbytes()) for t in tensors})
+
+
+def _warn_of_larger_blocks() -> None:
+    """Say where the allocator is told to give blocks that are larger than is counted."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    if found := [option for option in ENLARGING if option in told]:
+        logger.warning(
+            "rotoff: the allocator's option %s makes blocks larger than rotoff counts, so that steps may exceed their"
+            " limit; leave it out of PYTORCH_ALLOC_CONF, or lower the limit by what docs/runtime.md says",
+            " and ".join(found),
+        )
 
 
 def mark(name: str) -> None:

@@ -49,6 +49,7 @@ class PlacedTensor(ABC):
         self._link = link
         self._offset = offset
         self._room = room
+        self._address = 0  # of `host`
         self._valid = False  # whether the host's bytes are those of `device`
         self._sum: int | None = None  # of the bytes of `device` when that was so
         self._coming: Ticket = None
@@ -61,12 +62,15 @@ class PlacedTensor(ABC):
 
     @abstractmethod
     def put(self, tensor: torch.Tensor) -> None:
-        """Have the caller's tensor lie where `tensor` does."""
+        """Have the caller's tensor lie where `tensor` does, as another object, whose ``.data`` the caller may set
+        (``module.cpu()`` does)."""
 
     @property
     def on_host(self) -> bool:
         """Whether the caller's tensor lies on the host."""
         tensor = self.get()
+        if self.host is not None and self.host.data_ptr() != self._address:
+            self.host = None  # the caller has moved its bytes into memory that processes share
         return tensor is not None and self.host is not None and storage_key(tensor) == storage_key(self.host)
 
     @property
@@ -208,6 +212,7 @@ class PlacedTensor(ABC):
         if self.host is None or View.of(self.host) != View.of(like):
             storage = self._link.host_bytes(self._offset, like.nbytes).untyped_storage()
             self.host = View.of(like).on(storage)
+            self._address = self.host.data_ptr()
         return self.host
 
 
@@ -254,7 +259,7 @@ class PlacedGradient(PlacedTensor):
         if self.apart is not None:
             self.apart = tensor
         elif tensor.device == self._parameter.device:
-            self._parameter.grad = tensor
+            self._parameter.grad = tensor.detach()
         else:
             self.apart, self._parameter.grad = tensor, None
 
@@ -302,7 +307,7 @@ class PlacedGradient(PlacedTensor):
                 apart.add_(theirs.to(apart.device))
             self._parameter.grad, self._valid = None, False
         if apart.device == self._parameter.device:
-            self.apart, self._parameter.grad = None, apart
+            self.apart, self._parameter.grad = None, apart.detach()
 
     def forget(self) -> None:
         """Nobody wants it any more: the backward has updated the parameter, or had failed when the next step began."""
@@ -324,4 +329,4 @@ class PlacedState(PlacedTensor):
         return found if isinstance(found, torch.Tensor) else None
 
     def put(self, tensor: torch.Tensor) -> None:
-        self.state[self._key] = tensor
+        self.state[self._key] = tensor.detach()

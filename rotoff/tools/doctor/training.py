@@ -114,8 +114,8 @@ def peak_bytes(small: SmallModel) -> Finding:
         )
     over = max(row.get("given", 0) - row["limit"] for row in rows)
     if over > 0:
-        cure = "PYTORCH_ALLOC_CONF=expandable_segments:True has the allocator split its blocks"
-        said += f"; blocks hold up to {format_bytes(over)} above a limit that was asked for to the byte ({cure})"
+        cure = "PYTORCH_ALLOC_CONF=expandable_segments:True ends that"
+        said += f"; the allocator leaves up to 1 MiB of a block unsplit, {format_bytes(over)} above a limit ({cure})"
     if any(row.get("given", 0) > row["limit"] + row.get("slack", 0) for row in rows):
         return Finding(ATTENTION, f"{said}, which is more than it leaves unsplit; {REPORT}", figures)
     return Finding(OK, said, figures)
