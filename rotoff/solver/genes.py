@@ -8,11 +8,13 @@ a rank among updates issued there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from ..core.chain import Chain
+from ..core.parameters import ParameterGroup
 from ..core.sequence import Sequence, Value
 from .arrays import arrays
 from .kernels.place import Placer
@@ -62,6 +64,34 @@ def at_home(chain: Chain) -> np.ndarray:
     genes = np.zeros((len(chain.parameters), GENES), dtype=np.int16)
     genes[:, AT] = [min(group.stages) for group in chain.parameters]
     return genes
+
+
+def merged(chain: Chain) -> tuple[Chain, list[int]]:
+    """`chain` with one group for those that the same stages read and the same lanes may update, and which of its groups
+    each is part of."""
+    members: dict[tuple[object, ...], list[ParameterGroup]] = {}
+    keys = [
+        (tuple(sorted(g.stages)), g.grad_bytes > 0, g.host_update_time is not None) for g in chain.parameters
+    ]
+    for key, group in zip(keys, chain.parameters, strict=True):
+        members.setdefault(key, []).append(group)
+    groups = tuple(
+        ParameterGroup(
+            key[0],
+            *(sum(getattr(g, name) for g in several) for name in ("bytes", "grad_bytes", "state_bytes", "update_time")),
+            sum(g.host_update_time for g in several) if key[2] else None,
+            max(g.update_transient_bytes for g in several),
+        )
+        for key, several in members.items()
+    )
+    number = {key: k for k, key in enumerate(members)}
+    return replace(chain, parameters=groups), [number[key] for key in keys]
+
+
+def spread(chain: Chain, plan: np.ndarray, part: list[int]) -> np.ndarray:
+    """The plan of the chain whose groups are merged, for each of the groups of `chain`."""
+    stages = len(plan) - GENES * (1 + max(part))
+    return np.concatenate([plan[:stages], plan[stages:].reshape(-1, GENES)[part].ravel()])
 
 
 def joined(codes: np.ndarray, genes: np.ndarray) -> np.ndarray:
