@@ -70,9 +70,7 @@ def merged(chain: Chain) -> tuple[Chain, list[int]]:
     """`chain` with one group for those that the same stages read and the same lanes may update, and which of its groups
     each is part of."""
     members: dict[tuple[object, ...], list[ParameterGroup]] = {}
-    keys = [
-        (tuple(sorted(g.stages)), g.grad_bytes > 0, g.host_update_time is not None) for g in chain.parameters
-    ]
+    keys = [(tuple(sorted(g.stages)), g.grad_bytes > 0, g.host_update_time is not None) for g in chain.parameters]
     for key, group in zip(keys, chain.parameters, strict=True):
         members.setdefault(key, []).append(group)
     groups = tuple(

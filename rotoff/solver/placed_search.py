@@ -39,13 +39,13 @@ from .pool import THREADS, Pool
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
 EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 8 s for 34 stages, and 25 for 100
-LONGEST = 100  # stages: of longer chains fewer plans are decoded
+LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 VISITS = 4  # columns of the stages' codes; later visits are as the last
 # Temperatures at which the rounds start, as shares of the keep-all time; each ends a hundred times colder.
 HEATS = (3e-2, 2e-2, 1e-2, 3e-3)
 TOGETHER = 0.5  # share of the effort for groups that the same stages read as one
-LATER_HEATS = (1e-2, 3e-3)
+LATER_HEATS = (3e-3, 1e-3)  # from the plan of those
 # A plan over the limit by a share x costs that many keep-all times x more at first, and ten times that at the end of a
 # round.
 WEIGHTS = (0.5, 2.0)
@@ -74,7 +74,7 @@ def searched(
     """
     starts, heats = [*known], HEATS
     together, part = merged(step.chain)
-    if len(together.parameters) < len(step.chain.parameters) and budget.seconds:
+    if len(together.parameters) < len(step.chain.parameters) and step.mode != "remat":
         coarse = replace(step, chain=together)
         plan = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, None)
         budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
@@ -207,7 +207,8 @@ def _annealed(
     scale, least = chain.compute_time or 1.0, least_compute(chain) * (1 + FLOAT_ERROR)
     pool = Pool(starts, judge, [weight * scale / max(1, step.limit) for weight in WEIGHTS])
     rules = np.array(RULES[step.mode], dtype=np.int16)
-    shorter = min(1.0, LONGEST / len(chain))
+    L, K = len(chain), len(chain.parameters)
+    shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))
     each = int(SHARE[step.mode] * budget.seconds * EFFORT * shorter) // len(heats)
     searches = [kernel.search for kernel in kernels]
     with ThreadPoolExecutor(THREADS) as threads:
