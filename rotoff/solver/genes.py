@@ -69,21 +69,23 @@ def at_home(chain: Chain) -> np.ndarray:
 def merged(chain: Chain) -> tuple[Chain, list[int]]:
     """`chain` with one group for those that the same stages read and the same lanes may update, and which of its groups
     each is part of."""
-    members: dict[tuple[object, ...], list[ParameterGroup]] = {}
-    keys = [(tuple(sorted(g.stages)), g.grad_bytes > 0, g.host_update_time is not None) for g in chain.parameters]
-    for key, group in zip(keys, chain.parameters, strict=True):
-        members.setdefault(key, []).append(group)
-    groups = tuple(
-        ParameterGroup(
-            key[0],
-            *(sum(getattr(g, name) for g in several) for name in ("bytes", "grad_bytes", "state_bytes", "update_time")),
-            sum(g.host_update_time for g in several) if key[2] else None,
-            max(g.update_transient_bytes for g in several),
+    keys = [(tuple(sorted(g.stages)), g.grad_bytes > 0, g.host_update_time is None) for g in chain.parameters]
+    number = {key: k for k, key in enumerate(dict.fromkeys(keys))}
+    groups = []
+    for key in number:
+        several = [g for g, of in zip(chain.parameters, keys, strict=True) if of == key]
+        groups.append(
+            ParameterGroup(
+                key[0],
+                sum(g.bytes for g in several),
+                sum(g.grad_bytes for g in several),
+                sum(g.state_bytes for g in several),
+                sum(g.update_time for g in several),
+                None if key[2] else sum(g.host_update_time or 0.0 for g in several),
+                max(g.update_transient_bytes for g in several),
+            )
         )
-        for key, several in members.items()
-    )
-    number = {key: k for k, key in enumerate(members)}
-    return replace(chain, parameters=groups), [number[key] for key in keys]
+    return replace(chain, parameters=tuple(groups)), [number[key] for key in keys]
 
 
 def spread(chain: Chain, plan: np.ndarray, part: list[int]) -> np.ndarray:

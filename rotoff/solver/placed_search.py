@@ -72,7 +72,8 @@ def searched(
 
     Groups that the same stages read are first placed together, which is a smaller problem, and then each by itself.
     """
-    starts, heats = [*known], HEATS
+    starts = [*known]
+    heats: tuple[float, ...] = HEATS
     together, part = merged(step.chain)
     if len(together.parameters) < len(step.chain.parameters) and step.mode != "remat":
         coarse = replace(step, chain=together)
