@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, replace
 
 from rotoff import Chain, ParameterGroup, Stage
+from rotoff.core.parameters import in_parts
 
 ELEMENT = 2  # bytes of a number in bfloat16
 SAVED = 17  # tensors of a block's width that autograd saves in it, where attention saves no matrix
@@ -50,6 +51,7 @@ def transformer(
     frozen: float = 0.0,
     adapters: float = 0.0,
     tied: bool = False,
+    by_tensor: bool = False,
     name: str = "",
 ) -> Chain:
     """A transformer whose blocks hold 4 * width² parameters of attention and ``experts`` times ``2 * width * inner``
@@ -64,6 +66,7 @@ def transformer(
         adapters: size of a second group that every block trains, as a share of the first; embedding and head are then
             frozen.
         tied: whether the head uses the embedding's parameters.
+        by_tensor: whether a block's tensors are in several groups where they are large, as `rotoff` makes them.
     """
     tokens, inner = sequence * batch, 4 * width if inner is None else inner
     hidden = tokens * width * ELEMENT
@@ -88,8 +91,11 @@ def transformer(
         sizes = {"grad_bytes": count * gradient, "state_bytes": count * state}
         return replace(whole, **sizes, update_time=traffic / machine.memory, host_update_time=on_host)
 
+    tensors = [width**2] * 4 + [width * inner] * 2 * experts
+    all_of_them = blocks * sum(tensors) + ends * (1 if tied else 2)
+    parts = in_parts(tensors, tensors, all_of_them) if by_tensor else [tensors]
     inside = [
-        group((i + 2,), f"block{i}", attention + experts * expert, trained=i >= frozen * blocks) for i in range(blocks)
+        group((i + 2,), f"block{i}", sum(part), trained=i >= frozen * blocks) for i in range(blocks) for part in parts
     ]
     last = len(stages)
     if adapters:
@@ -157,46 +163,62 @@ def drawn(seed: int, stages: int) -> Chain:
     )
 
 
-def gpt_7b() -> Chain:
+def gpt_7b(by_tensor: bool = False) -> Chain:
     """6.7 billion parameters, 4,096 tokens: 53.6 GB of parameters, gradients and states."""
-    return transformer(RTX_4090, 32, 4096, 4096, name="gpt-6.7b")
+    return transformer(RTX_4090, 32, 4096, 4096, by_tensor=by_tensor, name="gpt-6.7b")
 
 
-def gpt_1b() -> Chain:
+def gpt_1b(by_tensor: bool = False) -> Chain:
     """1.3 billion parameters, 4 x 2,048 tokens: 10.7 GB."""
-    return transformer(OLDER, 24, 2048, 2048, batch=4, name="gpt-1.3b")
+    return transformer(OLDER, 24, 2048, 2048, batch=4, by_tensor=by_tensor, name="gpt-1.3b")
 
 
-def gpt_13b() -> Chain:
+def gpt_13b(by_tensor: bool = False) -> Chain:
     """13 billion parameters, 4,096 tokens: 104 GB."""
-    return transformer(RTX_4090, 40, 5120, 4096, name="gpt-13b")
+    return transformer(RTX_4090, 40, 5120, 4096, by_tensor=by_tensor, name="gpt-13b")
 
 
-def mixture_of_experts() -> Chain:
+def mixture_of_experts(by_tensor: bool = False) -> Chain:
     """24 blocks of 8 experts, 2 of them active: 7.3 billion parameters, of which 2.5 are used by a token."""
-    return transformer(RTX_4090, 24, 2048, 2048, batch=4, experts=8, active=2, name="moe-24x8")
+    return transformer(RTX_4090, 24, 2048, 2048, batch=4, experts=8, active=2, by_tensor=by_tensor, name="moe-24x8")
 
 
-def half_frozen() -> Chain:
+def half_frozen(by_tensor: bool = False) -> Chain:
     """6.7 billion parameters, the first half of the blocks frozen; head and embedding are one."""
-    return transformer(RTX_4090, 32, 4096, 4096, frozen=0.5, tied=True, name="gpt-6.7b-half-frozen")
+    return transformer(
+        RTX_4090, 32, 4096, 4096, frozen=0.5, tied=True, by_tensor=by_tensor, name="gpt-6.7b-half-frozen"
+    )
 
 
 def grid() -> list[Chain]:
-    """0.3 to 30 billion parameters, links of 6 to 400 GB/s, hosts of 10 to 400 GB/s or none."""
+    """0.3 to 30 billion parameters, links of 6 to 400 GB/s, hosts of 10 to 400 GB/s or none.
+
+    Groups of transformers are those that `rotoff` makes: a block's tensors are in several."""
     return [
-        transformer(LAPTOP, 24, 1024, 1024, batch=8, name="gpt-0.3b"),
-        gpt_1b(),
-        transformer(replace(OLDER, host=None), 24, 2048, 2048, batch=4, tied=True, name="gpt-1.3b-tied-no-host"),
-        gpt_7b(),
-        half_frozen(),
-        gpt_13b(),
-        transformer(H100, 48, 7168, 4096, batch=2, name="gpt-30b"),
-        transformer(GH200, 48, 7168, 4096, batch=2, gradient=4, state=12, name="gpt-30b-fp32-states"),
-        mixture_of_experts(),
-        transformer(replace(H100, host=None), 32, 4096, 4096, experts=8, inner=8192, active=2, name="moe-20b-no-host"),
-        transformer(RTX_4090, 32, 4096, 2048, frozen=1.0, adapters=0.01, name="lora-6.7b"),
-        transformer(LAPTOP, 40, 5120, 2048, frozen=1.0, adapters=0.002, name="lora-13b"),
+        transformer(LAPTOP, 24, 1024, 1024, batch=8, by_tensor=True, name="gpt-0.3b"),
+        gpt_1b(by_tensor=True),
+        transformer(
+            replace(OLDER, host=None), 24, 2048, 2048, batch=4, tied=True, by_tensor=True, name="gpt-1.3b-tied-no-host"
+        ),
+        gpt_7b(by_tensor=True),
+        half_frozen(by_tensor=True),
+        gpt_13b(by_tensor=True),
+        transformer(H100, 48, 7168, 4096, batch=2, by_tensor=True, name="gpt-30b"),
+        transformer(GH200, 48, 7168, 4096, batch=2, gradient=4, state=12, by_tensor=True, name="gpt-30b-fp32-states"),
+        mixture_of_experts(by_tensor=True),
+        transformer(
+            replace(H100, host=None),
+            32,
+            4096,
+            4096,
+            experts=8,
+            inner=8192,
+            active=2,
+            by_tensor=True,
+            name="moe-20b-no-host",
+        ),
+        transformer(RTX_4090, 32, 4096, 2048, frozen=1.0, adapters=0.01, by_tensor=True, name="lora-6.7b"),
+        transformer(LAPTOP, 40, 5120, 2048, frozen=1.0, adapters=0.002, by_tensor=True, name="lora-13b"),
         convolutional(),
         drawn(1, 12),
         drawn(2, 24),

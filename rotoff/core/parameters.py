@@ -6,13 +6,17 @@ value of 0 bytes does not exist: it is always usable, and no operation may name 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import ChainError
 from .chain_fields import bytes_of, check_name, number, several
 
+PARTS = 3  # more gain little, and plans of more groups take longer to find
+LEAST_PART = 1 / 128
+NEARLY = 0.05  # a part may be so much smaller than a third
+T = TypeVar("T")
 _FIELDS = ("name", "stages", "bytes", "grad_bytes", "state_bytes", "update_time", "update_transient_bytes")
 
 
@@ -90,6 +94,22 @@ class ParameterGroup:
             return cls(**{name: data[name] for name in known if name in data}, extra=extra)
         except ChainError as error:
             raise ChainError(f"group {k} of the parameters: {error}") from error
+
+
+def in_parts(tensors: Iterable[T], sizes: Iterable[int], whole: int) -> list[list[T]]:
+    """The tensors of a group in at most `PARTS` parts of nearly the same size, none of them much below a share
+    `LEAST_PART` of all parameters, which are `whole`: a large group's parts are moved and updated one after another."""
+    tensors, sizes = list(tensors), list(sizes)
+    least = max(1.0, sum(sizes) / PARTS, LEAST_PART * whole)
+    parts: list[list[T]] = [[]]
+    held, left = 0, sum(sizes)
+    for one, size in zip(tensors, sizes, strict=True):
+        parts[-1].append(one)
+        held, left = held + size, left - size
+        if held >= least * (1 - NEARLY) and left >= least / 2:
+            parts.append([])
+            held = 0
+    return parts
 
 
 def _stage(value: Any, where: str) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..capture.unrepeatable import compiled
-from ..core.parameters import ParameterGroup
+from ..core.parameters import ParameterGroup, in_parts
 from ..runtime.placed.placement import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
 from ..tensors.stage import StageModule
@@ -45,8 +45,8 @@ def find_groups(
     device: torch.device,
     may_move: Callable[[nn.Parameter], bool] = placeable,
 ) -> FoundGroups:
-    """One group for the parameters of each stage, or of the stages that share them; those that are trained and those
-    that are not apart.
+    """One group for the parameters of each stage, or of the stages that share them, a few where they are large; those
+    that are trained and those that are not apart.
 
     Parameters stay on the device that no stage reads, that are read by compiled modules, and that share their bytes
     with others. host: whether the host may update a group: on the CPU it is the same processor, which then does so
@@ -69,7 +69,11 @@ def find_groups(
             key = tuple(readers[id(parameter)]), parameter.requires_grad, probe.updates(parameter)
             members.setdefault(key, []).append(parameter)
     costs, placed, first = [], [], []
-    for (stages_of, needs, updated), parameters in sorted(members.items(), key=lambda one: one[0]):
+    whole = sum(room_of(p) for several in members.values() for p in several)
+    parts = [
+        (key, part) for key in sorted(members) for part in in_parts(members[key], map(room_of, members[key]), whole)
+    ]
+    for (stages_of, needs, updated), parameters in parts:
         nbytes = sum(rounded(room_of(p), block_bytes(device)) for p in parameters)
         transient = probe.update_bytes(parameters) if updated else 0
         states = tuple(probe.state_bytes(p) for p in parameters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +27,9 @@ from .genes import (
     STATE_LEAVES,
     at_home,
     joined,
+    merged,
     placer,
+    spread,
     to_sequence,
 )
 from .host import all_moving, everything_away, host_step
@@ -37,11 +39,13 @@ from .pool import THREADS, Pool
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
 EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 8 s for 34 stages, and 25 for 100
-LONGEST = 100  # stages: of longer chains fewer plans are decoded
+LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 VISITS = 4  # columns of the stages' codes; later visits are as the last
 # Temperatures at which the rounds start, as shares of the keep-all time; each ends a hundred times colder.
 HEATS = (3e-2, 2e-2, 1e-2, 3e-3)
+TOGETHER = 0.5  # share of the effort for groups that the same stages read as one
+LATER_HEATS = (3e-3, 1e-3)  # from the plan of those
 # A plan over the limit by a share x costs that many keep-all times x more at first, and ten times that at the end of a
 # round.
 WEIGHTS = (0.5, 2.0)
@@ -64,9 +68,21 @@ class Step:
 def searched(
     step: Step, budget: Budget, known: list[np.ndarray], progress: Callable[[float, float], None] | None = None
 ) -> np.ndarray | None:
-    """The best plan found, at least as good as any of `known`; None if none fits."""
-    starts = [*known, *_starts(step)]
-    return _annealed(step, budget, starts, progress) if starts else None
+    """The best plan found, at least as good as any of `known`; None if none fits.
+
+    Groups that the same stages read are first placed together, which is a smaller problem, and then each by itself.
+    """
+    starts = [*known]
+    heats: tuple[float, ...] = HEATS
+    together, part = merged(step.chain)
+    if len(together.parameters) < len(step.chain.parameters) and step.mode != "remat":
+        coarse = replace(step, chain=together)
+        plan = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, None)
+        budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
+        if plan is not None:
+            starts.append(spread(step.chain, plan, part))
+    starts += _starts(step)
+    return _annealed(step, budget, starts, heats, progress) if starts else None
 
 
 def sequence_of(step: Step, plan: np.ndarray, visits: int = VISITS) -> Sequence:
@@ -174,8 +190,14 @@ def _placements(step: Step) -> Iterator[np.ndarray]:
 
 
 def _annealed(
-    step: Step, budget: Budget, starts: list[np.ndarray], progress: Callable[[float, float], None] | None
+    step: Step,
+    budget: Budget,
+    starts: list[np.ndarray],
+    heats: tuple[float, ...],
+    progress: Callable[[float, float], None] | None,
 ) -> np.ndarray | None:
+    if not starts:
+        return None
     chain = step.chain
     kernels = [placer(chain, step.limit, VISITS, step.updates, step.host_limit) for _ in range(THREADS)]
 
@@ -186,19 +208,20 @@ def _annealed(
     scale, least = chain.compute_time or 1.0, least_compute(chain) * (1 + FLOAT_ERROR)
     pool = Pool(starts, judge, [weight * scale / max(1, step.limit) for weight in WEIGHTS])
     rules = np.array(RULES[step.mode], dtype=np.int16)
-    shorter = min(1.0, LONGEST / len(chain))
-    each = int(SHARE[step.mode] * budget.seconds * EFFORT * shorter) // len(HEATS)
+    L, K = len(chain), len(chain.parameters)
+    shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))
+    each = int(SHARE[step.mode] * budget.seconds * EFFORT * shorter) // len(heats)
     searches = [kernel.search for kernel in kernels]
     with ThreadPoolExecutor(THREADS) as threads:
-        for turn, heat in enumerate(HEATS if each else ()):
+        for turn, heat in enumerate(heats if each else ()):
             if pool.best <= (False, least):
                 break
             order, hot = pool.ranked(), [scale * heat] * THREADS
-            firsts = [order[0], order[1 + turn] if turn + 2 < len(HEATS) and turn + 1 < len(order) else order[0]]
+            firsts = [order[0], order[1 + turn] if turn + 2 < len(heats) and turn + 1 < len(order) else order[0]]
             for last, best in pool.annealed(threads, searches, firsts, each, turn, hot, rules):
                 pool.add(last if best is None else best)
             if not pool.fits:
                 pool.weights = [GROWTH * weight for weight in pool.weights]
             if progress is not None:
-                progress((turn + 1) / len(HEATS), pool.best[1])
+                progress((turn + 1) / len(heats), pool.best[1])
     return pool.winner

@@ -24,6 +24,7 @@ from rotoff import (
     keep_all,
     simulate,
 )
+from rotoff.core.parameters import in_parts
 from rotoff.core.sequence import g, o, w
 from rotoff.core.steady_step import at_rest
 
@@ -362,6 +363,20 @@ def test_updates_after_the_backward() -> None:
     simulate(CHAIN, Sequence.from_text(flying.split("; "), resident=ALL))
     with pytest.raises(OptionError, match="updates is 'later'; give 'during' or 'after'"):
         simulate(CHAIN, during, updates="later")
+
+
+# -- parts
+
+
+def test_large_groups_are_made_of_parts() -> None:
+    block = [4, 4, 4, 4, 16, 16]
+    assert in_parts("qkvoud", block, 0) == [list("qkvo"), ["u"], ["d"]]
+    assert in_parts("qkvoud", block, 40 * sum(block)) == [list("qkvo"), ["u"], ["d"]]
+    assert in_parts("qkvoud", block, 60 * sum(block)) == [list("qkvou"), ["d"]]  # parts of a share of 1/128
+    assert in_parts("qkvoud", block, 100 * sum(block)) == [list("qkvoud")]
+    assert in_parts("wb", [100, 1], 0) == [["w", "b"]]
+    assert in_parts("bw", [1, 100], 0) == [["b", "w"]]
+    assert in_parts("a", [0], 0) == [["a"]]
 
 
 # -- files

@@ -4,6 +4,8 @@ any kind."""
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,20 @@ from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
 
 from rotoff import Chain, OpKind, ParameterGroup, Stage, simulate
-from rotoff.solver.genes import FLAGS, ON_HOST, at_home, joined, placer, to_sequence
+from rotoff.solver.genes import (
+    EVERYWHERE,
+    FLAGS,
+    GRADIENT_LEAVES,
+    MASK,
+    ON_HOST,
+    STATE_LEAVES,
+    at_home,
+    joined,
+    merged,
+    placer,
+    spread,
+    to_sequence,
+)
 from rotoff.solver.plan_codes import empty
 
 VISITS = 4
@@ -73,3 +88,35 @@ def test_a_plan_whose_parameters_stay_moves_none(chain: Chain, seed: int) -> Non
     there = [f"w {k}" for k, group in enumerate(chain.parameters, 1) if group.bytes]
     there += [f"o {k}" for k, group in enumerate(chain.parameters, 1) if group.state_bytes]
     assert sorted(sequence.resident) == sorted(there)
+
+
+@given(
+    chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters),
+    st.integers(0, 10**9),
+    st.sampled_from(["during", "after"]),
+)
+@settings(deadline=None, max_examples=60)
+def test_parts_that_are_placed_like_their_group_move_like_it(chain: Chain, seed: int, updates: str) -> None:
+    parts = [replace(group, stages=group.stages[::way]) for group in chain.parameters for way in (1, -1)]
+    chain = replace(chain, parameters=tuple(parts))
+    whole, part = merged(chain)
+    plan = random_plan(whole, random.Random(seed))
+    moves, of_parts = (
+        Counter(
+            (op.kind, op.of, name[op.stage - 1])
+            for op in to_sequence(placer(one, 2**50, VISITS, updates), codes)
+            if op.of
+        )
+        for one, codes, name in ((whole, plan, sorted(set(part))), (chain, spread(chain, plan, part), part))
+    )
+    assert of_parts == Counter({move: count * part.count(move[2]) for move, count in moves.items()})
+
+
+def test_what_is_updated_at_once_stays_until_then_in_parts_too() -> None:
+    parts = (ParameterGroup((1,), 30, 30, 60, 0.5),) * 2
+    chain = Chain((Stage("", 1.0, 2.0, 10, 20),) * 2, 5.0, 5.0, 10, parameters=parts)
+    genes = at_home(chain)
+    genes[:, MASK], genes[:, FLAGS] = EVERYWHERE, STATE_LEAVES | GRADIENT_LEAVES
+    sequence = to_sequence(placer(chain, 2**50, VISITS, "during"), joined(empty(chain, VISITS), genes))
+    assert not any(op.of == "g" for op in sequence)
+    assert sum(op.kind is OpKind.PREFETCH and op.of == "w" for op in sequence) == 4  # for F 1 and for B 1

@@ -210,6 +210,15 @@ cdef void _uses(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
             w.have[i] = 1
 
 
+cdef inline bint _apart(Groups *p, Cycle *s, int32_t k, int32_t after, int32_t before) noexcept nogil:
+    """Whether more lies between two positions of one step than updates of groups that begin at the stage of group k."""
+    cdef int32_t x
+    for x in range(after + 1, before):
+        if s.at[x].act >= 0 or p.group[-1 - s.at[x].act].first != p.group[k].first:
+            return True
+    return False
+
+
 cdef void _weights(Groups *p, Cycle *s, const int16_t *genes, int32_t k) noexcept nogil:
     """The gaps of w k. The first one after an update on the device begins with the copy out."""
     cdef int32_t v = s.base + k, u = s.group[k].uses.head, last = s.group[k].uses.tail
@@ -230,7 +239,7 @@ cdef void _weights(Groups *p, Cycle *s, const int16_t *genes, int32_t k) noexcep
             s.gap[x].free_most = s.gap[x].in_least = s.group[k].update_at
     while s.use_next[u] >= 0:
         after, before = s.use[u].pos, s.use[s.use_next[u]].pos
-        if (mask >> s.use[u].bit) & 1 and before - after > 1:
+        if (mask >> s.use[u].bit) & 1 and _apart(p, s, k, after, before):
             _gap(s, v, after, before, made)
             made = -1
         u = s.use_next[u]
@@ -248,7 +257,7 @@ cdef void _gradient_and_state(Groups *p, Cycle *s, const int16_t *genes, int32_t
         _gap(s, g, whole, -1, whole)
         return
     _between(s, begun, at, group.g)
-    if flags & GRADIENT_LEAVES and at - whole > 1:
+    if flags & GRADIENT_LEAVES and _apart(p, s, k, whole, at):
         _gap(s, g, whole, at, whole)
     if group.o == 0:
         return

@@ -96,8 +96,21 @@ cdef void _shift(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state) noexc
 
 
 cdef void _mutate_groups(Groups *p, int16_t *genes, uint64_t *state) noexcept nogil:
-    """One random change of where parameters lie and when they are updated."""
-    cdef Py_ssize_t k = below(state, p.K), other, x, choice = below(state, 16)
+    """One random change of where parameters lie and when they are updated: of one group, or of all of its stages."""
+    cdef Py_ssize_t k = below(state, p.K), other, x
+    cdef bint all_of_them = below(state, 2) == 0
+    _mutate_group(p, genes, k, state)
+    if not all_of_them:
+        return
+    for other in range(p.K):
+        if (p.group[other].first == p.group[k].first and p.group[other].last == p.group[k].last and other != k
+                and (p.group[other].g > 0) == (p.group[k].g > 0)):
+            for x in range(MASK, RANK + 1):
+                genes[other * GENES + x] = genes[k * GENES + x]
+
+
+cdef void _mutate_group(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state) noexcept nogil:
+    cdef Py_ssize_t other, x, choice = below(state, 16)
     cdef int16_t *gene = genes + k * GENES
     cdef int16_t held
     if choice < 4:
