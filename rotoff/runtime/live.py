@@ -335,7 +335,9 @@ class LiveForward(EagerFunctionMode):
             self.tape.needs_dead |= bool(written)  # others may read what it has changed
             for var in made:
                 if var is not None:
-                    var.dead = True
+                    var.dead, var.stays = True, var.stays or stage == OUTSIDE
+            if stage == OUTSIDE:  # no replay makes it
+                return result
         around = None
         if not grad or known.attention or self.autocast_before or is_any_autocast_enabled():
             around = Around.of(grad, self.autocast_before, known.attention)
