@@ -252,8 +252,9 @@ class Checkpointable(RotorNames, ModuleProxy):
                 ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
                 whole; ``"after"``, the default: in ``optimizer.step()``.
             in_flight: how many forwards run before the backward of the first, as in a pipeline or with
-                ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together. `rotoff.attach_schedule`
-                finds it for a pipeline.
+                ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together, but for the parameter
+                gradients that autograd gathers beside `.grad` where one backward is for several of them.
+                `rotoff.attach_schedule` finds it for a pipeline.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
