@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -119,8 +120,8 @@ def test_what_is_stored_lies_as_its_kernel_laid_it_out_at_other_sizes() -> None:
 @pytest.mark.parametrize("mode", ["remat", "joint"])
 def test_a_loss_that_gives_one_number_for_all_takes_no_more_than_predicted(mode: str) -> None:
     """As a sum does: kernels then copy what lies channels last, the indices of pooling among it."""
-    layers = [[nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.SiLU(), nn.MaxPool2d(3, 1, 1)] for _ in range(3)]
-    model = nn.Sequential(*sum(layers, [])).to(memory_format=torch.channels_last)
+    layers = [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.SiLU(), nn.MaxPool2d(3, 1, 1)]
+    model = nn.Sequential(*copy.deepcopy(layers), *layers).to(memory_format=torch.channels_last)
     x = torch.randn(2, CHANNELS, 16, 16).to(memory_format=torch.channels_last)
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
