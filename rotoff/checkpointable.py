@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
+from .capture.outside import without_checkpoints
 from .capture.sharding import gathers
 from .capture.unrepeatable import compiled
 from .core.chain import Chain
@@ -585,7 +586,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         assert course.plan is not None
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if course.plan.keeps_all and not self._check and recording is None:
-            return course.captured.started(own())
+            with without_checkpoints():  # with room for everything they save nothing
+                return course.captured.started(own())
         if recording is not None:  # beside what is predicted
             course = self._timed
         profile, plan = course.planned, self._plan_of(course)

@@ -13,6 +13,7 @@ from models import ALL, fresh
 from random_programs import random_sequence
 from test_runtime import Loss, smallest, step_peak, with_sequence
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import rotoff
 from rotoff.runtime.links.file import FileLink, FileTicket
@@ -291,6 +292,28 @@ def test_what_frames_hold_is_charged_and_what_is_for_nothing_is_held_by_no_tape(
                     p.grad = torch.zeros_like(p)
                 assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory() <= limit, mode
     wrapped.close()
+
+
+class Checkpoints(nn.Module):
+    """Which note the state of the generator, and recompute."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=n % 2 == 0)
+        return x.square().mean()
+
+
+def test_checkpoints_of_the_models_own_have_no_effect_with_room_for_everything_either() -> None:
+    model, x = Checkpoints(), torch.randn(16, 32)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped.compute_sequence(wrapped.keep_all_memory)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory()
 
 
 class Narrow(nn.Module):
