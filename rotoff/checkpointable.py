@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
+from .capture.outside import without_checkpoints
 from .capture.sharding import gathers
 from .capture.unrepeatable import compiled
 from .core.chain import Chain
@@ -252,8 +253,9 @@ class Checkpointable(RotorNames, ModuleProxy):
                 ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
                 whole; ``"after"``, the default: in ``optimizer.step()``.
             in_flight: how many forwards run before the backward of the first, as in a pipeline or with
-                ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together. `rotoff.attach_schedule`
-                finds it for a pipeline.
+                ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together, but for the parameter
+                gradients that autograd gathers beside `.grad` where one backward is for several of them.
+                `rotoff.attach_schedule` finds it for a pipeline.
 
         Raises:
             LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
@@ -584,7 +586,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         assert course.plan is not None
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if course.plan.keeps_all and not self._check and recording is None:
-            return course.captured.started(own())
+            with without_checkpoints():  # with room for everything they save nothing
+                return course.captured.started(own())
         if recording is not None:  # beside what is predicted
             course = self._timed
         profile, plan = course.planned, self._plan_of(course)

@@ -77,6 +77,9 @@ class ModuleProxy(nn.Module):
     def __len__(self) -> int:
         return len(self._model)  # type: ignore[arg-type]
 
+    def __bool__(self) -> bool:
+        return bool(self._model)
+
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._model)  # type: ignore[call-overload]
 

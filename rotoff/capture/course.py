@@ -16,15 +16,13 @@ import torch
 from torch import nn
 
 from ..tensors.stage import StageModule
+from .for_nothing import OUTSIDE, beside_bytes, put_in_stages
 from .partition.cuts import used
 from .partition.segment import Segment
 from .places import Entry
 from .sharding import gathers
 from .tape import Operation, Owned, Ref, Tape, leaves
 from .unrepeatable import compiled
-
-SCALARS = 64  # bytes of numbers that an operation makes tensors of
-OUTSIDE = 0  # in place of a stage: what is made for all stages or for none, and is charged to no value
 
 
 class ExpectedCall(NamedTuple):
@@ -47,7 +45,7 @@ class ExpectedCall(NamedTuple):
 class Course:
     """What one forward is expected to do.
 
-    calls: in order. dead_bytes: what those of each stage read, make and save that nobody needs, at most. crossing: of
+    calls: in order. dead_bytes: as of `beside_bytes`. crossing: of
     each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
     `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well. places: the
     calls by what they are known by (`places`). entries: of each call of a module, the call that comes next. modules:
@@ -86,7 +84,7 @@ class Course:
         """The stages that have begun when something is made that belongs to none."""
         found, stage = set(), OUTSIDE
         for call in self.calls:
-            if call.stage == OUTSIDE != stage:
+            if call.stage == OUTSIDE != stage and not call.dead:
                 found.add(stage)
             stage = call.stage or stage
         return frozenset(found)
@@ -111,19 +109,11 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         for segment in _segments(stage):
             stage_of.update((id(op), i) for op in segment.operations)
     outside = {id(op) for stage in before for segment in _segments(stage) for op in segment.operations}
-    calls = [op for op in tape.operations if not op.added and op.makes]
+    calls = [op for op in tape.operations if op.makes]
     needed = {id(op) for op in used(tape)}
-    open_stage = 1
-    for op in calls:  # what nobody needs is made in the stage that is open
-        if id(op) not in outside:
-            open_stage = stage_of.setdefault(id(op), open_stage)
-    dead_bytes = [0] * len(stages)
-    for op in calls:
-        if id(op) not in needed:
-            made_here = sum(tape.variables[n].nbytes for n in {*op.reads, *op.outputs} if n is not None)
-            dead_bytes[stage_of[id(op)] - 1] += made_here + sum(nbytes for _, nbytes in op.saves) + SCALARS
+    leaving = [_segments(stage)[-1].leaves or () for stage in stages]
+    made = put_in_stages(tape, calls, stage_of, needed, outside, [set[int](), *map(set, leaving)])
     place = {id(op): k for k, op in enumerate(calls)}
-    made = {n: stage_of.get(id(op), OUTSIDE) for op in reversed(calls) for n in op.outputs if n is not None}
     last: dict[int, int] = {}
     following = len(calls)
     for op in reversed(tape.operations):
@@ -135,10 +125,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
     for n, k in last.items():
         if n not in lasting and n in made:
             last_uses[k].append(n)
-    crossing = []
-    for stage in stages:
-        leaves = _segments(stage)[-1].leaves
-        crossing.append(tuple((n, at) for at, n in enumerate(leaves or ()) if made.get(n, OUTSIDE) != OUTSIDE))
+    crossing = tuple(tuple((n, at) for at, n in enumerate(one) if made.get(n, OUTSIDE) != OUTSIDE) for one in leaving)
     return Course(
         calls=tuple(
             ExpectedCall(
@@ -151,8 +138,8 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
             )
             for k, op in enumerate(calls)
         ),
-        dead_bytes=tuple(dead_bytes),
-        crossing=tuple(crossing),
+        dead_bytes=beside_bytes(tape, calls, stage_of, needed, last, len(stages)),
+        crossing=crossing,
         held=frozenset(n for n, variable in enumerate(tape.variables) if variable.storage in tape.held),
         opaque=frozenset(
             op.function for op in calls if isinstance(op.function, nn.Module) and _opaque(op.function, tape)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +17,26 @@ from torch import nn
 from torch.utils import checkpoint as checkpoints
 
 _CALLED: Any = nn.Module.__call__
-_APPLY: Any = torch.autograd.Function.__dict__["apply"]
 _SCRIPTED: Any = torch.jit.ScriptFunction.__call__
+
+
+class _Seen:
+    """Of a method within a class, so that its code has the cell that the exchanged one has."""
+
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        __class__  # type: ignore[name-defined]  # noqa: B018
+        return _rotoff_applied(cls, args, kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+# The code of ``Function.apply`` is exchanged, and not the attribute: models keep ``activation = Function.apply``.
+APPLY: Any = vars(torch.autograd.Function)["apply"].__func__
+APPLY_CODE = APPLY.__code__
+SEEN_APPLY = _Seen.apply.__code__
+APPLIES = SimpleNamespace(
+    now=FunctionType(APPLY_CODE, APPLY.__globals__, "apply", APPLY.__defaults__, APPLY.__closure__)
+)
+_OWN_APPLY = APPLIES.now
+APPLY.__globals__["_rotoff_applied"] = lambda cls, args, kwargs: APPLIES.now(cls, *args, **kwargs)
 
 
 def own_function(function: Any) -> str:
@@ -31,35 +50,32 @@ def own_function(function: Any) -> str:
 def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Iterator[None]:
     """Within, calls go through `called(original, module, *args)` and `applied(function, original, of, *args)`:
     `function` is what PyTorch itself calls, `original` what is there now."""
-    call, apply, script_call = nn.Module.__call__, _apply(), torch.jit.ScriptFunction.__call__
+    call, apply, script_call = nn.Module.__call__, APPLIES.now, torch.jit.ScriptFunction.__call__
 
     def wrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return called(call, module, *args, **kwargs)
 
     def wrapped_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return applied(_APPLY.__get__(None, cls), apply.__get__(None, cls), cls, *args, **kwargs)
+        return applied(MethodType(_OWN_APPLY, cls), MethodType(apply, cls), cls, *args, **kwargs)
 
     def wrapped_script(function: Any, *args: Any, **kwargs: Any) -> Any:
         return applied(partial(_SCRIPTED, function), partial(script_call, function), function, *args, **kwargs)
 
-    with _calling(wrapped_call, classmethod(wrapped_apply), wrapped_script):
+    with _calling(wrapped_call, SEEN_APPLY, wrapped_apply, wrapped_script):
         yield
 
 
 def unseen_calls() -> AbstractContextManager[None]:
     """Within, calls are PyTorch's own again, for a compiler to look through."""
-    return _calling(_CALLED, _APPLY, _SCRIPTED)
+    return _calling(_CALLED, APPLY_CODE, _OWN_APPLY, _SCRIPTED)
 
 
-def _apply() -> Any:
-    return torch.autograd.Function.__dict__["apply"]
-
-
-def _calling(call: Any, apply: Any, script_call: Any) -> Patches:
-    """Within, modules, custom Functions and scripted functions are called by these."""
+def _calling(call: Any, code: Any, apply: Any, script_call: Any) -> Patches:
+    """Within, modules, custom Functions and scripted functions are called by these; code: of ``Function.apply``."""
     return Patches(
         (nn.Module, "__call__", lambda _: call),
-        (torch.autograd.Function, "apply", lambda _: apply),
+        (APPLIES, "now", lambda _: apply),
+        (APPLY, "__code__", lambda _: code),
         (torch.jit.ScriptFunction, "__call__", lambda _: script_call),
     )
 

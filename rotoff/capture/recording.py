@@ -29,7 +29,6 @@ from ..tensors.saved_tensors import saved_hooks
 from ..tensors.storage import copied
 from ..tensors.tree import flatten
 from .outside import other_generators, put_other_generators, seen_calls
-from .partition.weight_casts import share
 from .recorder import Recorder
 from .tape import NOTHING, Tape
 from .union import union
@@ -83,16 +82,12 @@ def record(call: Call, named: Collection[nn.Module] = ()) -> Tape:
             call.in_step.put_back()
             raise
         tape.random = _goes_by_chance(tape) or drawn != other_generators()
-        tape = _with_known(call, tape)
-        share(tape)
-        return tape
+        return _with_known(call, tape)
     with preserved((), call.device):
         try:
-            tape = _every_call(call, named)
+            return _every_call(call, named)
         finally:
             put_other_generators(drawn)
-    share(tape)
-    return tape
 
 
 def _every_call(call: Call, named: Collection[nn.Module]) -> Tape:

@@ -69,7 +69,7 @@ class Operation:
     autocast within the model keeps (`weight_casts`). place: the modules around it, outermost first, each call of a
     module as (name, number of the call). saves: (number, bytes) of the storages of which autograd saves something for
     it. ends: those that are gone by the next one, since Python lets go of them; what autograd saves is not seen to
-    stay. added: it is none of the model's own calls. keys: what it is known by in other forwards (`places`).
+    stay. keys: what it is known by in other forwards (`places`).
     """
 
     function: Callable[..., Any]
@@ -88,7 +88,6 @@ class Operation:
     casts: tuple[Any, ...] = ()
     saves: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, ...] = ()
-    added: bool = False
     keys: tuple[Hashable, ...] = ()
 
     @property

@@ -100,7 +100,7 @@ def signature(value: Any, model: nn.Module) -> Any:
     """What the bytes of a step depend on: the tensors of its input, autocast, and the model's parameters and modes."""
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
     shapes = tuple(map(_shape, tensors))
-    types = {"cpu", *(t.device.type for t in tensors)}
+    types = {"cpu", *(t.device.type for t in tensors)} - {"meta"}  # of which autocast knows nothing
     autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
     todo, known = [model], {id(model)}  # in a loop of our own, since ``model.modules()`` has a generator for each level
     for module in todo:

@@ -25,6 +25,7 @@ from ..core.chain import BIDIRECTIONAL, Stage
 from ..errors import ChainError
 from ..tensors.recipe import Constant, Recipe, Stored, Unread
 from ..tensors.stage import Behaviour, StageModule
+from ..tensors.storage import View
 from .memory.eager_memory import FreedEarly
 from .memory.skips import Skip
 from .profile import Profile
@@ -135,10 +136,15 @@ def _same_result(pair: tuple[Any, Any]) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Stored):
-        return bool(a.slot == b.slot and a.view.dense and b.view.dense)
+        return bool(a.slot == b.slot and _lie_alike(a.view, b.view))
     if isinstance(a, Unread):
-        return bool(a.device == b.device and a.view.dense and b.view.dense)
+        return bool(a.device == b.device and _lie_alike(a.view, b.view))
     return bool(a.value == b.value if isinstance(a, Constant) else a.place == b.place)
+
+
+def _lie_alike(a: View, b: View) -> bool:
+    """Whether two tensors of other sizes go through their storages in one order, without gaps."""
+    return a.dense and b.dense and a.order == b.order
 
 
 def _keeping(profile: Profile, forms: Sequence[Iterable[int]]) -> Profile:

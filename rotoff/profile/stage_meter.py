@@ -34,7 +34,7 @@ from .selective.variant_run import WholeStage
 from .selective.variants import Policy, unfit
 from .timing.context import MeasurementContext
 from .timing.convergence import Repeats
-from .timing.harness import Run, backward, contiguous, get_edges, ones, permuted, within_backward
+from .timing.harness import Run, backward, contiguous, expanded, get_edges, ones, permuted, within_backward
 from .timing.overhead import UpkeepMeter
 from .timing.stage_timing import End, Timings, copy_bandwidth, time_stage
 from .timing.timing_cache import KnownTimes, StageTimes, check_times
@@ -176,7 +176,7 @@ class Meter:
         generators.put(drawn)
         forward = self._forward(run, changes, generators)
         stuck = forward.behaviour.unmanaged_bytes
-        back, other_layout_bytes = self._backward(run, forward.outputs)
+        back, other_layout_bytes = self._backward(run, forward.outputs, forward.own_gradient_bytes)
         generators.put(drawn)  # so that whoever saves other tensors now has no better reason than what it remembers
         dropping = self._dropping(run, forward.shapes)
         kept_above = forward.log.peak() - forward.saved_bytes - stuck
@@ -294,10 +294,22 @@ class Meter:
         found = self._forms.find(whole, known.forms if known else None, operations)
         return replace(whole.costs, forms=found.forms), replace(whole.behaviour, forms=found.recipes), found.reason
 
-    def _backward(self, run: Run, outputs: Sequence[torch.Tensor]) -> tuple[BackwardBytes, int]:
-        """The bytes of the backward, and what it holds more where gradients lie otherwise than their tensors."""
+    def _backward(
+        self, run: Run, outputs: Sequence[torch.Tensor], gradient_bytes: Sequence[int]
+    ) -> tuple[BackwardBytes, int]:
+        """The bytes of the backward, and what it holds more where gradients lie otherwise than their tensors.
+
+        gradient_bytes: of the gradient of each output.
+        """
         back = backward_bytes(self.allocator, run)
-        if run.last or all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension lies in one way
+        if run.last:  # whoever makes a loss of the outputs may give gradients that take nothing, and kernels copy
+            alone = backward_bytes(self.allocator, run, expanded)
+            levels = ((getattr(alone, name) - sum(gradient_bytes), name) for name in ("peak", "begun", "staying"))
+            most = {name: max(level, getattr(back, name)) for level, name in levels}
+            pairs = zip(back.places, alone.places, strict=True)
+            places = tuple(a and a._replace(layout=max(a.layout, (b or a).layout)) for a, b in pairs)
+            return back._replace(**most, places=places), 0
+        if all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension lies in one way
             return back, 0
         ways = [permuted] if all(t.is_contiguous() for t in outputs) else [permuted, contiguous]
         strange = [backward_bytes(self.allocator, run, way) for way in ways]

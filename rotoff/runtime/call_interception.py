@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..capture.outside import Patches, without_checkpoints
+from ..capture.outside import APPLIES, APPLY, SEEN_APPLY, Patches, without_checkpoints
 
 if TYPE_CHECKING:
     from .live import LiveForward
@@ -64,10 +64,10 @@ _CALL.__globals__[_rotoff_called.__name__] = _rotoff_called
 
 def _apply(apply: Any) -> Any:
     def wrapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        live, bound = _FOLLOWED.live, apply.__get__(None, cls)
-        return bound(*args, **kwargs) if live is None else live.applied(bound, *args, **kwargs)
+        live = _FOLLOWED.live
+        return apply(cls, *args, **kwargs) if live is None else live.applied(MethodType(apply, cls), *args, **kwargs)
 
-    return classmethod(wrapped)
+    return wrapped
 
 
 def _script(call: Any) -> Any:
@@ -82,6 +82,7 @@ def _script(call: Any) -> Any:
 
 _SEEN = Patches(
     (_CALL, "__code__", lambda _: _call.__code__),
-    (torch.autograd.Function, "apply", _apply),
+    (APPLIES, "now", _apply),
+    (APPLY, "__code__", lambda _: SEEN_APPLY),
     (torch.jit.ScriptFunction, "__call__", _script),
 )

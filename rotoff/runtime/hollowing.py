@@ -46,4 +46,6 @@ def _stub(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
 def _number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Which all stubs of a kind share: not a number, so that whoever reads it unseen shows."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device)
+    room = torch.frombuffer(bytearray(dtype.itemsize), dtype=torch.uint8)  # Python's own: no step is charged for it
+    number = (room if device.type == "cpu" else room.to(device)).view(dtype)[0]
+    return number.fill_(value).detach()

@@ -130,7 +130,10 @@ class LiveForward(EagerFunctionMode):
         for copy in self.brought.values():
             if vars(copy).pop(TAG, None) is not None:  # another stage's
                 setattr(copy, RETURNED, True)
-        self.as_measured = self._position == self._course.starts.get(stage, self._position)
+        # what belongs to no stage may come first
+        start = self._course.starts.get(stage, self._position)
+        between = {call.stage for call in self._calls[self._position : start]}
+        self.as_measured = self._position <= start and between <= {OUTSIDE}
         if self._skipped:
             skipped, self._skipped = self._skipped, []
             self._dying = tuple([n for n in skipped if self._numbered.get(n) not in self.entered])
@@ -335,7 +338,9 @@ class LiveForward(EagerFunctionMode):
             self.tape.needs_dead |= bool(written)  # others may read what it has changed
             for var in made:
                 if var is not None:
-                    var.dead = True
+                    var.dead, var.stays = True, var.stays or stage == OUTSIDE
+            if stage == OUTSIDE:  # no replay makes it
+                return result
         around = None
         if not grad or known.attention or self.autocast_before or is_any_autocast_enabled():
             around = Around.of(grad, self.autocast_before, known.attention)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..tensors.autocast import uncached_autocast
 from ..tensors.convolutions import forward_by
 from ..tensors.eager_mode import EagerMode
-from ..tensors.recipe import QUERIES, Argument, Constant, Recipe, Result, Stored
+from ..tensors.recipe import QUERIES, Argument, Constant, Recipe, Result, Stored, Unread
 from ..tensors.saved_tensors import watch_saved
 from ..tensors.storage import View, bytes_of
 
@@ -91,12 +91,19 @@ class _Redo(EagerMode):
             except (NotImplementedError, RuntimeError) as error:
                 raise OtherOperations from error
             made = made if isinstance(made, (tuple, list)) else (made,)
-            known[key] = tuple(View.of(one) if isinstance(one, torch.Tensor) else None for one in made)
+            # kernels may lay their results out otherwise than on meta: as where they were measured
+            pairs = zip(made, self._recipe.results[n], strict=False)
+            known[key] = tuple(
+                View.of(one).ordered(like.view.order) if isinstance(like, (Stored, Unread)) else None
+                for one, like in pairs
+            )
         return known[key]
 
     def _result(self, result: Result, args: Any, kwargs: Any, view: View | None = None) -> Any:
         if isinstance(result, Stored):
             stored = self._stored[result.slot]
+            if view is not None and self._recipe.views[result.slot] == result.view:
+                view = View.of(stored)  # autograd has saved it as it was made
             if view is not None and view.nbytes != stored.untyped_storage().nbytes():
                 raise OtherOperations
             return (view or result.view).into(stored)

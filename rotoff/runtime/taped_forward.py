@@ -43,6 +43,16 @@ class _WholeTape(StageTape):
     spans: Sequence[Span] = ()
     whole: Collection[Any] = ()
 
+    def run(
+        self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None, everything: bool = False
+    ) -> list[torch.Tensor]:
+        torch.autocast_increment_nesting()  # calls of one region share the casts of weights
+        try:
+            return super().run(given, wanted, everything)
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
     def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
         with torch._C.DisableTorchFunction():  # no calls of the model's own
             return super()._found(given)
@@ -129,7 +139,7 @@ class TapedForward:
         self._live = Taping(self._replay, generators, self._given, self._tape)
         if torch._C._is_any_autocast_enabled():
             self._live.autocast_before = autocast_now()
-        with following(self._live):
+        with following(self._live), self._live.regions():
             yield
 
     def let_go(self, recorded: Tape) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.outside import other_generators, put_other_generators
+from ..capture.outside import Patches, other_generators, put_other_generators
 from ..capture.recorder import HOOKS, one_call
 from ..tensors.rng import Generators
 from ..tensors.storage import version_of
@@ -145,6 +147,19 @@ class Taping(LiveForward):
         named = [self._reference([], FIRST, one) for one in args]
         self.tape.calls.append(Call(again, named, kwargs, (), None))
         self.hooks.append((self.tape.calls[-1], handle))
+
+    @contextmanager
+    def regions(self) -> Iterator[None]:
+        """Within, it is put on the tape that an outermost autocast region is left, and so its casts are let go."""
+        clear, thread = torch.clear_autocast_cache, threading.get_ident()
+
+        def cleared() -> None:
+            if threading.get_ident() == thread:
+                self.tape.calls.append(Call(clear, (), {}, (), None))
+            clear()
+
+        with Patches((torch, "clear_autocast_cache", lambda _: cleared)):
+            yield
 
     def _node(self, node: Any, tensor: Tensor) -> Any:
         """What stands for the node that made `tensor`."""

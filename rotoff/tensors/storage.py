@@ -120,6 +120,18 @@ class View(NamedTuple):
         """Of a dense one."""
         return math.prod(self.size) * self.dtype.itemsize
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions in the order in which a dense one goes through its storage."""
+        return tuple(sorted(range(len(self.size)), key=lambda n: (self.stride[n], -n)))
+
+    def ordered(self, order: Sequence[int]) -> View:
+        """The dense one of this size that goes through its storage in that `order`."""
+        strides, end = [0] * len(self.size), 1
+        for n in order:
+            strides[n], end = end, end * max(1, self.size[n])
+        return self._replace(stride=tuple(strides))
+
     def on_meta(self) -> torch.Tensor:
         """A tensor that lies so and has no content."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")

@@ -265,6 +265,15 @@ def test_a_model_on_the_meta_device_is_for_estimates() -> None:
     assert len(estimate(model, x, device="H200")) > 0
 
 
+def test_a_planned_model_says_that_it_was_given_a_meta_tensor() -> None:
+    model, x = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.arange(8)
+    wrapped = Checkpointable(model).measure(x, repeats=1).compute_sequence("1 GiB")
+    with pytest.raises(MeasureError, match="on the meta device, where nothing runs"):
+        wrapped(x.to("meta"))
+    wrapped(x).sum().backward()
+    wrapped.close()
+
+
 def test_measuring_within_inference_mode_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(MeasureError, match=r"within torch.inference_mode"):
         Checkpointable(nn.Sequential(nn.Linear(4, 4))).measure(torch.randn(2, 4))

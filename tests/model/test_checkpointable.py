@@ -47,6 +47,7 @@ def test_attributes_and_items_are_the_models() -> None:
     assert wrapped.note == "mine"
     assert wrapped[0] is model[0]
     assert len(wrapped) == len(model)
+    assert wrapped and rotoff.Checkpointable(nn.Linear(1, 1))  # which has no length
     assert list(wrapped) == list(model)
     with pytest.raises(AttributeError, match="nothing_like_it"):
         wrapped.nothing_like_it  # noqa: B018

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
+from rotoff.runtime.selective import redo
+from rotoff.tensors.recipe import Recipe, Stored
+from rotoff.tensors.storage import View
 
 CHANNELS = 8
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -84,4 +89,47 @@ def test_no_step_holds_more_than_predicted(seed: int) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             measured = peak_bytes(lambda: wrapped(x).backward())
             assert measured <= wrapped.get_expected_memory() <= wrapped.mem_limit, (model.names, mode, share)
+    wrapped.close()
+
+
+def test_what_is_stored_lies_as_its_kernel_laid_it_out_at_other_sizes() -> None:
+    """On the CPU, convolutions of what lies channels last give what lies so; those of meta tensors do not."""
+    layer = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def run(x: torch.Tensor, saved: list[torch.Tensor]) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()), lambda _: None):
+            return F.max_pool2d(layer(x), 2)
+
+    def images(count: int) -> torch.Tensor:
+        return torch.randn(count, 3, 16, 16).to(memory_format=torch.channels_last)
+
+    measured: list[torch.Tensor] = []
+    run(images(4), measured)
+    view = View.of(measured[2])  # what the convolution has made
+    aten = torch.ops.aten
+    functions = aten.convolution.default, aten.max_pool2d_with_indices.default
+    recipe = Recipe(
+        frozenset({2}), {2: view}, 4, functions, {0: (Stored(2, view),)}, single=frozenset({0}), sized=False
+    )
+    x, saved, again = images(3), list[torch.Tensor](), list[torch.Tensor]()
+    run(x, saved)
+    redo(recipe, lambda: F.max_pool2d(layer(x), 2), {2: saved[2]}, again.append, nullcontext())
+    assert all(map(torch.equal, again, saved))
+
+
+@pytest.mark.parametrize("mode", ["remat", "joint"])
+def test_a_loss_that_gives_one_number_for_all_takes_no_more_than_predicted(mode: str) -> None:
+    """As a sum does: kernels then copy what lies channels last, the indices of pooling among it."""
+    layers = [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.SiLU(), nn.MaxPool2d(3, 1, 1)]
+    model = nn.Sequential(*copy.deepcopy(layers), *layers).to(memory_format=torch.channels_last)
+    x = torch.randn(2, CHANNELS, 16, 16).to(memory_format=torch.channels_last)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
+    gradient = torch.ones(()).expand_as(x)
+    for limit in (least, (least + most) // 2, most):
+        wrapped.compute_sequence(limit, mode=mode, refine=False)
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            assert peak_bytes(lambda: wrapped(x).backward(gradient)) <= wrapped.get_expected_memory() <= limit
     wrapped.close()

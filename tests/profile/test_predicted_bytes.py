@@ -3,6 +3,7 @@ states."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from models import ALL, fresh
 from planned_steps import Loss, smallest, step_peak, with_sequence
 from random_programs import random_sequence
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import rotoff
 from rotoff.runtime.links.file import FileLink, FileTicket
@@ -234,6 +236,84 @@ def test_what_a_graph_saves_that_leads_to_nothing_is_not_held(mode: str) -> None
         plain(x).backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     wrapped.close()
+
+
+class ForNothing(nn.Module):
+    """Computes for nothing, of tables and of values that other stages have made."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.outer(torch.arange(128.0), torch.arange(32.0))
+        table, shift = angles.cos(), (0.1 * angles).sin()
+        for n, block in enumerate(self.blocks):
+            x = block(x + shift).tanh()
+            if n == 1:
+                (x.mean() * table).sum()
+                del table
+        return x.square().mean()
+
+
+class Frames(nn.Module):
+    """What it does depends on data, so that it is called as a whole, and its variables outlive their last uses."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.picks = Picks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.picks(self.first(x).tanh()).tanh()).square().mean()
+
+
+class Picks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        picked = x[x.mean(1) > 0]
+        wide = torch.cat([x] * 8, 1)
+        more = wide + picked.shape[0]
+        less = more - picked.shape[0]
+        twice = less + less
+        return twice[:, : x.shape[1]] + 1.0
+
+
+@pytest.mark.parametrize("make", [ForNothing, Frames])
+def test_what_frames_hold_is_charged_and_what_is_for_nothing_is_held_by_no_tape(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(128, 32)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x, repeats=1)
+    for mode in ("remat", "offload", "joint"):
+        least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
+        for limit in (least, (least + most) // 2):
+            wrapped.compute_sequence(limit, mode=mode, refine=False)
+            for _ in range(2):
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+                assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory() <= limit, mode
+    wrapped.close()
+
+
+class Checkpoints(nn.Module):
+    """Which note the state of the generator, and recompute."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=n % 2 == 0)
+        return x.square().mean()
+
+
+def test_checkpoints_of_the_models_own_have_no_effect_with_room_for_everything_either() -> None:
+    model, x = Checkpoints(), torch.randn(16, 32)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped.compute_sequence(wrapped.keep_all_memory)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory()
 
 
 class Narrow(nn.Module):

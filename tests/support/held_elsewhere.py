@@ -71,6 +71,24 @@ class Sine(torch.autograd.Function):
         return grad * ctx.slope
 
 
+class Swish(torch.autograd.Function):
+    """Has autograd save its argument, and keeps a tensor beside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.gate = torch.sigmoid(x)
+        return x * ctx.gate
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.gate * (1 + x * (1 - ctx.gate))
+
+
+swish = Swish.apply  # as the documentation of PyTorch has it
+
+
 class Block(nn.Module):
     """first, middle, last: what is done to its input, in the middle and to its output."""
 
@@ -134,6 +152,7 @@ MAKES["ctx, the output of a stage"] = in_all(last=applied(Exponential))
 MAKES["ctx, what the Function alone has made"] = in_all(middle=applied(Sine))
 MAKES["ctx, several Functions"] = in_all(first=applied(Square), middle=applied(Sine, Square), last=applied(Exponential))
 MAKES["ctx, a chain of Functions"] = in_all(middle=applied(Exponential, Square, Exponential, Sine))
+MAKES["ctx, a Function known by its apply"] = in_all(middle=lambda module, x: swish(x))
 
 
 def hooked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -296,6 +296,19 @@ class Kinds(Trunk):
         return x.float()
 
 
+@row(
+    "a weight that an autocast region uses twice, in steps of other sizes",
+    call=lambda n: ((drawn(n, 16 - 2 * n, WIDTH),), {}),
+    room=0.6,
+)
+class TwiceCast(Trunk):
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in (*self.blocks, *self.blocks):
+                x = block(x)
+            return self.head(x).float()
+
+
 @row("autocast switched off within autocast", step=lambda run, net, call, n: _auto(run, call), room=0.8)
 class OffIn(Long):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:

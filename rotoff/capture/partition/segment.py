@@ -7,7 +7,7 @@ import builtins
 import linecache
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,7 +36,13 @@ class Segment(nn.Module):
         self, tape: Tape, operations: Sequence[Operation], enters: Sequence[int], leaves: Sequence[int] | None
     ) -> None:
         super().__init__()
-        made = [one for operation in operations for one in tape.inner.get(id(operation), (operation,))]
+        made: list[Operation] = []
+        until: dict[int, int] = {}  # of variables within a module called as a whole, the last operation to have them
+        for operation in operations:
+            start = len(made)
+            made += tape.inner.get(id(operation), (operation,))
+            if id(operation) in tape.inner:
+                until.update(_held(tape, made, start))
         owned = [o for operation in (*operations, *made) for o in operation.owned()]
         last = tape.result if leaves is None else []
         owned += [leaf for leaf in last if isinstance(leaf, Owned)]
@@ -47,7 +53,7 @@ class Segment(nn.Module):
         self._whole = tuple(whole)
         self.varying = any(module in tape.varying for module in whole)
         self._owned = tuple(dict.fromkeys((o.module, o.table, o.name) for o in owned))
-        self._run = _Writer(tape, made, enters, leaves).compiled()
+        self._run = _Writer(tape, made, enters, leaves, until).compiled()
 
     def forward(self, value: Any) -> Any:
         return self._run(flatten(value)[0])
@@ -84,14 +90,31 @@ class Segment(nn.Module):
         yield from found
 
 
+def _held(tape: Tape, operations: Sequence[Operation], start: int) -> Iterator[tuple[int, int]]:
+    """How long the model's own code holds what the operations from `start` on make, the calls of one module: nobody
+    takes it from there after its last use."""
+    ends: dict[int | None, int] = {}
+    for position in reversed(range(start, len(operations))):
+        ends.update(dict.fromkeys(operations[position].ends, position))
+        for n in operations[position].outputs:
+            if n is not None:
+                yield n, ends.get(tape.variables[n].storage, len(operations) - 1)
+
+
 class _Writer:
     def __init__(
-        self, tape: Tape, operations: Sequence[Operation], enters: Sequence[int], leaves: Sequence[int] | None
+        self,
+        tape: Tape,
+        operations: Sequence[Operation],
+        enters: Sequence[int],
+        leaves: Sequence[int] | None,
+        until: Mapping[int, int],
     ) -> None:
         self._tape = tape
         self._operations = operations
         self._enters = enters
         self._leaves = leaves
+        self._until = until
         self._names: dict[str, Any] = {"_flat": _flat, "_grad": torch.set_grad_enabled, "_around": autocast_as}
         self._objects: dict[int, str] = {}
 
@@ -112,7 +135,7 @@ class _Writer:
         last: dict[int, int] = {}
         for position, operation in enumerate(self._operations):
             for n in (*operation.reads, *(n for n in operation.outputs if n is not None)):
-                last[n] = position
+                last[n] = max(position, self._until.get(n, 0))
         kept = set(self._tape.result_variables() if self._leaves is None else self._leaves)
         dying: dict[int, list[int]] = {}
         for n, position in last.items():

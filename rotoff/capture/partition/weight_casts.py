@@ -1,23 +1,18 @@
-"""Casts of weights that an autocast region within the model shares.
-
-Autocast casts a float32 weight once for all its uses until the outermost region is left, so that the parts of its
-gradient are added in the narrow type. Recorded operations run in regions of their own; a weight that several of one
-region use is cast by an operation of its own then, and what that makes is a value like any other.
-"""
+"""Casts of weights that an autocast region within the model keeps: of each float32 weight one, for all its uses until
+the outermost region is left, whatever a plan drops."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...tensors.autocast import Casts, uncached_autocast
 from ..known_tensors import KnownTensors
-from ..tape import Operation, Owned, Ref, Tape, Variable, leaves, substitute
+from ..tape import Owned
 
 
 class WeightCast(NamedTuple):
@@ -97,45 +92,3 @@ def _largest(casts: Iterable[WeightCast]) -> int:
     for cast in casts:
         regions[cast.region] = regions.get(cast.region, 0) + cast.nbytes
     return max(regions.values(), default=0)
-
-
-def share(tape: Tape) -> None:
-    """Have what several operations of one region cast be cast once, before the first of them."""
-    users: dict[WeightCast, list[Operation]] = {}
-    for operation in tape.operations:
-        for cast in operation.casts:
-            users.setdefault(cast, []).append(operation)
-    shared: dict[WeightCast, int] = {}  # and the variable that it makes
-    known = [v.storage for v in tape.variables if v.storage is not None]
-    storage = max([*known, *(n for operation in tape.operations for n, _ in operation.saves)], default=-1)
-    for cast, using in users.items():
-        if len(using) > 1 and all(operation.grad for operation in using):
-            storage += 1
-            shared[cast] = len(tape.variables)
-            tape.variables.append(Variable(storage, cast.nbytes, needs_grad=True))
-    operations: list[Operation] = []
-    made: set[WeightCast] = set()
-    for operation in tape.operations:
-        numbers = {cast.weight: shared[cast] for cast in operation.casts if cast in shared}
-        for cast in operation.casts:
-            if cast in shared and cast not in made:
-                made.add(cast)
-                operations.append(_cast(cast, shared[cast], operation))
-        operations.append(_taking(operation, numbers) if numbers else operation)
-    tape.operations[:] = operations
-
-
-def _cast(cast: WeightCast, number: int, before: Operation) -> Operation:
-    own = Operation(torch.Tensor.to, (cast.weight, cast.dtype), {}, (number,), added=True)
-    return replace(own, grad=before.grad, place=before.place, keys=before.keys)
-
-
-def _taking(operation: Operation, numbers: dict[Owned, int]) -> Operation:
-    """The operation with variables in place of weights."""
-
-    def changed(leaf: Any) -> Any:
-        return Ref(numbers[leaf]) if type(leaf) is Owned and leaf in numbers else leaf
-
-    args, kwargs = substitute((operation.args, operation.kwargs), changed)
-    reads = dict.fromkeys(leaf.variable for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref))
-    return replace(operation, args=args, kwargs=kwargs, reads=tuple(reads), casts=())

@@ -68,6 +68,11 @@ def contiguous(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
 
 
+def expanded(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As a sum or a mean gives gradients: one number for all."""
+    return [torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape) for t in outputs if t.requires_grad]
+
+
 def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As `ones`, but in another order, which is not the contiguous one."""
     return [_permuted(t) for t in outputs if t.requires_grad]
