@@ -22,6 +22,7 @@ from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
 from ..tensors.tree import look_into, refuse_packed
+from .collectives import Collective, as_collective
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
 from .outside import unseen_calls
@@ -201,6 +202,7 @@ class Recorder(TorchFunctionMode):
         run: Callable[..., Any] | None = None,
     ) -> Any:
         """Run `function`, as `run` does, and note it; nothing that is called meanwhile is seen."""
+        function = as_collective(function)
         self._inside = True
         try:
             return self._noted(function, args, kwargs, run or function)
@@ -226,6 +228,7 @@ class Recorder(TorchFunctionMode):
             self._hooks += [] if handle is None else [handle]
             return handle
         given = self._looked_at(function, name, args, kwargs)
+        received = function.written(args, kwargs) if isinstance(function, Collective) else ()
         versions = versions_of(given) if made is None else made.versions
         references = substitute((args, kwargs), self._reference)
         if self._sizes.packs(name, references):
@@ -240,6 +243,7 @@ class Recorder(TorchFunctionMode):
         if any(map(is_functorch_wrapped_tensor, returned)):
             self._hide_transformed(name, result)
         changed = [t for t, old, new in zip(given, versions, versions_of(given), strict=True) if old != new]
+        changed += received
         self._note_changed(changed)
         draws, effect = self._drawn is not generated, name in _EFFECTS or isinstance(function, nn.Module)
         silent = not (changed or effect or draws)

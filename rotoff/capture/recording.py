@@ -28,6 +28,7 @@ from ..tensors.rng import Generators
 from ..tensors.saved_tensors import saved_hooks
 from ..tensors.storage import copied
 from ..tensors.tree import flatten
+from .collectives import collectives_visible, in_company
 from .outside import other_generators, put_other_generators, seen_calls
 from .recorder import Recorder
 from .tape import NOTHING, Tape
@@ -167,6 +168,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
                 saved_hooks(recorder.saves, _never),
                 seen_calls(recorder.called, recorder.applied),
                 recorder.casts.counting(),
+                collectives_visible() if in_company() else nullcontext(),
                 recorder,
             ):
                 result = forward(*args, **kwargs)

@@ -37,7 +37,7 @@ def tensor_parallel(root: nn.Module, model: nn.Module) -> bool:
 
 @cache
 def collectives_waited_for() -> Patches:
-    """Within, collectives of DTensors are waited for where they are issued. A replay may end before the first use of
+    """Within, functional collectives are waited for where they are issued. A replay may end before the first use of
     one, which otherwise waits, and its bytes would stay for good."""
     from torch.distributed import _functional_collectives as collectives
 

@@ -218,14 +218,12 @@ class CourseMeter:
 
     def check_sharding(self) -> None:
         """Raise MeasureError where tensor parallel processes would not follow one plan."""
-        if not tensor_parallel(self.root, self.model):
-            return
-        if self.group is None:
+        if self.group is None and tensor_parallel(self.root, self.model):
             raise MeasureError(
                 "parameters of the model are DTensors, and processes with plans of their own would wait for each other;"
                 " give Checkpointable process_group=True, so that all follow one plan"
             )
-        if self._waiting is None:
+        if self.group is not None and self._waiting is None:
             collectives_waited_for().__enter__()
             self._waiting = weakref.finalize(self, collectives_waited_for().__exit__)
 
@@ -339,7 +337,7 @@ class _Measurement:
         options = self._of.options
         others = other_algorithms(self._device) if read_conv_algorithms(options.conv_algorithms) else ()
         bench = MeasurementContext.on(self._device, self._wanted.repeats, self._lender)
-        return Meter(bench, read_forms(options.forms), others)
+        return Meter(bench, read_forms(options.forms), others, self._of.group is None)
 
     def with_link(self, profile: Profile) -> Profile:
         """`profile` with what the link does now."""

@@ -59,6 +59,7 @@ class Measured:
     host_bound: whether the device waits for the host there.
     carried_bytes: as of `Forward`.
     kind: what stages that need no measuring of their own have in common; None where each needs it.
+    collective: as of `Run`.
     """
 
     costs: Stage
@@ -78,6 +79,7 @@ class Measured:
     host_bound: bool = False
     carried_bytes: int = 0
     kind: Any = None
+    collective: bool = False
 
     @property
     def holds_for_its_kind(self) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..capture.collectives import CollectivesSeen, in_company
 from ..capture.mutations import ChangedAttributes, ChangedBuffers
 from ..capture.operations import OperationLog
 from ..capture.sharding import gathers
+from ..capture.unrepeatable import compiled
 from ..core.chain import Stage
 from ..errors import MeasureError
 from ..runtime.overhead import UpkeepTimes
@@ -39,9 +42,9 @@ from .timing.overhead import UpkeepMeter
 from .timing.stage_timing import End, Timings, copy_bandwidth, time_stage
 from .timing.timing_cache import KnownTimes, StageTimes, check_times
 
-# A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Sharded stages
-# are run a few times more, always as often, since all processes must take part, and the run that seems to leave least
-# counts.
+# A collective's thread may be the last to let go of a buffer, which the log of this thread does not see. Stages that
+# communicate are run a few times more, always as often, since all processes must take part, and the run that seems to
+# leave least counts.
 COLLECTIVE_TRIES = 3
 LOOKS = 3  # runs by which known times are judged
 
@@ -53,13 +56,18 @@ class Meter:
 
     Args:
         forms: whether to look for smaller forms too; a policy says what they keep. algorithms: other ones that
-            convolutions may run by.
+            convolutions may run by. alone: whether each process makes a plan of its own.
     """
 
     def __init__(
-        self, bench: MeasurementContext, forms: bool | Policy = False, algorithms: Sequence[Algorithms] = ()
+        self,
+        bench: MeasurementContext,
+        forms: bool | Policy = False,
+        algorithms: Sequence[Algorithms] = (),
+        alone: bool = True,
     ) -> None:
         self.bench = bench
+        self._alone = alone
         self.allocator = bench.allocator
         self.rng_bytes = RNG_BYTES if bench.device.type == "cpu" else 0  # on the device, of a generator's state
         policy = None if isinstance(forms, bool) else forms
@@ -100,15 +108,17 @@ class Meter:
         if self.bench.device.type == "cuda":
             refuse_cuda_graphs(stage)
         tensors, rebuild = flatten(value)
-        run = Run(stage, tensors, rebuild, last)
+        run = Run(stage, tensors, rebuild, last, any(gathers(module) for module in stage.modules))
         leaves, changes = run.leaves(), ChangedBuffers(stage)
+        watched = in_company() and not (run.collective or any(map(compiled, stage.every_module())))
+        seen = CollectivesSeen()
         shapes: list[Any] = []  # of what autograd saves
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             shapes.append((tensor.shape, tensor.dtype))
             return tensor.detach()  # a tensor that its own node held would never go
 
-        with saved_hooks(note, lambda t: t):
+        with saved_hooks(note, lambda t: t), seen if watched else nullcontext():
             outputs, rebuild_output = flatten(run.forward(leaves))  # workspaces and lazy tables come first
         self._refuse_subclasses(stage, outputs)
         needs = [t.requires_grad for t in outputs]
@@ -121,9 +131,11 @@ class Meter:
             measured = known_kind.of(stage, like)
         else:
             if not self.warm:
-                backward(get_edges(outputs), ones(outputs), run.targets(leaves))
+                with seen if watched else nullcontext():
+                    backward(get_edges(outputs), ones(outputs), run.targets(leaves))
             del outputs, leaves
-            if self.bench.device.type == "cuda" and not any(gathers(module) for module in stage.modules):
+            run = self._checked(replace(run, collective=run.collective or seen.any))
+            if self.bench.device.type == "cuda" and not run.collective:
                 self._replay(run)
             measured, outputs = self._costs(run, changes)
             if timed:
@@ -143,7 +155,7 @@ class Meter:
         last, known: as of `stage`.
         """
         tensors, rebuild = flatten(value)
-        run = Run(stage, tensors, rebuild, last)
+        run = Run(stage, tensors, rebuild, last, measured is not None and measured.collective)
         outputs, rebuild_output = flatten(run.forward(run.leaves()))
         output = rebuild_output([t.detach().requires_grad_(t.requires_grad) for t in outputs])
         del outputs
@@ -155,6 +167,15 @@ class Meter:
             if measured.kind is not None:
                 self._by_kind[measured.kind] = like
         return measured.with_times_of(like), output
+
+    def _checked(self, run: Run) -> Run:
+        """`run`, refused where processes with plans of their own would wait for each other."""
+        if run.collective and self._alone and in_company():
+            raise MeasureError(
+                f"stage {run.stage.name!r} communicates with other processes, and processes with plans of their own"
+                " would wait for each other; give Checkpointable process_group=True, so that all follow one plan"
+            )
+        return run
 
     def _replay(self, run: Run) -> None:
         """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and the workspaces of
@@ -203,6 +224,7 @@ class Meter:
             holds_others=bool(dropping.inputs or dropping.outputs),
             casts=casts,
             carried_bytes=forward.carried_bytes,
+            collective=run.collective,
         )
         return measured, forward.outputs
 
@@ -276,7 +298,7 @@ class Meter:
     def _keep_everything(self, run: Run, leaves: list[torch.Tensor], generators: Generators) -> Kept:
         drawn = generators.copies()
         kept = keep_everything(run, leaves, self.allocator)
-        for _ in range(COLLECTIVE_TRIES if any(gathers(m) for m in run.stage.modules) else 0):
+        for _ in range(COLLECTIVE_TRIES if run.collective else 0):
             generators.put(drawn)
             again = keep_everything(run, leaves, self.allocator)
             kept = again if again.live_bytes < kept.live_bytes else kept
@@ -334,7 +356,7 @@ class Meter:
     def _held_bytes(self, run: Run, found: Dropped, stuck: int, outputs: Sequence[torch.Tensor]) -> int:
         """Bytes that stay whatever is dropped, `outputs` being those that are handed on; a tensor held by several
         stages counts once."""
-        if any(gathers(module) for module in run.stage.modules):
+        if run.collective:
             return stuck  # see `COLLECTIVE_TRIES`
         inputs = [t for n, t in enumerate(run.tensors) if n in found.inputs and storage_key(t) not in self._lasting]
         nbytes = found.staying + self.storage_bytes([t for t in inputs if storage_key(t) not in self._counted])
@@ -383,7 +405,7 @@ class Meter:
 
     def _recorded(self, run: Run, kinds: Sequence[SavedKind]) -> OperationLog | None:
         """The operations of a forward, where they matter and can be seen."""
-        if SavedKind.OWN not in kinds or unfit(run.stage) is not None:
+        if SavedKind.OWN not in kinds or run.collective or unfit(run.stage) is not None:
             return None
         try:
             log = self.bench.recorded(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..capture.collectives import collectives_visible, in_company
 from ..capture.outside import APPLIES, APPLY, SEEN_APPLY, Patches, without_checkpoints
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def following(live: LiveForward) -> Iterator[None]:
     before = _FOLLOWED.live
     _FOLLOWED.live = live
     try:
-        with _SEEN, without_checkpoints(), live:
+        with _SEEN, collectives_visible() if in_company() else nullcontext(), without_checkpoints(), live:
             yield
     finally:
         _FOLLOWED.live = before

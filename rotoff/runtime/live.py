@@ -12,6 +12,7 @@ follows belongs to the stage that is open. A hollow tensor that is asked for aft
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..capture.collectives import in_company
 from ..capture.course import OUTSIDE, Course
 from ..capture.places import Places, is_exact
 from ..capture.tape import name_of
@@ -47,6 +49,7 @@ class Stages(Protocol):
 
 RETURNED = "_rotoff_returned"  # the attribute of what stands for a parameter, where a call has returned it as it was
 NOTHING_EXPECTED = Course()
+LETTING_GO = 0.2  # seconds
 _ITER = Tensor.__iter__
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
@@ -203,6 +206,10 @@ class LiveForward(EagerFunctionMode):
                 whole_base(tensor)
                 if (known := vars(tensor._base).get(TAG)) is not None:
                     known.hollow = False
+        if in_company():  # the thread of a collective lets go of its tensors a moment after it has ended
+            end = time.monotonic() + LETTING_GO
+            while any(var.hollow and var.tensor() is not None for var in self._hollowed) and time.monotonic() < end:
+                time.sleep(1e-4)
         for var in self._hollowed:
             tensor = var.tensor()
             if var.hollow and tensor is not None:
@@ -246,6 +253,8 @@ class LiveForward(EagerFunctionMode):
             return function(*args, **kwargs)
         if function is _ITER:
             return iter(self.call(torch.unbind, args, {}))
+        if known.instead is not None:
+            function = known.instead
         self.inside = True  # the mode sees what is done here where a wrapper has called
         try:
             return self._followed(function, known, args, kwargs)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.collectives import Collective, as_collective
+
 Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 
@@ -67,6 +69,7 @@ class Known:
     attention: whether it depends on the kernels allowed for attention.
     returns_itself: tells whether a call returns its tensor as it is, such as ``x.to(x.dtype)``.
     owner: whom a call is of that the mode does not see; None for torch's own functions.
+    instead: what is called in its place; None: itself.
     name: for messages.
     """
 
@@ -75,6 +78,7 @@ class Known:
         "content",
         "draws",
         "fact",
+        "instead",
         "name",
         "owner",
         "returns_itself",
@@ -84,8 +88,11 @@ class Known:
         "written",
     )
 
-    def __init__(self, function: Any, written: Written | None, fact: bool = False, owner: Any = None) -> None:
+    def __init__(
+        self, function: Any, written: Written | None, fact: bool = False, owner: Any = None, instead: Any = None
+    ) -> None:
         self.fact = fact
+        self.instead = instead
         self.written = written
         self.vague = written is _out
         self.watched = self.vague and not _is_said_to_change_nothing(function)
@@ -225,6 +232,8 @@ def _called(function: Any) -> Any:
 
 def _known(function: Any) -> Known:
     name = getattr(function, "__name__", "")
+    if isinstance(collective := as_collective(function), Collective):
+        return Known(collective, collective.written, instead=collective)
     if name == "__get__":
         return Known(function, None, fact=getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES)
     if name in _FACTS:

@@ -26,7 +26,11 @@ SPLIT = {  # FSDP2 of what is tensor parallel takes four processes
     "sequence": "2 distributed_tensor_parallel sequence",
     "sharded": "4 distributed_tensor_parallel tensor",
 }
-CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *SPLIT.values())
+COLLECTIVES = {  # in the code of the model itself
+    kind: f"2 distributed_collectives {kind}"
+    for kind in ("gather", "functional", "ring", "reduced", "reduced_later", "gathered", "alone", "exchanged")
+}
+CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *SPLIT.values(), *COLLECTIVES.values())
 
 
 @pytest.mark.parametrize("kind", STEPS)
@@ -45,6 +49,20 @@ def test_tensor_parallel_models_train_as_without_rotoff_by_one_plan(kind: str) -
     assert "bytes of shards: True" in said
     for what in ("alone", "sharded result"):
         assert f"{what}: refused" in said
+
+
+@pytest.mark.parametrize("kind", list(COLLECTIVES)[:-2])
+def test_models_that_communicate_in_their_own_code_train_as_without_rotoff(kind: str) -> None:
+    said = printed(*CASES)[COLLECTIVES[kind]]
+    for mode in ("joint", "remat", "offload"):
+        assert f"{mode}: equal=True works=True" in said
+
+
+def test_models_that_communicate_need_one_plan_and_all_processes() -> None:
+    said = printed(*CASES)
+    assert "communicates with other processes" in said[COLLECTIVES["alone"]][0]
+    assert "give Checkpointable process_group=True" in said[COLLECTIVES["alone"]][0]
+    assert "put it into a torch.autograd.Function" in said[COLLECTIVES["exchanged"]][0]
 
 
 LINK = "copies at once", "one link"  # as in training, where each has its part of what the host can do

@@ -84,6 +84,8 @@ class FormMeter:
             return FoundForms(reason="none was found when its times were measured")
         if (reason := unfit(run.stage)) is not None:
             return FoundForms(reason=reason)
+        if run.collective:
+            return FoundForms(reason="it communicates with other processes")
         no_parts = "" if self._partial else "switched off"
         if SavedKind.OWN not in behaviour.saved:
             no_parts = "autograd saves nothing that the stage makes"

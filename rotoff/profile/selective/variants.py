@@ -16,7 +16,6 @@ dispatcher.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,13 +76,10 @@ def unfit(stage: StageModule) -> str | None:
     """Why `stage` gets no forms, known without running it."""
     if stage.varying:
         return "what it saves follows from data"
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
     for outer in stage.modules:
         for module in outer.modules():
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 return "it holds a compiled module"
-            if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                return "its parameters are gathered from other processes"
     return None
 
 

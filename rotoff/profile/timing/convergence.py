@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
+from ...capture.collectives import in_company
 from ...errors import OptionError
 
 # of the interval; below six runs it is from the least to the most, which is as sure as there are runs
@@ -77,7 +76,7 @@ class Repeats:
             OptionError: for what is no number of runs.
         """
         if repeats is None:
-            return Repeats(FIXED, FIXED) if _in_company() else STEADY
+            return Repeats(FIXED, FIXED) if in_company() else STEADY
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise OptionError(
                 f"repeats is {repeats!r}; give a whole number of at least 1, or None to time until steady"
@@ -108,9 +107,3 @@ class Repeats:
 
 
 STEADY = Repeats()  # where no number of runs is asked for
-
-
-def _in_company() -> bool:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
-    return torch.distributed.get_world_size() > 1

@@ -14,12 +14,16 @@ from ...tensors.stage import StageModule
 
 @dataclass(frozen=True)
 class Run:
-    """How one stage is run, as often as needed."""
+    """How one stage is run, as often as needed.
+
+    collective: whether other processes have to run it equally often, since a run waits for them.
+    """
 
     stage: StageModule
     tensors: list[torch.Tensor]
     rebuild: Callable[[list[torch.Tensor]], Any]
     last: bool
+    collective: bool = False
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -22,7 +22,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...capture.course import Course
-from ...capture.sharding import gathers
 from ...core.chain import Chain, Stage
 from ...core.sequence import Op
 from ...core.sequence import Sequence as Operations
@@ -50,7 +49,7 @@ class UpkeepMeter:
         """Run a stage under the interpreter, where not enough have been and it is like most: something of its input is
         differentiated."""
         fit = len(self._spans) < STAGES and any(t.requires_grad for t in run.tensors)
-        if not fit or run.last or behaviour.varying or any(gathers(module) for module in run.stage.modules):
+        if not fit or run.last or behaviour.varying or run.collective:
             return
         spans = _Spans()
         for n in range(RUNS):
