@@ -24,7 +24,7 @@ class UpkeepTimes(NamedTuple):
     unpack: float = 0.0
 
     def added_to(self, stage: Stage, saved: int) -> Stage:
-        """Return `stage`, whose forward saves `saved` tensors, with this overhead. A smaller form packs them once more."""
+        """Return `stage`, whose forward saves `saved` tensors, with this overhead; a smaller form packs them again."""
         backward = self.backward + self.unpack * saved
         again = backward + self.pack * saved
         return replace(

@@ -235,7 +235,7 @@ class StageRun:
             assert now is not None
             return packed.view.into(now)
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
-        if (tensor := slot.tensor) is None:  # the measured run expected nobody to need it (`Behaviour.for_nothing`)
+        if (tensor := slot.tensor) is None:  # it was not kept, because its graph was gone in the measured run
             self._make_all([one.tensor for one in step.input_slots(self.i) if one.tensor is not None])
             tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
