@@ -143,11 +143,7 @@ class StageRun:
         recipe: Recipe | None,
         step: Backward,
     ) -> None:
-        """Begin the first run: what autograd saves from now on belongs to the stage.
-
-        given: the input tensors; staying: which of them lie in skip connections that are kept in place. keep: whether
-        the saved tensors are kept, and of these only the ones that `recipe` stores, if there is one.
-        """
+        """Begin the first run on the inputs `given`; of these, `staying` are in skip connections kept in place."""
         self.recipe = recipe
         live.reads.places = places = {key_of(t): n for n, t in enumerate(given) if n not in staying}
         kept_keys = {key_of(given[n]) for n in staying}

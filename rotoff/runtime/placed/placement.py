@@ -401,8 +401,8 @@ class Placement:
         if not self._chunks:  # within a backward
             if self._awaits_step:
                 raise ExecutionError(
-                    'this is a second backward before optimizer.step(), but updates="during" has already updated the'
-                    ' parameters in the first one and cannot accumulate gradients; plan with updates="after"'
+                    'this is a second backward before optimizer.step(), and updates="during" has updated the parameters'
+                    ' in the first one: gradients cannot be accumulated; plan with updates="after"'
                 )
             self._in_backward = True
             self._chunks = [Chunks(optimizer) for optimizer in self.optimizers]
