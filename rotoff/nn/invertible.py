@@ -1,4 +1,4 @@
-"""BatchNorm and LeakyReLU as one layer that keeps its output only: the backward inverts it to find what it needs.
+"""BatchNorm and LeakyReLU as one layer that saves only its output, which the backward inverts to find what it needs.
 
 Source: Hascoet et al., *Reducing the Memory Cost of Training Convolutional Neural Networks by CPU Offloading* (JSEA
 2019), section 4.2, after Rota Bulò, Porzi, Kontschieder, *In-Place Activated BatchNorm* (CVPR 2018), variant I. With z
@@ -22,19 +22,18 @@ _aten: Any = torch.ops.aten
 
 
 class InvertibleBatchNormLeakyReLU(nn.modules.batchnorm._BatchNorm):
-    """``nn.BatchNorm`` of 1 to 3 dimensions and ``nn.LeakyReLU``, with the parameters, buffers and state_dict of the
-    former.
+    """Replaces ``nn.BatchNorm1d`` to ``3d`` followed by ``nn.LeakyReLU``, and saves one tensor less for the backward.
 
-    Outputs and gradients equal those of the pair to rounding. The input must not be changed in place before its own
-    backward, nor the output before this layer's.
+    Parameters, buffers and state_dict are those of ``nn.BatchNorm``; outputs and gradients equal those of the pair up
+    to rounding. The input must not be changed in place before its own backward, nor the output before this layer's.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats: as of ``nn.BatchNorm2d``.
-        negative_slope: of the activation, above 0, or it could not be inverted.
-        least_weight: a weight γ nearer to 0 is taken as ± this, so that dividing by it loses no more than some digits;
-            its gradient is that of the value taken.
+        negative_slope: of the activation; above 0, so that it can be inverted.
+        least_weight: a weight γ closer to 0 is replaced by ± this value, so that dividing by it loses only some digits;
+            its gradient is that of the replacement.
 
-    Shape: (N, C, ...) to the same.
+    Shape: input (N, C, ...), output the same.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class InvertibleBatchNormLeakyReLU(nn.modules.batchnorm._BatchNorm):
 
 
 def _taken(weight: torch.Tensor, least: float) -> torch.Tensor:
-    """γ, with what is nearer to 0 than `least` moved there."""
+    """Return γ with every value closer to 0 than `least` moved to ± `least`."""
     return torch.where(weight.abs() < least, torch.where(weight < 0, -least, least).to(weight.dtype), weight)
 
 

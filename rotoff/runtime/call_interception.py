@@ -28,7 +28,7 @@ _FOLLOWED = _Followed()
 
 @contextmanager
 def following(live: LiveForward) -> Iterator[None]:
-    """Within, in this thread, `live` sees all calls."""
+    """Within, in this thread, `live` intercepts all calls."""
     before = _FOLLOWED.live
     _FOLLOWED.live = live
     try:
@@ -46,7 +46,7 @@ def _rotoff_called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def as_call_of(module: nn.Module, run: Callable[[], Any]) -> Any:
-    """What `run` returns, which is seen as a call of `module`."""
+    """Return `run()`, which the present `LiveForward` sees as a call of `module`."""
     live = _FOLLOWED.live
     return run() if live is None else live.called(lambda _: run(), module)
 
@@ -55,9 +55,9 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _rotoff_called(self, args, kwargs)
 
 
-# The code of ``nn.Module.__call__`` is exchanged, and not the attribute: Python goes through all subclasses when that
-# is set, which takes a millisecond, forgets what it had cached of them, and from 3.13 on caches nothing more after a
-# thousand times.
+# This replaces the code of ``nn.Module.__call__``, not the attribute. When the attribute is set, Python visits all
+# subclasses, which takes a millisecond, and clears their method caches; from 3.13 on it stops caching after a thousand
+# times.
 _CALL: Any = vars(nn.Module)["_wrapped_call_impl"]
 _own_call = FunctionType(_CALL.__code__, _CALL.__globals__)
 _CALL.__globals__[_rotoff_called.__name__] = _rotoff_called

@@ -1,4 +1,4 @@
-"""A sequence made ready to execute: all that can be decided before the step is decided here, once."""
+"""Compiles a sequence for the interpreter: everything that can be decided before the step is decided here, once."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ class HostRange:
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """What the interpreter follows.
+    """What the interpreter runs.
 
-    ops: program order. forward_end: number of ops that the user's forward runs; the rest waits for gradients.
-    replayed: stages whose forward runs more than once, in part only after ``F_sel``. early: `early_stops` of the
-    sequence. host: op index of each ``offload`` -> its place in the slab. host_bytes: size of the slab. trace: the
-    prediction. keeps_all: it is the plain model that runs. lets_go: its caller holds nothing of what it returns but
-    where the backward starts. chain: what the sequence was planned on. kept: numbers of the profile's skip connections
-    that stay in place; the chain is without their bytes. compact: whether gradients that wait are copied. in_flight:
-    micro-batches that share the limit. resting_bytes: of each between its forward and its backward, as the machine
-    charges them. placed: where it places parameters, what it says of them.
+    chain: on which the sequence was planned.
+    forward_end: number of ops that run in the user's forward; the rest waits for gradients.
+    replayed: stages whose forward runs more than once (after ``F_sel``, in part).
+    early: `early_stops` of the sequence.
+    host: index of each ``offload`` -> its range in the host slab; host_bytes: size of the slab.
+    trace: the predicted step.
+    keeps_all: whether the plain model runs.
+    lets_go: whether the caller holds only those outputs from which the backward starts.
+    kept: numbers of the profile's skip connections that stay in place; the chain does not contain their bytes.
+    compact: whether waiting gradients are copied out of larger storages.
+    in_flight: number of micro-batches that share the limit; resting_bytes: what each holds between its forward and its
+        backward, as the machine charges it.
+    placed: the placement of the parameters, if the plan moves them.
     """
 
     chain: Chain
@@ -53,7 +58,7 @@ class ExecutionPlan:
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
-        """The groups of parameters that each stage reads, by number."""
+        """The numbers of the parameter groups that each stage reads."""
         found: dict[int, list[int]] = {}
         for k, group in enumerate(self.chain.parameters, start=1):
             for i in group.stages:
@@ -71,11 +76,11 @@ def compile_sequence(
 ) -> ExecutionPlan:
     """Check `sequence` on the machine and lay out its host memory.
 
-    kept: the skips that `chain` leaves out. compact: whether it is the one whose gradients are copied where they wait.
-    in_flight: micro-batches of which each runs it; nothing is then brought back before the backward.
+    kept, compact, in_flight: as of `ExecutionPlan`. With several micro-batches, nothing is prefetched before the
+    backward.
 
     Raises:
-        InvalidSequenceError: where the machine refuses it.
+        InvalidSequenceError: if the machine refuses it.
     """
     plan = replace(_laid_out(chain, sequence, simulate(chain, sequence, mem_limit)), kept=kept, compact=compact)
     if in_flight == 1:
@@ -85,12 +90,12 @@ def compile_sequence(
 
 
 def compile_placed(chain: Chain, sequence: Sequence, trace: Trace, placed: PlacedPlan) -> ExecutionPlan:
-    """A plan that places parameters; `trace` is of its steady step."""
+    """Return a plan that places parameters; `trace` is the prediction of its steady step."""
     return replace(_laid_out(chain, sequence, trace), placed=placed)
 
 
 def _laid_out(chain: Chain, sequence: Sequence, trace: Trace) -> ExecutionPlan:
-    """The plan that `sequence` is, with a place on the host for what it moves."""
+    """Return the plan of `sequence`, with host ranges for what it moves."""
     runs = Counter(op.stage for op in sequence if op.kind in FORWARDS)
     redone = {op.stage for op in sequence if op.kind is OpKind.F_SEL}
     host = _host_ranges(chain, sequence)
@@ -107,7 +112,7 @@ def _laid_out(chain: Chain, sequence: Sequence, trace: Trace) -> ExecutionPlan:
 
 
 def slab_bytes(chain: Chain, sequence: Sequence) -> int:
-    """Host memory that `sequence` takes, in one piece."""
+    """Return the size in bytes of the host slab that `sequence` needs."""
     return _slab_bytes(_host_ranges(chain, sequence))
 
 
@@ -116,8 +121,8 @@ def _slab_bytes(host: dict[int, HostRange]) -> int:
 
 
 def _forward_end(sequence: Sequence, L: int) -> int:
-    """Ops up to the one that first makes the output, and the moves right after it (they need not wait for a
-    gradient)."""
+    """Return the number of ops up to the one that first makes the output, and the moves right after it, which need not
+    wait for a gradient."""
     index = next(n for n, op in enumerate(sequence) if op.kind in FORWARDS and op.stage == L) + 1
     while index < len(sequence) and sequence[index].kind not in COMPUTES:
         index += 1
@@ -154,6 +159,6 @@ def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:
 
 
 def describe(op: Op, index: int, sequence: Sequence) -> str:
-    """Where in a sequence an op stands, with its neighbours, for messages."""
+    """Return the place of an op in its sequence, with its neighbours, for messages."""
     near = " | ".join(f">{o}<" if n == index else str(o) for n, o in enumerate(sequence) if abs(n - index) <= 3)
     return f"op {index} ({op}) of {len(sequence)}: {near}"

@@ -1,10 +1,10 @@
-"""Runs a sequence on a model: one method per operation, and no decisions.
+"""Runs a sequence on a model: one method per operation, without decisions.
 
 A stage's first forward runs in the user's own graph under saved-tensor hooks: ``F_all`` keeps what autograd saves,
 ``F_ck`` and ``F_none`` release it. When the gradient reaches a stage's outputs, the interpreter runs all operations up
 to that stage's ``B``. Replays run forwards on detached inputs and fill the same slots again; autograd then runs the
-backward. What ``B`` drops is released when the next gradient arrives, because all of the stage's backward has been
-issued by then. `stage_run` runs one stage, and `values` moves and releases the bytes of values.
+backward. The values that ``B`` drops are released when the next gradient arrives, because all of the stage's backward
+has been issued by then. `stage_run` runs one stage, and `values` moves and releases the bytes of values.
 
 Ownership: the graph (slots, hooks) owns the step and never the reverse, so dropping the graph frees everything.
 """
@@ -50,15 +50,15 @@ from .step_times import StepTimes
 from .values import Held, HeldValues, Slot, compact
 
 AGAIN = (
-    "this step's backward has run already and rotoff keeps nothing for a second one (retain_graph=True, or two losses"
-    " of one forward); add the losses up, or run the forward again"
+    "this step's backward has run already and released its saved tensors, which a second one (retain_graph=True, or two"
+    " losses of one forward) would need; add the losses up, or run the forward again"
 )
-GIVEN_UP = "this step was given up after an error and rotoff keeps nothing of it; run the forward again"
+GIVEN_UP = "this step was aborted after an error and its saved tensors were released; run the forward again"
 SUPERSEDED = (
-    "this step was given up, since another forward began or the optimizer updated the parameters before its backward"
-    " ran; call backward before that, and run the forward again"
+    "this step was aborted, because another forward began or the optimizer updated the parameters before its backward"
+    " ran; run the forward again, and call backward right after it"
 )
-HELD = -1  # in place of what tells the course: the calls were those, and something held what none of them needed
+HELD = -1  # `Step.astray` if all calls were expected, but something held a tensor that no call needed any more
 TWICE = (
     "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
 )
@@ -68,10 +68,10 @@ class Step:
     """One forward and backward of a chain of stages.
 
     Args:
-        plan: what to do. stages, behaviours: one for each stage of the chain. link: to the host, None where nothing
-            moves.
-        done: called once with the link when the step needs it no more. checker, times: told of every operation, if any.
-        placement: of the parameters, where the plan moves them.
+        plan: the operations to run. stages, behaviours: one for each stage of the chain.
+        link: to the host; None if the plan moves nothing. done: called once with the link when the step ends.
+        checker, times: check and time every operation, unless they are None.
+        placement: of the parameters, if the plan moves them.
     """
 
     def __init__(
@@ -99,25 +99,25 @@ class Step:
         self._algorithms = StageAlgorithms()
         self._held = HeldValues(link)
         self._runs: dict[int, StageRun] = {}
-        self._weights: dict[int, PlacedTensor] = {}  # by id of the parameter, what the open stage finds it in
-        self._copies: dict[int, torch.Tensor] = {}  # by id, what stands for each parameter in the forward
+        self._weights: dict[int, PlacedTensor] = {}  # by id, the parameters that the plan brings for the open stage
+        self._copies: dict[int, torch.Tensor] = {}  # by id of a parameter, its copy on the device in the forward
         self._lender: Lender | None = None
         self._live: LiveForward | None = None  # while the model's own forward runs
-        self._open: Op | None = None  # of the stage that it is in
-        # what each stage handed on, and whether it needs a gradient
+        self._open: Op | None = None  # the forward operation of the open stage
+        # of each stage: its outputs with their measured places, and whether each needs a gradient
         self._crossing: dict[int, tuple[list[tuple[Var, int]], list[bool]]] = {}
-        # for their places on the host: the forward took another course, and they stay
+        # values that stay on the device: the forward took another course, and they exceed their place on the host
         self._too_large: set[Value] = set()
-        self.astray: int | None = None  # tells the course that the forward took in place of the expected one
-        self.unknown = False  # whether it made calls that were not expected
-        self.unknown_bytes = 0  # which then are held when the forward has ended
-        self._outputs: list[tuple[Var, int]] = []  # what the stage that has just ended hands on
+        self.astray: int | None = None  # as of `LiveForward`, or `HELD`
+        self.unknown = False  # whether it made calls that were not expected, or held more tensors
+        self.unknown_bytes = 0  # then: bytes that all values hold on the device after the forward phase
+        self._outputs: list[tuple[Var, int]] = []  # the outputs of the stage that has just ended
         self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
         self._backward = 0  # stage whose B autograd is running
         self._closed = False
         self._failed = False
-        self._span: record_function | None = None  # of the operation under way, where a profiler is active
+        self._span: record_function | None = None  # of the running operation, if a profiler is active
         self._why = GIVEN_UP
 
     # -- the forward phase
@@ -137,8 +137,7 @@ class Step:
         return self._through(self._live_forward(None, flatten(value)[0]), run)
 
     def follow(self, course: Course, given: list[torch.Tensor], forward: Callable[[], Any]) -> Any:
-        """Run the forward phase while `forward` calls the model's own code with the tensors `given`; returns what it
-        returns."""
+        """Run the forward phase; `forward` calls the model's own code on the tensors `given`. Returns its result."""
 
         def run(live: LiveForward) -> Any:
             self.enter(1)
@@ -157,7 +156,7 @@ class Step:
         return self._through(self._live_forward(course, given), run)
 
     def _live_forward(self, course: Course | None, given: list[torch.Tensor]) -> LiveForward:
-        """What follows the forward's calls."""
+        """Return the mode that records the forward's calls."""
         live = LiveForward(course, self, self._generators, given)
         if self._placement is not None:
             live.lender = self._lender = self._placement.lender()
@@ -197,7 +196,7 @@ class Step:
         try:
             with without(live):
                 arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
-                # stages that the forward leaves out are entered, too
+                # also enter the stages that the forward leaves out
                 while self._open is None or self._open.stage < stage:
                     if self._open is not None:
                         self._outputs = self._outputs or arriving
@@ -205,7 +204,7 @@ class Step:
                     while (op := self._plan.sequence.ops[self._next]).kind not in FORWARDS or op.stage in self._runs:
                         self._execute(op)
                     self._enter(op, live)
-        except BaseException:  # the model may catch it, and go on without a stage
+        except BaseException:  # the model may catch the error and go on without a stage
             for run in self._runs.values():
                 run.cease()
             self._open = None
@@ -235,7 +234,7 @@ class Step:
         for (var, at), now in zip(crossing, given, strict=True):
             live.fill(var, now)
             if at in behaviour.copied and (tensor := var.tensor()) is not None:
-                # a node of its own, which autograd gets to when it leaves the stage
+                # a view has an autograd node of its own, which runs when the backward leaves the stage
                 live.instead[var] = own = tensor.view_as(tensor)
                 own.register_hook(compact)
         opaque = i in live.opaque_stages
@@ -258,7 +257,7 @@ class Step:
         run.open(live, given, staying, op.kind in (OpKind.F_ALL, OpKind.F_SEL), recipe, self)
 
     def _bring(self, i: int, tape: StageTape, live: LiveForward) -> None:
-        """Have calls of stage i, and their replays, find its parameters in what the plan has brought."""
+        """Let calls of stage i, and their replays, use the copies on the device of parameters that the plan moves."""
         if self._placement is None:
             return
         live.brought, weights = {}, {}
@@ -267,7 +266,7 @@ class Step:
             weights[id(parameter)] = weight
             copy = self._copies.get(id(parameter))
             if copy is None or storage_key(copy) != storage_key(weight.device):
-                # the child of an earlier one, so that gradients are added up in the order of the plain model
+                # derived from the earlier copy, so that gradients are added up in the order of the plain model
                 copy = bring(parameter, weight.device, copy, gradient)
             live.brought[id(parameter)] = self._copies[id(parameter)] = copy
         self._weights = weights
@@ -275,19 +274,19 @@ class Step:
             tape.brought = partial(_content, weights)
 
     def _let_go(self, k: int) -> None:
-        """The parameters of group k leave: what stands for them in the forward holds their bytes no longer."""
+        """Free the bytes of the forward's copies of the parameters of group k, which leave the device."""
         assert self._plan.placed is not None
         for parameter in self._plan.placed.groups[k - 1].parameters:
             if (copy := self._copies.get(id(parameter))) is None:
                 continue
-            if self._live is None or self._live.has_returned(copy):  # the model's own code may have it
+            if self._live is None or self._live.has_returned(copy):  # the model's own code may hold it
                 del self._copies[id(parameter)]
             else:
                 empty(copy)
 
     def _leave(self, made: dict[Var, int] | None = None) -> None:
-        """The stage that is open has ended; `made` tells the places of what it hands on where those are of a later
-        stage."""
+        """End the open stage. made: the measured places of its own outputs; given if the tensors that it hands on
+        are inputs of a later stage than the next."""
         op, live, crossing = self._open, self._live, self._outputs
         self._outputs = []
         assert op is not None
@@ -325,8 +324,8 @@ class Step:
         self._done_with(op)
 
     def restore(self, var: Var) -> torch.Tensor:
-        """The bytes of a hollow tensor, by replays of the stage that made it and, where its input is gone, of those
-        before."""
+        """Return the content of a hollow tensor, by a replay of the stage that made it and, if its input is gone, of
+        the stages before."""
         if var.stage == OUTSIDE:
             assert self._live is not None
             return self._live.outside.run([], [var])[0]
@@ -338,8 +337,8 @@ class Step:
         return run.restored(given, var)
 
     def _execute_or_skip(self) -> None:
-        """Run the next operation, if it is one of the stages that there are: a forward that left its course ends in an
-        earlier one."""
+        """Run the next operation, unless its stage was never entered: a forward that leaves its course may end in an
+        earlier stage."""
         op = self._plan.sequence.ops[self._next]
         moves = op.kind not in FORWARDS and op.kind is not OpKind.B
         if op.of or op.kind in UPDATES:
@@ -352,19 +351,19 @@ class Step:
     # -- the backward phase, which autograd drives
 
     def gradient_arrived(self, i: int, _gradient: torch.Tensor) -> None:
-        """Autograd has a gradient of an output of stage i."""
+        """Tensor hook: autograd has the gradient of an output of stage i."""
         self.advance_to(i)
 
     def input_slots(self, i: int) -> list[Slot]:
-        """Where the tensors of stage i's input are."""
+        """Return the slots of stage i's input tensors."""
         return self._held[self._held.input_of(i)].outputs
 
     def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
-        """What a stage's first run is under."""
+        """Return the saved-tensor hooks for a stage's first run."""
         return saved_hooks(pack, unpack)
 
     def advance_to(self, i: int) -> None:
-        """Run all operations up to ``B i`` and let autograd do that one."""
+        """Run all operations before ``B i``, which autograd then runs."""
         if self._backward == i and not self._closed:
             return
         if self._closed:
@@ -401,7 +400,7 @@ class Step:
         self._held.touch(op, [abar(i), self._held.input_of(i)], [])
         if i < self._last:
             self._held.consume(abar(i))
-        # The stage's outputs have no reader left but the slots that saved them.
+        # Only the slots of saved tensors still need the stage's outputs.
         if (made := self._held.pop(a(i), None)) is not None and i < self._last:
             self._held.release(made)
         self._held[abar(i)].settle()
@@ -425,11 +424,11 @@ class Step:
 
     @property
     def closed(self) -> bool:
-        """Whether the backward has run, or the step was given up."""
+        """Whether the backward has run or the step was aborted."""
         return self._closed
 
     def abandon(self) -> None:
-        """Another step begins, or an update, which needs the parameters where this one has them."""
+        """Abort this step, because another step or an update of the parameters begins."""
         if not self._closed:
             self._why = SUPERSEDED
             self._give_up()
@@ -439,9 +438,9 @@ class Step:
         self.close()
 
     def close(self) -> None:
-        """Give back all that the step holds; harmless when repeated.
+        """Release all that the step holds; may be called again.
 
-        A copy that failed is no error any more: whoever needed its bytes has been told.
+        A failed copy raises no error here: it has raised one already if an operation needed its bytes.
         """
         if self._closed:
             return
@@ -480,7 +479,7 @@ class Step:
         try:
             with self._checked():
                 if op.of or op.kind in UPDATES:
-                    assert self._placement is not None, "a plan that moves parameters has a place for them"
+                    assert self._placement is not None, "a plan that moves parameters has a placement"
                     if op.of == "w" and op.kind in (OpKind.FREE, OpKind.DROP):
                         self._let_go(op.stage)
                     self._placement.operate(op)
@@ -589,7 +588,7 @@ class Step:
     }
 
     def _forward(self, op: Op, keep: bool, recipe: Recipe | None) -> None:
-        """Run stage i; what autograd saves is kept where `keep`, in part where a `recipe` says which part."""
+        """Run stage i again. keep: keep what autograd saves; only a part of it if `recipe` is given."""
         i = op.stage
         source = self._held.input_of(i)
         given = self._held[source].tensors()
@@ -605,11 +604,11 @@ class Step:
     # -- small things
 
     def stored(self, i: int) -> list[torch.Tensor]:
-        """What a smaller form of stage i holds now, beyond its outputs."""
+        """Return the tensors that a smaller form of stage i stores now, beyond its outputs."""
         return [slot.tensor for slot in self._runs[i].stored.values() if slot.tensor is not None]
 
     def _hollow(self, i: int) -> None:
-        """Let the model's own code give the bytes of stage i's outputs back too, while its forward runs."""
+        """Hollow stage i's outputs in the model's own code, too, while its forward runs."""
         if any((held := self._held.get(v)) is not None and held.on_device for v in (a(i), abar(i))):
             return
         if self._live is not None and (self._live.fills or i + 1 not in self._runs):
@@ -627,7 +626,7 @@ class Step:
 
 
 def _note(error: Exception, text: str) -> None:
-    """Say more of an error whose type the user may be catching."""
+    """Add `text` to an error, whose type stays because the user may be catching it."""
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(text)
     elif error.args and isinstance(error.args[0], str):
@@ -635,12 +634,12 @@ def _note(error: Exception, text: str) -> None:
 
 
 def _own(behaviour: Behaviour, at: int) -> bool:
-    """Whether an output at place `at` has bytes of its own, as far as that was measured."""
+    """Whether the output at place `at` has bytes of its own; assumed so if it was not measured."""
     return not 0 <= at < len(behaviour.own_outputs) or behaviour.own_outputs[at]
 
 
 def _content(weights: dict[int, PlacedTensor]) -> dict[int, torch.Tensor]:
-    """By id, what stands for parameters in a replay."""
+    """Return, by id of a parameter, its copy on the device for a replay."""
     found = {}
     for key, weight in weights.items():
         parameter = weight.get()

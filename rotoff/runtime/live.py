@@ -1,13 +1,13 @@
-"""The model's own forward, running in a planned step.
+"""Follows the model's own forward in a planned step.
 
-Python runs the forward as it is written, once. A ``TorchFunctionMode`` sees each call of torch pass by; custom autograd
-Functions, scripted functions and modules are seen by a wrapper. Each call is put on the tape of its stage
-(`stage_tape`), which a replay runs. The expected `Course` says where a stage ends, and which tensors no call needs any
-more: what the plan wants gone is *hollowed*, so that the tensor that the model's code still holds has its shape and its
-graph, and no bytes.
+Python runs the forward once, as it is written. A ``TorchFunctionMode`` intercepts each call of torch; wrappers
+intercept custom autograd Functions, scripted functions and modules. Each call is recorded on the tape of its stage
+(`stage_tape`), and a replay runs this tape. The expected `Course` says where a stage ends and which tensors no later
+call needs. A tensor that the plan drops is *hollowed*: the tensor that the model's code still holds keeps its shape and
+its graph, but not its bytes.
 
-No value comes from the course. A forward that takes another one stays right: from the first call that differs, all that
-follows belongs to the stage that is open. A hollow tensor that is asked for after all is filled again by a replay.
+No value is taken from the course, so a forward that takes another one is still correct: all calls from the first one
+that differs belong to the open stage. If a call reads a hollow tensor after all, a replay fills it again.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from .torch_calls import KNOWN, Known, find, same_call
 
 
 class Stages(Protocol):
-    """What a forward asks of its step."""
+    """What a forward needs from its step."""
 
     def enter(self, stage: int) -> None:
-        """The first call of `stage` is about to be made; the stage before has ended."""
+        """End the stage before `stage`, whose first call is about to be made."""
 
     def restore(self, var: Var) -> torch.Tensor:
-        """The bytes of a hollow tensor."""
+        """Return the content of a hollow tensor."""
 
 
-RETURNED = "_rotoff_returned"  # the attribute of what stands for a parameter, where a call has returned it as it was
+RETURNED = "_rotoff_returned"  # set on the stand-in for a parameter if a call returned the stand-in itself
 NOTHING_EXPECTED = Course()
 LETTING_GO = 0.2  # seconds
 _ITER = Tensor.__iter__
@@ -58,21 +58,20 @@ class LiveForward(EagerFunctionMode):
     """Follows one forward of the model.
 
     Attributes:
-        tape: of the stage that is open.
-        outside: of what belongs to no stage.
-        entered: the tensors that the open stage was given.
-        seen: whether a replay saves again what autograd saves now.
-        dead: whether nobody is expected to need what the present call makes.
-        saved, saved_shapes: what autograd saved in the open stage.
+        tape: the tape of the open stage.
+        outside: the tape of calls that belong to no stage.
+        entered: the input tensors of the open stage.
+        seen: whether a replay will save again what autograd saves now.
+        dead: whether the course expects nobody to need the result of the present call.
+        saved, saved_shapes: the tensors that autograd saved in the open stage.
         on_course: whether the last call was an expected one.
-        as_measured: whether the open stage has made the expected calls so far, and no others.
-        astray: tells the course that was taken in place of the expected one; None where it was that one.
-        unknown: whether calls were made that the course does not have; else some of it were left out.
-        inside: whether calls pass without being followed.
-        reads: what calls read and change of what was there before the stages.
-        kept_more: whether somebody holds a tensor in the end who is not known to.
-        fills: whether hollow tensors that somebody still holds in the end are filled again: not where modules run one
-            by one.
+        as_measured: whether the open stage has made exactly the expected calls so far.
+        astray: a hash of all deviations from the course; None if there were none.
+        unknown: whether calls were made that the course does not contain; False if calls were only left out.
+        inside: whether calls run without being recorded.
+        reads: which tensors from before the stages the calls read and change.
+        kept_more: whether something still held a hollow tensor when the forward ended.
+        fills: whether such tensors are filled again; False if the stages' modules are run one by one.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class LiveForward(EagerFunctionMode):
         course = course or NOTHING_EXPECTED
         self.reads = Reads(course.storages)
         self.entered: set[Var] = set()
-        self.autocast_before: Autocast | None = None  # when the stage began; None where it was off
+        self.autocast_before: Autocast | None = None  # when the stage began; None if it was off
         self.seen = self.dead = False
         self.saved: list[Any] = []
         self.saved_shapes: list[Any] = []
@@ -93,20 +92,20 @@ class LiveForward(EagerFunctionMode):
         self.astray: int | None = None
         self.unknown = False
         self._places = Places()
-        self._skipped: list[int] = []  # tensors that calls would have used last that were left out
+        self._skipped: list[int] = []  # tensors whose last uses were in calls that the forward left out
         self.kept_more = False
-        self.algorithms: Algorithms | None = None  # by which convolutions run
+        self.algorithms: Algorithms | None = None  # of convolutions
         self.opaque_stages = course.opaque_stages
         self._whole = course.whole
-        self.instead: dict[Var, torch.Tensor] = {}  # what calls are given in place of a tensor that crosses
-        self.brought: dict[int, torch.Tensor] = {}  # and, by id, of a parameter that the plan has brought
-        self.lender: Lender | None = None  # of those that lie on the host
+        self.instead: dict[Var, torch.Tensor] = {}  # the tensor that calls get in place of a stage's input
+        self.brought: dict[int, torch.Tensor] = {}  # by id of a placed parameter, the copy on the device that calls get
+        self.lender: Lender | None = None  # lends other parameters from the host
         self._course = course
-        self._token = object()  # which its `Var`s share
+        self._token = object()  # identifies this forward in its `Var`s
         self._stages = stages
         self._generators = generators
-        self._drawn: tuple[object, ...] | None = None  # how the last call of the stage that draws left them
-        self._begun: Callable[[], tuple[object, ...]]  # and how it found them
+        self._drawn: tuple[object, ...] | None = None  # mark of the generators after the stage's last random call
+        self._begun: Callable[[], tuple[object, ...]]  # their mark when the stage began
         self._stage = OUTSIDE
         self._position = 0
         self._calls, self._count, self._held = course.calls, len(course.calls), course.held
@@ -115,8 +114,8 @@ class LiveForward(EagerFunctionMode):
         self._hollowed: list[Var] = []
         self._vars: list[Var] = []
         self.inside = False
-        self._within = int(course is NOTHING_EXPECTED)  # modules called as a whole around what runs
-        self._aliases: dict[Var, torch.Tensor] = {}  # of the open stage: tensors that others made
+        self._within = int(course is NOTHING_EXPECTED)  # depth of calls of modules that the course has as one call
+        self._aliases: dict[Var, torch.Tensor] = {}  # detached tensors of earlier stages that the open stage reads
         for tensor in given:
             self.reads.note_resident(tensor)
             self._tag(tensor, OUTSIDE).stays = True
@@ -124,7 +123,7 @@ class LiveForward(EagerFunctionMode):
     # -- stages
 
     def begin_stage(self, stage: int, tape: StageTape, begun: Callable[[], tuple[object, ...]]) -> None:
-        """Open a stage; `begun` is the mark of the generators that it finds."""
+        """Open a stage; `begun` returns the mark of the generators at its start."""
         self._stage = stage
         self._drawn, self._begun = None, begun
         self.tape = self.reads.tape = tape
@@ -143,12 +142,11 @@ class LiveForward(EagerFunctionMode):
             self._let_go()
 
     def has_returned(self, copy: torch.Tensor) -> bool:
-        """Whether a call has returned what stands for a parameter as it was."""
+        """Whether a call has returned `copy`, the stand-in for a parameter, itself."""
         return TAG in vars(copy) or RETURNED in vars(copy)
 
     def crossing(self, stage: int) -> list[tuple[Var, int]]:
-        """The tensors that enter the stage after `stage`, and their places among the outputs of `stage` that were
-        measured."""
+        """Return the tensors that enter the stage after `stage`, and their places among its measured outputs."""
         found: dict[Var, int] = {}
         for n, at in self._course.crossing[stage - 1]:
             var = self._numbered.get(n)
@@ -160,12 +158,12 @@ class LiveForward(EagerFunctionMode):
         return [(var, at) for var, at in found.items() if var.tensor() is not None]
 
     def made_by(self, stage: int) -> dict[Var, int]:
-        """The tensors that `stage` was expected to hand on, and their places among its outputs."""
+        """Return the tensors that the course expects as outputs of `stage`, and their places among these."""
         found = [(self._numbered.get(n), at) for n, at in self._course.crossing[stage - 1]]
         return {var: at for var, at in found if var is not None}
 
     def handed(self, outputs: list[torch.Tensor]) -> list[tuple[Var, int]]:
-        """The tensors that stages made of those that a stage returned, and their places among these."""
+        """Return those of a stage's `outputs` that were made in a stage, and their places."""
         found: dict[Var, int] = {}
         for at, tensor in enumerate(outputs):
             var = vars(tensor).get(TAG)
@@ -174,12 +172,12 @@ class LiveForward(EagerFunctionMode):
         return list(found.items())
 
     def hollow(self, var: Var) -> None:
-        """Take the bytes of a tensor that the model's code may still hold."""
+        """Free the bytes of a tensor that the model's code may still hold."""
         tensor = var.tensor()
         if tensor is None or var.stays or var.hollow or tensor.is_conj() or tensor.is_neg():
             return
         base = tensor._base
-        if base is not None:  # what the graph of a view holds
+        if base is not None:  # the graph of a view holds it
             known = vars(base).get(TAG)
             if (known is None or known.gone) and key_of(base) not in self.reads.resident:
                 empty(base)
@@ -188,7 +186,7 @@ class LiveForward(EagerFunctionMode):
         self._hollowed.append(var)
 
     def fill(self, var: Var, content: torch.Tensor) -> None:
-        """Give a tensor its bytes back, or put them elsewhere."""
+        """Make `content` the bytes of a tensor."""
         tensor = var.tensor()
         if tensor is not None and (var.hollow or key_of(tensor) != key_of(content)):
             tensor.data = content
@@ -196,13 +194,13 @@ class LiveForward(EagerFunctionMode):
         _has_its_own(var)
 
     def finish(self) -> None:
-        """The forward has returned: whoever still holds a hollow tensor keeps it for later."""
+        """End the forward: fill the hollow tensors that something still holds."""
         self._dying = ()
         if self._position < self._count:
             self._skip_to(self._count)
         for var in self._vars:
             tensor = var.tensor()
-            if tensor is not None and not var.gone and tensor._base is not None:  # its bytes are those of its base, too
+            if tensor is not None and not var.gone and tensor._base is not None:  # its base shares its bytes
                 whole_base(tensor)
                 if (known := vars(tensor._base).get(TAG)) is not None:
                     known.hollow = False
@@ -217,12 +215,12 @@ class LiveForward(EagerFunctionMode):
                 self._refill(var, tensor)
 
     def results(self, result: Any, stage: int) -> list[tuple[Var, int]]:
-        """The tensors that the forward returned, of those that the last `stage` made."""
+        """Return the tensors in `result` that the last `stage` made."""
         found = dict.fromkeys(vars(tensor).get(TAG) for tensor in tensors_of(result))
         return [(var, -1) for var in found if var is not None and var.stage == stage]
 
     def forget(self) -> None:
-        """Tensors that are left know nothing of this forward any more."""
+        """Remove this forward's marks from all tensors that are left."""
         self.instead, self.brought = {}, {}
         self.reads.forget()
         self._aliases, self.reads = {}, Reads({})  # hooks in the graph hold this forward
@@ -243,7 +241,7 @@ class LiveForward(EagerFunctionMode):
     # -- calls
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `function`, and put it on the tape where a replay must run it, too."""
+        """Run `function`, and record the call if a replay must repeat it."""
         if self.inside:
             return function(*args, **kwargs)
         known = KNOWN.get(function) or find(function)
@@ -255,7 +253,7 @@ class LiveForward(EagerFunctionMode):
             return iter(self.call(torch.unbind, args, {}))
         if known.instead is not None:
             function = known.instead
-        self.inside = True  # the mode sees what is done here where a wrapper has called
+        self.inside = True  # if a wrapper called this, the mode is still active
         try:
             return self._followed(function, known, args, kwargs)
         finally:
@@ -264,7 +262,7 @@ class LiveForward(EagerFunctionMode):
     def _followed(
         self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """`call` in one piece: what is asked of every call is asked here, what is rare in functions of its own."""
+        """Run and record a call. One long function for speed: what only few calls need is in other functions."""
         calls, k, reads = self._calls, self._position, self.reads
         if self._within:
             k = -1
@@ -292,14 +290,14 @@ class LiveForward(EagerFunctionMode):
                 and var.stage == stage != OUTSIDE
                 and var.step is self._token
                 and not (var.hollow or var.dead)
-            ):  # the stage has made it, and it is there
+            ):  # made by the open stage, and not hollow
                 given.append(one)
                 named.append(var)
             else:
                 named.append(self._reference(given, stage, one))
         named_kwargs = kwargs and {n: self._reference(given, stage, one) for n, one in kwargs.items()}
         if self.instead or self.brought or self.lender:
-            if self.lender and isinstance(function, nn.Module):  # whose own calls are not followed
+            if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
                 self.lender.lend(function.parameters())
             args, kwargs = self._with_aliases(args, kwargs)
         versions = versions_of(given) if known.watched else ()
@@ -307,7 +305,7 @@ class LiveForward(EagerFunctionMode):
         if known.writes or reads.changing or (kwargs and "out" in kwargs):
             written = reads.before_writing(known, args, kwargs, given, stage)
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
-        if draws and self._mark() != self._drawn:  # the model's own code has set them
+        if draws and self._mark() != self._drawn:  # the model's own code has set the generators
             self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), None))
         grad = is_grad_enabled()
         self.seen, self.dead = stage != OUTSIDE, dead
@@ -315,7 +313,7 @@ class LiveForward(EagerFunctionMode):
         try:
             result = self._run(function, args, kwargs)
         except BaseException:
-            del self.saved[saved:], self.saved_shapes[saved:]  # the model may catch it and go another way
+            del self.saved[saved:], self.saved_shapes[saved:]  # the model may catch the error and go on
             raise
         finally:
             self.seen = self.dead = False
@@ -332,7 +330,7 @@ class LiveForward(EagerFunctionMode):
         else:
             made, new = self._made(tensors_of(result), given, stage)
         if not written and not new:
-            return result  # a question, or nothing to do: x.to(x.dtype)
+            return result  # a query, or no work: x.to(x.dtype)
         if not self._within:
             if numbers is not None and len(made) == len(numbers):
                 if made:
@@ -344,7 +342,7 @@ class LiveForward(EagerFunctionMode):
         if reads.pending and not written:
             reads.note()
         if dead:
-            self.tape.needs_dead |= bool(written)  # others may read what it has changed
+            self.tape.needs_dead |= bool(written)  # other calls may read what this one changed
             for var in made:
                 if var is not None:
                     var.dead, var.stays = True, var.stays or stage == OUTSIDE
@@ -372,7 +370,7 @@ class LiveForward(EagerFunctionMode):
             return function(*args, **kwargs)
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """In place of ``nn.Module.__call__``."""
+        """Replaces ``nn.Module.__call__``."""
         if self._within or module not in self._course.modules:
             return self._enter(original, module, args, kwargs)
         entry = self._places.enter(module)
@@ -416,7 +414,7 @@ class LiveForward(EagerFunctionMode):
         return result
 
     def _begin_at(self, k: int) -> None:
-        """Call `k` comes next, and with it perhaps another stage."""
+        """Prepare for call `k` of the course, which may begin another stage."""
         self.inside = True
         if self._dying:
             self._let_go()
@@ -427,7 +425,7 @@ class LiveForward(EagerFunctionMode):
     # -- other courses
 
     def _expected_at(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The place in the course of the next call, which is of `function`; -1 where the course does not have it."""
+        """Return the place in the course of the next call, which is of `function`; -1 if the course has none."""
         k, calls = self._position, self._calls
         if self.on_course and k < self._count and same_call(calls[k].function, function):
             return k
@@ -441,8 +439,8 @@ class LiveForward(EagerFunctionMode):
         return -1
 
     def _skip_to(self, k: int) -> None:
-        """The calls up to `k` are left out; what would have been used last there stands for what they would have
-        made."""
+        """Note that the forward left out the calls up to `k`. Tensors whose last use was there take the numbers of
+        tensors of equal size that these calls would have made."""
         for numbers in (self._dying, *(call.last_uses for call in self._calls[self._position : k])):
             self._skipped.extend(numbers)
         self._dying = ()
@@ -475,13 +473,13 @@ class LiveForward(EagerFunctionMode):
         return module in self._course.opaque or compiled(module)
 
     def applied(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of a custom Function's or a scripted function's call."""
+        """Replaces the call of a custom or a scripted Function."""
         return apply(*args, **kwargs) if self.inside else self.call(apply, args, kwargs)
 
     # -- what a call reads, makes and changes
 
     def _reference(self, given: list[torch.Tensor], stage: int, leaf: Any) -> Any:
-        """What stands on the tape for one leaf of the arguments."""
+        """Return what the tape holds in place of one leaf of the arguments."""
         if not isinstance(leaf, Tensor):
             kind = type(leaf)
             if kind in VALUES:
@@ -506,13 +504,13 @@ class LiveForward(EagerFunctionMode):
                 self.tape.needs_dead = True
             return var
         if (alias := self._aliases.get(var)) is None:
-            # made by an earlier stage, and not expected here: the tape itself keeps it
+            # an earlier stage made it and the course does not expect it here: the tape itself keeps it alive
             alias = leaf.detach().requires_grad_(leaf.requires_grad)
             self._aliases[var] = self.reads.constant(alias)
         return alias
 
     def _made(self, outputs: Sequence[Tensor], given: Sequence[Tensor], stage: int) -> tuple[list[Var | None], bool]:
-        """What stands on the tape for what a call returned, and whether there is any that it was not given."""
+        """Return the `Var`s of a call's `outputs`, and whether any output is not among its inputs `given`."""
         found: list[Var | None] = []
         new = False
         for tensor in outputs:
@@ -540,16 +538,16 @@ class LiveForward(EagerFunctionMode):
         return var
 
     def _let_go(self) -> None:
-        """Hollow what no call needs any more."""
+        """Hollow the tensors that no later call needs."""
         numbers, self._dying, numbered = self._dying, (), self._numbered
         for number in numbers:
             if (var := numbered.pop(number, None)) is not None and var.tensor() is not None:
                 if self.astray is not None and var in numbered.values():
-                    continue  # it stands for another, too
+                    continue  # it also has the number of another
                 self.hollow(var)
 
     def _unaliased(self, result: Any, given: Sequence[Tensor]) -> Any:
-        """What a call was given in truth, where it has returned that as it was."""
+        """Return the original tensor if a call returned the stand-in that it was given for it."""
         if isinstance(result, Tensor):
             for one in given:
                 if result is self.brought.get(id(one)) or result is self.instead.get(vars(one).get(TAG)):  # type: ignore[arg-type]
@@ -562,7 +560,7 @@ class LiveForward(EagerFunctionMode):
                 return leaf
             if (copy := self.brought.get(id(leaf))) is not None:
                 return copy
-            if self.lender and isinstance(leaf, nn.Parameter):  # the plan does not bring it here
+            if self.lender and isinstance(leaf, nn.Parameter):  # the plan does not bring it to the device here
                 self.lender.lend([leaf])
             var: Any = vars(leaf).get(TAG)
             return self.instead.get(var, leaf)
@@ -571,7 +569,7 @@ class LiveForward(EagerFunctionMode):
 
 
 def _has_its_own(var: Var) -> None:
-    """A tensor that views are of has been filled: it is no longer for them alone that it has bytes."""
+    """Note that a tensor was filled itself: if it is the base of views, its bytes are no longer only for them."""
     tensor = var.tensor()
     if tensor is not None and tensor._base is None:
         var.gone = False
@@ -584,5 +582,5 @@ def _of_size(every: list[Var], nbytes: int) -> Var | None:
 
 
 def put(generators: Generators, copies: list[torch.Generator]) -> None:
-    """Of a tape: what the model's own code did to the generators."""
+    """A call on a tape: set the generators as the model's own code did."""
     generators.put(copies)

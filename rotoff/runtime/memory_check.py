@@ -1,7 +1,7 @@
-"""What the device really holds against what the machine says, after every operation of a step: ``check=True``.
+"""Compares what the device holds with what the machine predicts, after every operation of a step: ``check=True``.
 
-Two accounts: of each value the storages that stand for it, and of the whole step every storage that its operations have
-made and that is still there, whoever holds it. What kernels take and give back is in neither.
+Two things are compared: the storages of each value, and all storages that the step's operations have made and that
+still exist, no matter what holds them. Temporaries within kernels are in neither.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger("rotoff")
 
 
 class MemoryChecker:
-    """Runs the machine beside one step.
+    """Runs the machine alongside one step.
 
     Args:
-        chain: what was measured. sequence: what is run. block: bytes to which the device's allocator rounds, 1 for
-            none.
-        kept_bytes: of skip connections kept in place. levels: bytes predicted while each operation runs, in the terms
-            of `mem_limit`; empty where the step's operations cannot be seen (compiled modules, sharded ones).
+        chain: the measured chain. sequence: the operations of the step.
+        block: bytes to whose multiples the device's allocator rounds, 1 for none.
+        kept_bytes: of skip connections kept in place. levels: bytes predicted while each operation runs, comparable
+            with `mem_limit`; empty if the step's operations cannot be seen (compiled or sharded modules).
     """
 
     def __init__(
@@ -61,14 +61,13 @@ class MemoryChecker:
         self._index = -1
 
     def after(self, op: Op, held: Mapping[Value, Held], kept: Iterable[torch.Tensor] = ()) -> None:
-        """Compare, once `op` has run, every value that the machine or the interpreter holds, what is `kept` in place,
-        and the whole.
+        """Compare, after `op` has run, every value, what is `kept` in place, and the total.
 
         Raises:
-            ExecutionError: where a value is on the device that the machine has not there, or takes more bytes than are
-                charged, or is missing; or where the whole is above the prediction. It names the operation, its index,
-                the value, and both numbers of bytes. A step that has left its course is right all the same: there a
-                warning says what is above the limit.
+            ExecutionError: if a value is on the device and not in the machine, takes more bytes than charged, or is
+                missing, or if the total exceeds the prediction. It names the operation, its index, the value, and both
+                numbers of bytes. A step that has left its course is correct all the same: it gets a warning if it
+                exceeds the limit.
         """
         if self._astray:
             self._compare_with_limit(op)
@@ -79,7 +78,7 @@ class MemoryChecker:
         real = {v: self._rounded(value.storages()) for v, value in held.items() if value.on_device}
         for v in sorted({*charged, *real}):
             if v == a(0) or (v == a(last) and v not in real):
-                continue  # the caller's
+                continue  # belongs to the caller
             if v not in real:
                 raise self._error(op, v, 0, charged[v])
             if v not in charged or real[v] > charged[v]:
@@ -92,12 +91,12 @@ class MemoryChecker:
             raise ExecutionError(
                 f"after {describe(op, self._index, self._sequence)}: the device holds {alive} bytes"
                 f" ({format_bytes(alive)}) that the step has made, and {predicted} ({format_bytes(predicted)}) are"
-                " predicted; something (a hook, an attribute, a list) may hold what the plan lets go, which it did not"
-                " when the model was measured: call measure() again, or report a bug if that does not help"
+                " predicted; something (a hook, an attribute, a list) may hold a tensor that the plan drops, and did"
+                " not when the model was measured: call measure() again, or report a bug if that does not help"
             )
 
     def leave_course(self) -> None:
-        """The forward makes other calls than planned: from now on only the limit says what may be there."""
+        """From now on compare with the limit only, because the forward makes other calls than planned."""
         self._astray = True
 
     def _compare_with_limit(self, op: Op) -> None:
@@ -111,14 +110,14 @@ class MemoryChecker:
                 self._mem_limit,
                 format_bytes(self._mem_limit),
             )
-            self._mem_limit = alive  # more is said again
+            self._mem_limit = alive  # warn again only if it grows
 
     def watching(self) -> AbstractContextManager[object]:
-        """Within, the storages that operations make are counted; harmless within itself."""
+        """Within, the storages that operations make are counted; it may be nested."""
         return nullcontext() if self._made is None else self._made
 
     def begin(self, op: Op) -> None:
-        """Follow an operation whose end is only seen with the next one: ``B``, which autograd runs."""
+        """Let the machine run `op`. Called by itself for ``B``, which autograd runs and whose end nobody reports."""
         if not self._astray:
             self._index += 1
             self._machine.step(op)
@@ -135,8 +134,8 @@ class MemoryChecker:
 
 
 class Made(EagerMode):
-    """Knows the storages that operations make while it is active, and which of them are still there. `SCALARS` and less
-    is not counted.
+    """Counts the storages that operations make while it is active and that still exist. Those of `SCALARS` bytes or
+    less are not counted.
 
     Args:
         block: bytes to which the device's allocator rounds.
@@ -148,7 +147,7 @@ class Made(EagerMode):
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def alive(self) -> int:
-        """Bytes that are still there."""
+        """Return the bytes of those that still exist."""
         self._storages = {key: one for key, one in self._storages.items() if not one[0].expired()}
         return sum(rounded(nbytes, self._block) for _, nbytes in self._storages.values())
 

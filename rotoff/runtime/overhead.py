@@ -1,10 +1,9 @@
-"""What the runtime itself takes of the compute lane: the interpreter's work for each stage, and hooks around what
-autograd saves.
+"""Overhead of the runtime on the compute lane: the interpreter's work for each stage, and its saved-tensor hooks.
 
-On the CPU the lane is the thread that runs the interpreter too, so every stage and every tensor that is packed or
-unpacked takes a little of it, up to 3 % of a step in all. On CUDA the host runs ahead of the device, which hides that,
-but for stages whose kernels take less than launching them: there the device waits for the host, and so for the
-interpreter. A planned step has it in its chain's times; a step that keeps everything is that of the plain model.
+On the CPU the interpreter runs in the thread that computes, so every stage and every tensor that is packed or unpacked
+takes a little time, up to 3 % of a step in all. On CUDA the host runs ahead of the device, which hides this time except
+for stages whose kernels run shorter than their launches take: there the device waits for the host. The chain's times of
+a planned step include it; a step that keeps everything runs the plain model, without it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from ..core.chain import Stage
 
 
 class UpkeepTimes(NamedTuple):
-    """Seconds. forward, backward: the interpreter's for a stage. pack, unpack: for a tensor that autograd saves under
-    hooks, and reads."""
+    """Seconds. forward, backward: of the interpreter for each stage. pack, unpack: of the hooks for each tensor that
+    autograd saves and reads."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -25,7 +24,7 @@ class UpkeepTimes(NamedTuple):
     unpack: float = 0.0
 
     def added_to(self, stage: Stage, saved: int) -> Stage:
-        """A stage of whose forward autograd saves so many tensors; what a smaller form redoes is packed once more."""
+        """Return `stage`, whose forward saves `saved` tensors, with this overhead; a smaller form packs them again."""
         backward = self.backward + self.unpack * saved
         again = backward + self.pack * saved
         return replace(

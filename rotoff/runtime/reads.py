@@ -1,5 +1,4 @@
-"""What the calls of stages read that was there before them, and what calls change of that: a replay must find it as it
-was."""
+"""Tensors from before a stage that its calls read (constants), and changes to them: a replay needs the old content."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ from .torch_calls import WRITERS, Known
 
 
 class Reads:
-    """Of one forward.
+    """Follows what the calls of one forward read and change.
 
     Attributes:
-        tape: of the stage that is open.
-        resident: storages that were there before the stages, with weak references, which keep an address from being
-            given to another. Those of parameters stay from step to step.
-        places: of the open stage, for each storage the number of the input that lies there.
-        changing: of the open stage, buffers that some call changes, by id.
-        pending: what the call under way reads, with its version and, of parameters, whether they need a gradient.
-        detaches: whether replays know nothing of the graph before the stages.
+        tape: the tape of the open stage.
+        resident: storages from before the stages, by key, with weak references, so that no new storage gets the same
+            key. Those of parameters stay from step to step.
+        places: by key of a storage, the position of the open stage's input that lies there.
+        changing: ids of the buffers that the open stage changes.
+        pending: constants that the present call reads: tensor, version and, for parameters, `requires_grad`.
+        detaches: whether constants are detached from the graph before the stages.
     """
 
     detaches = True
@@ -35,14 +34,13 @@ class Reads:
     def __init__(self, resident: dict[int, Any]) -> None:
         self.tape = StageTape("")
         self.resident = resident
-        self._brief: list[int] = []  # of those, what this forward alone has met
+        self._brief: list[int] = []  # keys in `resident` to remove when this forward ends
         self._lasting = len(resident)
         self.places: dict[int, int] = {}
         self.changing: set[int] = set()
         self.pending: list[tuple[Tensor, int, bool | None]] = []
-        self._all: list[tuple[StageTape, Tensor]] = []  # by calls of all stages
-        # of those, by storage, in so far as somebody asked
-        self._readers: dict[int, list[tuple[StageTape, Tensor]]] = {}
+        self._all: list[tuple[StageTape, Tensor]] = []  # each constant with the tape that reads it
+        self._readers: dict[int, list[tuple[StageTape, Tensor]]] = {}  # the same by storage, filled on demand
 
     def note_resident(self, tensor: Tensor) -> None:
         if (key := key_of(tensor)) not in self.resident:
@@ -52,24 +50,24 @@ class Reads:
                 self._brief.append(key)
 
     def forget(self) -> None:
-        """The forward has ended."""
+        """End the forward: keep only the storages of parameters."""
         for key in self._brief:
             self.resident.pop(key, None)
-        if len(self.resident) > self._lasting:  # where modules gather their parameters, each step has others
+        if len(self.resident) > self._lasting:  # modules that gather their parameters make others in each step
             for key in [key for key, storage in self.resident.items() if storage is not None and storage.expired()]:
                 del self.resident[key]
 
     def before_writing(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
     ) -> Sequence[Tensor]:
-        """The tensors that a call is known to change; what was in them is kept for replays, and what is in those that
-        it may change."""
+        """Return the tensors that a call is known to change. Copies of these, and of the measured buffers that it may
+        change, are kept for replays."""
         written: Sequence[Tensor] = known.written(args, kwargs) if known.written is not None else ()
         watched: Sequence[Tensor] = ()
         if known.vague and stage != OUTSIDE:
             written = [*written, *self.may_write(known, given)]
             if self.changing:
-                watched = [t for t in given if id(t) in self.changing]  # which the call may change, or only read
+                watched = [t for t in given if id(t) in self.changing]  # the call may change or only read these
         if written or watched:
             if stage != OUTSIDE:
                 self.note()
@@ -79,36 +77,36 @@ class Reads:
         return written
 
     def may_write(self, known: Known, given: list[Tensor]) -> list[Tensor]:
-        """What a call may change without being told to: of a custom Function, what it was seen to change."""
+        """Return the tensors of a custom Function's call in those places that an earlier call of it changed."""
         places = WRITERS.get(known.owner, ()) if known.owner is not None else ()
         return [tensor for n, tensor in enumerate(given) if n in places]
 
     def constant(self, tensor: Tensor) -> Tensor:
-        """A tensor that was there before the stage."""
-        if tensor.grad_fn is not None and self.detaches:  # of a graph that the replay must not reach
+        """Return what the tape holds for a tensor from before the stage, and note that the present call reads it."""
+        if tensor.grad_fn is not None and self.detaches:  # a replay must not reach its graph
             tensor = tensor.detach().requires_grad_(tensor.requires_grad)
         if id(tensor) not in self.tape.constants:
-            is_parameter = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)  # the latter takes long
+            is_parameter = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)  # isinstance is slow
             self.pending.append((tensor, version_of(tensor), tensor.requires_grad if is_parameter else None))
             self.note_resident(tensor)
         return tensor
 
     def note(self) -> None:
-        """What the call read that was there before the stage, its replay reads, too."""
+        """Add the constants that the present call reads to the tape."""
         tape = self.tape
         for read in self.pending:
             tape.constants.setdefault(id(read[0]), read)
             self._all.append((tape, read[0]))
 
     def _readers_of(self, key: int) -> list[tuple[StageTape, Tensor]]:
-        """The stages that read what lies in a storage, and the tensors by which."""
+        """Return the constants that lie in a storage, each with the tape that reads it."""
         for one in self._all:
             self._readers.setdefault(key_of(one[1]), []).append(one)
         self._all.clear()
         return self._readers.get(key, [])
 
     def _keep_before(self, tensor: Tensor) -> None:
-        """A call is about to change `tensor`: replays of all who read what lies there need it as it is."""
+        """Copy, for the replays that read them, all tensors in the storage of `tensor`, which a call will change."""
         key = key_of(tensor)
         content = None
         for tape, constant in self._readers_of(key):
@@ -125,8 +123,8 @@ class Reads:
     def note_changed(
         self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """A call has changed some of the tensors that it was given; returns all that it wrote. What was in those that
-        nobody `expected` it to change, replays may miss."""
+        """Return all tensors that a call has changed. If some of these were not `expected`, there is no copy of their
+        old content: the tapes that read them are marked `lost`."""
         places = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
         changed = [given[n] for n in places]
         unknown = [t for t in changed if not is_among(t, expected)]
@@ -140,7 +138,7 @@ class Reads:
 
 
 def is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether it is one of them."""
+    """Whether `tensors` contains this very object."""
     for one in tensors:  # noqa: SIM110  (a generator takes several times as long)
         if one is tensor:
             return True

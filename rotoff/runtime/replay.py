@@ -1,7 +1,7 @@
-"""A replay sees what the first run saw, and leaves no trace.
+"""Lets a replay run in the state that the first run had, and restores the present state afterwards.
 
-Before its first run a stage that will run again notes the random number generators, the buffers that its forward
-changes and the autocast state; a replay runs on those and puts everything back after.
+Before its first run, a stage saves the states of the random number generators, the buffers that its forward changes and
+the autocast settings.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _Attribute = tuple[dict[str, Any], str, Any]  # (where it is held, its name, its
 
 
 class ReplayState:
-    """What one stage's first run saw.
+    """The state in which a stage's first run begins.
 
     Args:
-        generators: that it may draw from. buffers: (module, name) of every buffer that the stage's forward changes.
-            attributes: likewise, of every attribute that it sets, with its bytes. modes: what was measured
-            (`StageModule.modes`), and so what that run saw; a GAN thaws its discriminator before the backward of the
-            generator's loss.
+        generators: the random number generators that the stage may use.
+        buffers: (module, name) of every buffer that the stage's forward changes.
+        attributes: (module, name, bytes) of every other attribute that it sets.
+        modes: the measured modes (`StageModule.modes`), which the first run had too. They may change before the replay:
+            a GAN thaws its discriminator before the backward of the generator's loss.
     """
 
     __slots__ = ("_attributes", "_autocast", "_buffers", "_generators", "_modes", "_rng")
@@ -52,12 +53,12 @@ class ReplayState:
         self._autocast = autocast_now(), torch.is_autocast_cache_enabled()
 
     def mark(self) -> tuple[object, ...]:
-        """Of the generators before the first run."""
+        """Return the mark of the generators before the first run."""
         return self._generators.mark(self._rng)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within, everything is as it was before the first run; after, as it was outside."""
+        """Set the state from before the first run; at the end, restore the present one."""
         rng, grad_enabled = self._generators.copies(), torch.is_grad_enabled()
         buffers = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
         attributes = [(held, name, held.get(name)) for held, name, _ in self._attributes]
@@ -65,11 +66,11 @@ class ReplayState:
         try:
             for held, name, value in self._attributes:
                 held[name] = value
-            # clones, since the run changes them and another replay may follow
+            # clones, because the run changes them and another replay may follow
             _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
             modes = _switch(self._modes)
             self._generators.put(self._rng)
-            # the setter, since a context manager costs as much as all else here
+            # the setter, because a context manager costs as much as all else here
             torch._C._set_grad_enabled(True)
             with autocast_as(*self._autocast):
                 yield
@@ -94,7 +95,7 @@ def _put_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) 
 
 
 def _switch(modes: Sequence[tuple[nn.Module, str, bool]]) -> list[tuple[nn.Module, str, bool]]:
-    """Set what is otherwise than in `modes`; returns what that was."""
+    """Set all `modes`; returns the old values of those that differed."""
     before = []
     for module, name, value in modes:
         if name == TRAINING:

@@ -1,17 +1,15 @@
-"""A stage kept in part: ``F_sel`` stores some of what autograd saves, and ``B`` first redoes the rest.
+"""Selective recomputation of a stage: ``F_sel`` stores some of the saved tensors, and ``B`` first recomputes the rest.
 
-The first run needs nothing but saved-tensor hooks, since what is stored is chosen among the tensors that autograd
-saves. The redo runs the stage's forward on detached inputs under a dispatch mode that knows the operations by their
-position, views not counted (they cost nothing, and hooks of modules add some): an operation whose results are stored
-hands them back, one whose results nobody reads is left out, all others run. It ends at the last tensor that has to be
-made again.
+The first run needs only saved-tensor hooks, because it stores whole saved tensors. The redo runs the stage's forward on
+detached inputs under a dispatch mode that identifies operations by their position; views do not count, because they
+cost nothing and hooks of modules add some. An operation whose results are stored returns them, one whose results nobody
+reads is skipped, and all others run. The redo stops at the last tensor that has to be made again.
 
-Why not PyTorch's ``create_selective_checkpoint_contexts``: it keeps copies of its own, by function and count, that
-could not be moved to the host; it needs a dispatch mode in the first run as well; and it stores whole results of
-operations where what autograd saves of them may be less (a mask). The traps that it knows are met here as follows.
-In-place changes: a storage counts as made when its last writer has run, and is not stored where something reads it
-before; slots check versions. Views are run, never stored. Random numbers: no operation draws after one that was left
-out. Autocast: its cache is off.
+Why not PyTorch's ``create_selective_checkpoint_contexts``: it keeps its own copies, by function and count, which could
+not be moved to the host; it needs a dispatch mode in the first run as well; and it stores whole results of operations
+although autograd may save less of them (a mask). The known pitfalls are handled as follows. In-place changes: a storage
+counts as made when its last writer has run, and is not stored if something reads it before; slots check versions. Views
+are run, never stored. Random numbers: no operation draws after one that was skipped. Autocast: its cache is off.
 """
 
 from __future__ import annotations
@@ -34,18 +32,17 @@ _MOST_VIEWS = 4096  # of one form
 
 
 class Redone(BaseException):
-    """Everything has been made again; not an error, and none that a model's ``except Exception`` should see."""
+    """Stops a replay when every tensor has been made again; a model's ``except Exception`` must not catch it."""
 
 
 class OtherOperations(Exception):
-    """The forward is not the one that was measured."""
+    """The forward runs other operations than the measured one."""
 
 
 class _Redo(EagerMode):
     """Runs the operations of one redo.
 
-    stored: the tensors in the kept slots. poison: fill what nobody reads, to find out whether that is true. beside: as
-    of `redo`.
+    stored, beside: as of `redo`. poison: fill the results that nobody should read with NaN, to verify this.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class _Redo(EagerMode):
         self._poison = poison
         self._beside = beside
         self._next = 0
-        self.paused = False  # what a hook does to the tensor that it is handed is none of the forward's operations
+        self.paused = False  # operations in the pack hook are not the forward's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.paused or func.is_view or func in QUERIES or self._beside():
@@ -77,7 +74,7 @@ class _Redo(EagerMode):
         return made[0] if n in recipe.single else tuple(made)
 
     def _views(self, n: int, func: Any, args: Any, kwargs: Any) -> tuple[View | None, ...]:
-        """How the results of operation `n` would lie on these arguments."""
+        """Return the shapes and strides that the results of operation `n` would have for these arguments."""
         leaves, spec = tree_flatten((args, kwargs))
         given = [View.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         key = n, tuple(map(repr, given))
@@ -115,7 +112,7 @@ class _Redo(EagerMode):
         view = view or result.view
         empty = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=result.device)
         if self._poison:
-            bytes_of(empty.untyped_storage()).fill_(0xFF)  # NaN, where it is a float
+            bytes_of(empty.untyped_storage()).fill_(0xFF)  # NaN if it is a float
         return empty
 
 
@@ -137,12 +134,12 @@ def redo(
     """Run a stage's forward again up to the last tensor that form `recipe` did not store.
 
     Args:
-        run: the forward, on detached inputs. stored: the tensor of each kept slot. pack: called with each tensor that
-            autograd saves, in the order of the first run. state: within which everything is as before the first run.
-        beside: tells whether the forward is in a call that was not measured, since its result was for nothing then.
+        run: runs the forward on detached inputs. stored: the tensor of each kept slot. pack: called with each tensor
+            that autograd saves, in the order of the first run. state: restores the state from before the first run.
+        beside: returns whether the forward is in a dead call, which `recipe` does not contain.
 
     Raises:
-        OtherOperations: where the forward does other operations than when it was measured, or saves fewer tensors.
+        OtherOperations: if the forward does other operations than when it was measured, or saves fewer tensors.
     """
     count = 0
     mode = _Redo(recipe, stored, poison, beside)

@@ -1,8 +1,8 @@
 """One stage in one step: its first run in the user's graph, and the runs that fill the same slots again.
 
-The first run is under autograd's saved-tensor hooks. What autograd would save becomes a slot of its own, a reference
-into the stage's input, or stays where it is (`SavedKind`); a later run on detached inputs saves the same tensors in the
-same order, so their number is all that is needed to find a slot again. A run that saves anything else is refused.
+The first run is under autograd's saved-tensor hooks. Each saved tensor becomes a slot or a reference into the stage's
+input, or it stays where it is (`SavedKind`). A later run on detached inputs saves the same tensors in the same order,
+so a tensor's position in this order identifies its slot. A run that saves anything else raises an error.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from .stage_tape import StageTape, Var
 from .values import Slot
 
 BESIDE = (
-    "a gradient entered the graph of a stage's replay: a tensor that a stage leaves beside its output (in an"
-    " attribute, a list) was made again by that replay; return it from the stage, or take it in a forward hook the"
-    " first time"
+    "a gradient entered the graph of a stage's replay: the replay made a tensor again that the stage leaves outside of"
+    " its output (in an attribute, a list); return this tensor from the stage, or read it in a forward hook during the"
+    " first run"
 )
 
 
 class InputRef(NamedTuple):
-    """A saved view of the stage's input, found anew when it is needed."""
+    """A saved view of the stage's input, looked up when the backward reads it."""
 
     place: int  # of the tensor among the inputs
     view: View | None  # None: all of it
 
 
 class Resident(NamedTuple):
-    """A saved tensor that was there before the stage ran, or that stays in place."""
+    """A saved tensor that existed before the stage ran, or that stays in place."""
 
     tensor: torch.Tensor
     version: int
 
 
 class Dead(NamedTuple):
-    """A tensor saved by a call that nobody was expected to need, and dropped."""
+    """A saved tensor of a dead call; it was dropped."""
 
-    number: int  # among those of the stage
+    number: int  # position among those of the stage
 
 
 class BroughtRef(NamedTuple):
-    """A saved view of a parameter that the plan brings, found in what there is of it then."""
+    """A saved view of a parameter that the plan moves, looked up in its copy on the device when the backward reads
+    it."""
 
     weight: PlacedTensor
     view: View
@@ -65,30 +66,29 @@ Packed = Slot | InputRef | Resident | Dead | BroughtRef
 
 
 class Backward(Protocol):
-    """What autograd's hooks ask of the step. They hold it, so that it lives as long as the graph; a `StageRun` never
+    """What autograd's hooks need from the step. They hold it, so that it lives as long as the graph; a `StageRun` never
     does."""
 
     def advance_to(self, i: int) -> None:
-        """Run all operations up to ``B i``."""
+        """Run all operations before ``B i``."""
 
     def input_slots(self, i: int) -> list[Slot]:
-        """Where the tensors of stage i's input are now."""
+        """Return the slots of stage i's input tensors."""
 
     def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
-        """What a stage's first run is under."""
+        """Return the saved-tensor hooks for a stage's first run."""
 
 
 class StageRun:
-    """What a step remembers of stage i between its first forward and its backward.
+    """State of stage i in a step, from its first forward to its backward.
 
-    in_backward: whether its ``B`` runs, so that what it saved may be read. brought: by storage, the parameters that the
-    plan has brought for its first run. recipe: of the form in which ā exists, where it is a smaller one. stored: what
-    that form stores, whatever becomes of the graph that saved it. kept: by number, outputs that lie in skip connections
-    kept in place. own: of each output, whether its bytes are the stage's.
+    in_backward: whether its ``B`` runs, so that its saved tensors may be read. brought: by storage, the parameters that
+    the plan moved to the device for its first run. recipe: of the smaller form in which ā exists, if any. stored: by
+    number, the slots that this form stores, held here in case the graph releases them. kept: by number, outputs in skip
+    connections that are kept in place. own: for each output, whether the stage made its bytes.
 
     Args:
-        tape: what the model's own code does here. requires_grad: of the input's tensors. replay: what the stage sees
-            around it.
+        tape: records the calls. requires_grad: of each input tensor. replay: restores random numbers and buffers.
     """
 
     def __init__(
@@ -109,25 +109,24 @@ class StageRun:
         self._behaviour = behaviour
         self._requires_grad = requires_grad
         self._replay = replay
-        # one for each tensor saved; None where it is not the stage's own
-        self._slots: list[weakref.ref[Slot] | None] = []
-        self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of those
-        self._made: list[tuple[torch.Size, torch.dtype]] = []  # of its outputs
+        self._slots: list[weakref.ref[Slot] | None] = []  # for each saved tensor; None if it is not the stage's own
+        self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of each saved tensor, likewise
+        self._made: list[tuple[torch.Size, torch.dtype]] = []  # of each output
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
         self.brought: dict[int, PlacedTensor] = {}
         self._open_hooks: saved_tensors_hooks | None = None
-        self._enough = 0  # tensors saved at which a replay for the stage's own backward may end
-        self._dead = 0  # tensors saved by calls that are made for nothing
+        self._enough = 0  # number of saved tensors after which a replay for the stage's own backward may stop
+        self._dead = 0  # number of tensors saved by dead calls
         self._as_measured = False  # whether autograd saved the same tensors as when the stage was measured
 
     def saved(self) -> list[weakref.ref[Slot]]:
-        """The slots that make up ā beside the outputs."""
+        """Return the slots that make up ā in addition to the outputs."""
         if self.recipe is not None:
             return [weakref.ref(slot) for slot in self.stored.values()]
         return [ref for ref in self._slots if ref is not None]
 
     def end(self) -> None:
-        """Forget all tensors; the graph may hold the run itself for longer."""
+        """Release all tensors; the graph may hold this object for longer."""
         self.in_backward = False
         self.stored.clear()
         self.kept.clear()
@@ -144,7 +143,7 @@ class StageRun:
         recipe: Recipe | None,
         step: Backward,
     ) -> None:
-        """What autograd saves from now on, in the model's own code, is the stage's; `given` are its input's tensors."""
+        """Begin the first run on the inputs `given`; of these, `staying` are in skip connections kept in place."""
         self.recipe = recipe
         live.reads.places = places = {key_of(t): n for n, t in enumerate(given) if n not in staying}
         kept_keys = {key_of(given[n]) for n in staying}
@@ -154,7 +153,7 @@ class StageRun:
         kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None
 
         def pack(tensor: torch.Tensor) -> Packed:
-            if not live.seen:  # by code that no replay runs
+            if not live.seen:  # no replay will run this code
                 return Resident(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
             if live.dead:
                 self._dead += 1
@@ -178,7 +177,7 @@ class StageRun:
             slots.append(None)
             shapes.append(None)
             if place is None:
-                if not tensor.is_leaf or not isinstance(tensor, torch.nn.Parameter):  # the latter takes long of others
+                if not tensor.is_leaf or not isinstance(tensor, torch.nn.Parameter):  # isinstance is slow for others
                     tensor = tensor.detach()
                 if stays:
                     self._kept_saved[n] = tensor
@@ -197,7 +196,7 @@ class StageRun:
         self._open_hooks.__enter__()
 
     def close(self, outputs: Sequence[torch.Tensor], kept: Collection[int]) -> None:
-        """The stage has ended; `outputs` are what it hands on."""
+        """End the first run. kept: positions of `outputs` in skip connections that are kept in place."""
         self.cease()
         self._as_measured = [slot is not None for slot in self._slots] == self._behaviour.own_saved
         if self._as_measured:
@@ -206,25 +205,25 @@ class StageRun:
         self.kept = {n: outputs[n] for n in kept}
 
     def cease(self) -> None:
-        """What autograd saves is no longer the stage's."""
+        """Remove the saved-tensor hooks."""
         if self._open_hooks is not None:
             hooks, self._open_hooks = self._open_hooks, None
             hooks.__exit__(None, None, None)
 
     def restored(self, given: list[torch.Tensor], var: Var) -> torch.Tensor:
-        """The bytes of a tensor that the stage made, by a replay."""
+        """Return the content of a tensor that the stage made, by a replay."""
         inputs, _ = self._detached(given)
         with self._replay.again(), saved_hooks(lambda _: None, _never):
             return self.tape.run(inputs, [var])[0].detach()
 
     def _read(self, packed: Packed, step: Backward) -> torch.Tensor:
-        """The tensor that autograd saved as `packed`, for a reader in the backward of stage i."""
+        """Return the tensor that autograd saved as `packed`."""
         if not self.in_backward:
             if torch._C._current_graph_task_id() == -1:
                 raise ExecutionError(
                     f"what stage {self.tape.name!r} saved can only be read by its backward under rotoff"
                 )
-            step.advance_to(self.i)  # no hook fired: the gradient entered within the stage
+            step.advance_to(self.i)  # no hook fired: the gradient entered inside the stage
         if isinstance(packed, Dead):
             return self._made_for_nothing(packed, step)
         if isinstance(packed, BroughtRef):
@@ -232,7 +231,7 @@ class StageRun:
             assert now is not None
             return packed.view.into(now)
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
-        if (tensor := slot.tensor) is None:  # its graph was not expected to be needed
+        if (tensor := slot.tensor) is None:  # it was not kept, because its graph was gone in the measured run
             self._make_all([one.tensor for one in step.input_slots(self.i) if one.tensor is not None])
             tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
@@ -246,7 +245,7 @@ class StageRun:
         return tensor
 
     def _made_for_nothing(self, packed: Dead, step: Backward) -> torch.Tensor:
-        """What was dropped, after all: by a replay of the whole stage."""
+        """Return a saved tensor of a dead call, by a replay of the whole stage."""
         inputs, _ = self._detached([one.tensor for one in step.input_slots(self.i) if one.tensor is not None])
         found: list[torch.Tensor] = []
 
@@ -261,10 +260,9 @@ class StageRun:
     # -- later runs, on detached inputs
 
     def again(self, given: list[torch.Tensor], keep: bool, recipe: Recipe | None, alone: bool) -> list[torch.Tensor]:
-        """Run on the input's tensors `given` and fill the slots of the first run where `keep`; returns the outputs.
+        """Run on the input tensors `given`; if `keep`, fill the slots of the first run. Returns the outputs.
 
-        alone: for the stage's own backward. Nobody takes its outputs then; it ends at the last tensor that autograd
-        saved and returns none.
+        alone: the run serves only the stage's own backward, so it stops at the last saved tensor and returns none.
         """
         enough = self._enough if alone else 0
         inputs, places = self._detached(given)
@@ -305,7 +303,7 @@ class StageRun:
         return outputs
 
     def redo(self, given: list[torch.Tensor]) -> None:
-        """Make again what the form that `recipe` describes did not store; the slots are full then, as after
+        """Make the tensors again that the stage's smaller form did not store; then all slots are full, as after
         ``F_all``."""
         assert self.recipe is not None
         inputs, places = self._detached(given)
@@ -339,16 +337,16 @@ class StageRun:
         self.stored.clear()
 
     def _make_all(self, given: list[torch.Tensor]) -> None:
-        """The form was made for another course: all that autograd saved is made again."""
+        """Make all saved tensors again: the form does not fit this course."""
         self.again(given, True, None, alone=False)
 
     def _detached(self, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], set[int]]:
-        """Inputs of a run apart from the user's graph, and where their bytes are."""
+        """Return `given` detached from the user's graph, and the keys of their storages."""
         inputs = [t.detach().requires_grad_(needs) for t, needs in zip(given, self._requires_grad, strict=True)]
         return inputs, {storage_key(t) for t in inputs}
 
     def _store(self, recipe: Recipe, n: int, tensor: torch.Tensor, slot: Slot | None) -> None:
-        """Fill and hold slot `n` where form `recipe` stores it; `slot` is it, where the graph still has it."""
+        """Fill and hold slot `n` if `recipe` stores it. slot: this slot; None if the graph has released it."""
         if recipe.stores(n, tensor):
             slot = slot or Slot(None)
             slot.put(tensor)

@@ -1,8 +1,8 @@
 """The calls of one stage in one step, as the model's own code made them; a replay makes them again.
 
-A call is kept with the very arguments that it had: tensors that the step made are named by their `Var`, all else
-(parameters, numbers, flags, functions) stands as it was. So whatever Python decided, drew or looked up on the way is in
-the replay what it was in the first run.
+A call is stored with its original arguments: a `Var` stands for each tensor that the step made, and all other arguments
+(parameters, numbers, flags, functions) are stored as they are. So a replay repeats whatever Python decided, drew or
+looked up in the first run.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..errors import ExecutionError
 from ..tensors.autocast import Autocast, autocast_as, autocast_now
 from ..tensors.storage import copied, version_of
 
-TAG = "_rotoff_var"  # the attribute of a tensor that holds its `Var`
+TAG = "_rotoff_var"  # the attribute in which a tensor holds its `Var`
 
 
 class Var:
-    """A tensor that a step has met. Whoever looks at the tensor itself sees an attribute that copies and pickles as
-    None.
+    """Stands for a tensor of a step on its tapes. An attribute of the tensor holds it, and copies and pickles as None.
 
-    step: the forward that it belongs to. stage: which made it, 0 where no value holds it. tensor: what the model's own
-    code has. dead: whether the call that made it was expected to be for nothing. hollow: whether its bytes have been
-    taken from there; gone: or ever were. stays: whether they must not be taken.
+    step: identifies the forward. stage: the stage that made the tensor, 0 if it belongs to none. tensor: a weak
+    reference to the tensor that the model's own code has. dead: whether the course expected nobody to need it.
+    hollow: whether its bytes are freed now; gone: whether they have been freed before, even if `hollow` is False
+    because a view of it was filled. stays: whether its bytes must not be freed.
     """
 
     __slots__ = ("__weakref__", "dead", "gone", "hollow", "stage", "stays", "step", "tensor")
@@ -50,15 +50,16 @@ class Var:
 
 
 class Seeded:
-    """In an argument: a generator of the model's own, in the state that the call found it in."""
+    """Stands for a generator of the model's own in an argument, with its state at the time of the call."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator.clone_state()
 
 
 class Around(NamedTuple):
-    """What was set around a call, in so far as it is not as when the stage began: autocast, attention: None where they
-    are."""
+    """Grad mode, autocast and allowed attention kernels of a call.
+
+    autocast: None if it is as at the start of the stage. attention: None if the call does not depend on it."""
 
     grad: bool
     autocast: Autocast | None
@@ -66,8 +67,8 @@ class Around(NamedTuple):
 
     @classmethod
     def of(cls, grad: bool, autocast_before: Autocast | None, attends: bool) -> Around | None:
-        """What is set now otherwise than when the stage began; attends: whether the kernels allowed for attention
-        count."""
+        """Return the present settings; None if a replay has them anyway. attends: whether the call depends on the
+        allowed attention kernels."""
         autocast = autocast_now() if autocast_before is not None or torch._C._is_any_autocast_enabled() else None
         if autocast == autocast_before:
             autocast = None
@@ -76,10 +77,10 @@ class Around(NamedTuple):
 
 
 class Call:
-    """One call.
+    """One call of torch.
 
-    outputs: what each tensor that it returns is, in order. around: what was set around it, None where that is as when
-    the stage began. dead: whether nobody is expected to need what it makes.
+    outputs: a `Var` for each tensor that it returns. around: its settings; None if a replay has them anyway. dead:
+    whether the course expects nobody to need its results.
     """
 
     __slots__ = ("args", "around", "dead", "function", "kwargs", "outputs")
@@ -102,12 +103,12 @@ class Call:
 
 
 class StageTape:
-    """What one stage did, in order.
+    """The calls of one stage, in order.
 
-    name: of the stage. running_dead: whether a run is in a call that is made for nothing; needs_dead: whether others
-    have come to need those. inputs, outputs: the tensors that the stage was given and hands on. constants: by id,
-    tensors that were there before the stage, with the version that it read and, of parameters, whether they needed a
-    gradient. before: what was in those that it changes, by id, or by `Var`.
+    name: of the stage. inputs, outputs: its tensors. running_dead: whether a run is in a dead call. needs_dead: whether
+    some other call turned out to need a dead one. constants: by id, the tensors from before the stage that it reads,
+    with their versions and, for parameters, whether they needed a gradient. before: by id or `Var`, each tensor that
+    some call changes in place, and a copy of its content from before.
     """
 
     def __init__(self, name: str) -> None:
@@ -118,11 +119,10 @@ class StageTape:
         self.before: dict[int | Var, tuple[Any, torch.Tensor]] = {}
         self.name = name
         self.running_dead = self.needs_dead = False
-        self.lost = ""  # the name of a function that changed what others read, with nothing to put it back from
-        # by id, what stands for parameters that the plan has brought
-        self.brought: Callable[[], dict[int, torch.Tensor]] = dict
-        self._last: list[tuple[Call, list[Var]]] | None = None  # of `_to_make`
-        self._counted = 0  # calls of which that was made
+        self.lost = ""  # the name of a function that changed, in place, a tensor of which there is no copy to restore
+        self.brought: Callable[[], dict[int, torch.Tensor]] = dict  # by id of a parameter, its copy on the device
+        self._last: list[tuple[Call, list[Var]]] | None = None  # the last result of `_to_make`
+        self._counted = 0  # number of calls when it was made
 
     def run(
         self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None, everything: bool = False
@@ -130,7 +130,7 @@ class StageTape:
         """Make the calls again on the input's tensors `given`; returns the stage's outputs, or the tensors `wanted`.
 
         Raises:
-            ExecutionError: where a tensor that a call reads was changed since.
+            ExecutionError: if a tensor that a call reads was changed since.
         """
         switched = self._switched()
         returned = self.outputs if wanted is None else wanted
@@ -145,7 +145,7 @@ class StageTape:
         return [values[var] for var in returned]
 
     def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
-        """The tensors that a run starts from, and by id those that take the place of others."""
+        """Return the tensors that a run starts from, and, by id of a constant, the tensors that replace it."""
         values: dict[Var, torch.Tensor] = dict(zip(self.inputs, given, strict=True))
         changed = self.brought()
         for key, (what, content) in self.before.items():
@@ -160,24 +160,25 @@ class StageTape:
     def _make(
         self, calls: Sequence[tuple[Call, list[Var]]], values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]
     ) -> None:
-        """Make `calls`, and let go of what no later one needs."""
+        """Make `calls`; release each tensor after its last use."""
         for call, dying in calls:
             self.running_dead = call.dead
             result = _made(call, values, changed)
             for var, tensor in zip(call.outputs, tensors_of(result), strict=False):
                 if var is not None:
                     values[var] = tensor
-            result = tensor = None  # type: ignore[assignment]  # which are in the way of what they made
+            result = tensor = None  # type: ignore[assignment]  # or these names would keep dying tensors alive
             for var in dying:
                 values.pop(var, None)
 
     def _switched(self) -> list[tuple[torch.Tensor, bool]]:
-        """The parameters that now are otherwise than then, and whether they needed a gradient; raises where a constant
-        was changed."""
+        """Return the parameters whose `requires_grad` has changed since, and what it was; raise if the content of a
+        constant has changed."""
         if self.lost:
             raise ExecutionError(
-                f"{self.lost} changed in place a tensor that stage {self.name!r} recomputes from, which it did not when"
-                " the model was measured; run the forward again, now that this is known"
+                f"{self.lost} changed in place a tensor that stage {self.name!r} recomputes from, before rotoff had a"
+                " copy of it; run the forward again (if a custom Function changed it, rotoff then makes a copy), or"
+                " clone the tensor before this call"
             )
         switched = []
         for tensor, version, needs in self.constants.values():
@@ -193,8 +194,8 @@ class StageTape:
         return switched
 
     def _to_make(self, returned: Sequence[Var], everything: bool) -> list[tuple[Call, list[Var]]]:
-        """The calls, those for nothing among them where `everything` or some other call needs that, and what no later
-        one needs."""
+        """Return each call to make, with the tensors to release after it. Dead calls are left out, unless `everything`
+        or another call needs them."""
         if not everything and self._last is not None and self._counted == len(self.calls):
             return self._last
         kept = set(returned)
@@ -242,7 +243,7 @@ def _argument(values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor],
     if kind is Var:
         return values[leaf]
     if kind in NESTED or isinstance(leaf, (tuple, dict)):
-        # by no closure, which would refer to itself and keep the values until the collector runs
+        # not a closure: it would refer to itself and keep the values alive until the garbage collector runs
         return replaced(leaf, partial(_argument, values, changed))
     if kind is Seeded:
         return leaf.generator.clone_state()
@@ -255,7 +256,7 @@ LEAVES = VALUES | {torch.Tensor, torch.nn.Parameter}  # in which there is no `Va
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every leaf changed; tuples, lists, dicts and slices are looked into, and what pytrees know."""
+    """Return `value` with `change` applied to every leaf within tuples, lists, dicts, slices and pytree nodes."""
     kind = type(value)
     if kind is tuple:
         return tuple([replaced(v, change) for v in value])
@@ -271,7 +272,7 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def vars_in(value: Any) -> list[Var]:
-    """The `Var`s in the arguments of a call."""
+    """Return the `Var`s in the arguments of a call."""
     kind = type(value)
     if kind is Var:
         return [value]
@@ -292,7 +293,7 @@ def vars_in(value: Any) -> list[Var]:
 
 
 def tensors_of(result: Any) -> Sequence[torch.Tensor]:
-    """The tensors in what a call returned, in order."""
+    """Return the tensors in a call's result, in order."""
     if isinstance(result, torch.Tensor):
         return (result,)
     if type(result) in VALUES:

@@ -1,8 +1,8 @@
-"""How long the operations of one step really took, lane by lane, to lay over what the machine predicted.
+"""Measures how long the operations of one step took, lane by lane, to compare them with the machine's prediction.
 
-On CUDA by events on the streams that do the work, read once the step is over; on the CPU by the host's clock, copies by
-the thread that does them. Nothing here waits while the step runs. Bytes are those that the machine charges: program
-order decides them, so they are the plan's at other times (``check=True`` compares them with what the device holds).
+On CUDA, events on the streams that do the work are read after the step; on the CPU, the host's clock is read by the
+thread that does the work. Nothing here waits while the step runs. The bytes are not measured but the machine's: they
+depend only on program order (``check=True`` compares them with what the device holds).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .links.base import Link, Ticket
 
 
 class StepTimes:
-    """The times of one step; the interpreter tells it when operations begin and end, and of the copies that it starts.
+    """The times of one step; the interpreter reports when operations begin and end, and which copies it starts.
 
     Args:
-        device: where the step runs. link: its link, which keeps the times of its copies meanwhile.
+        device: on which the step runs. link: its link, which records the times of its copies meanwhile.
     """
 
     def __init__(self, device: torch.device, link: Link | None) -> None:
@@ -42,7 +42,7 @@ class StepTimes:
         self._marks[index] = [mark(self._device)]
 
     def end(self) -> None:
-        """The operation begun last has been issued; nothing where none is under way."""
+        """The last operation has been issued; without an open one, this does nothing."""
         if self._open is not None:
             self._marks[self._open].append(mark(self._device))
             self._open = None
@@ -63,7 +63,7 @@ class StepTimes:
         """The step as it ran: the events of `predicted`, at the times measured.
 
         Raises:
-            MeasureError: where the step did not run to its end.
+            MeasureError: if the step did not run to its end.
         """
         if not self.complete:
             raise MeasureError("the recorded step has not run its backward to the end")
@@ -91,7 +91,7 @@ class StepTimes:
 
 
 class Recording:
-    """What `Checkpointable.record_step` fills: the first step whose forward runs in its block."""
+    """The result of `Checkpointable.record_step`: the first step whose forward runs in its block."""
 
     def __init__(self) -> None:
         self.times: StepTimes | None = None
@@ -109,7 +109,7 @@ class Recording:
         The caller's own loss, between the last forward and the first backward, shows as idle time.
 
         Raises:
-            MeasureError: where no planned step has run, or it was not finished.
+            MeasureError: if no planned step has run, or it was not finished.
         """
         if self.times is None or self.predicted is None:
             raise MeasureError(

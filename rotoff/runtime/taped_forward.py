@@ -1,7 +1,7 @@
-"""The forward of a step of which nothing is known yet.
+"""The forward of a step that has no plan yet.
 
-The model's own code runs once, while every call is put on one tape and nothing is kept for a backward. What it did is
-then measured and planned, and the planned step runs the tape in place of the model's own code.
+The model's own code runs once; every call is recorded on one tape, and nothing is kept for a backward. These calls are
+then measured and planned, and the planned step runs the tape instead of the model's own code.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CURE = "; measure the model before training, by model.measure(*sample)"
 
 
 class UntapedError(Exception):
-    """A forward did what no tape holds, for the reason that is told: it has to be run again."""
+    """A forward cannot be repeated from its tape, for the reason in the message: it has to be run again."""
 
 
 class _WholeTape(StageTape):
-    """The tape of a forward, whose calls are made within calls of the modules that made them.
+    """The tape of a forward; a run makes each call within a call of the module that made it.
 
-    spans: those, as they began. whole: modules that the plan knows as one call.
+    spans: the calls of modules, in order of their beginning. whole: modules that the plan has as one call.
     """
 
     spans: Sequence[Span] = ()
@@ -54,7 +54,7 @@ class _WholeTape(StageTape):
                 torch.clear_autocast_cache()
 
     def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
-        with torch._C.DisableTorchFunction():  # no calls of the model's own
+        with torch._C.DisableTorchFunction():  # the model's own code does not make these calls
             return super()._found(given)
 
     def _make(
@@ -78,7 +78,8 @@ class _WholeTape(StageTape):
         run: Callable[[int, int, Collection[Var]], None],
         values: dict[Var, torch.Tensor],
     ) -> None:
-        """Make the calls from `begin` to `end` by `run`, within `spans`; keep those `held` of what they make."""
+        """Make the calls from `begin` to `end` by `run`, those in `spans` within a call of their module. The tensors
+        `held` stay alive."""
         n = 0
         while n < len(spans):
             span, first = spans[n], n + 1
@@ -96,19 +97,19 @@ class _WholeTape(StageTape):
         run: Callable[[int, int, Collection[Var]], None],
         values: dict[Var, torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Make the calls of a module; returns what it returned, where it is one call."""
+        """Make the calls of a module; returns its outputs if the plan has it as one call."""
         outputs = span.outputs if span.module in self.whole else []
         self._call(inner, span.begin, span.end, {*held, *outputs}, run, values)
         return [values[var] for var in outputs]
 
 
 class TapedForward:
-    """One forward of the model's own code on the tensors `given`, and what runs its tape.
+    """One forward of the model's own code on the input `value`, recorded to be run again.
 
-    Use it in a training step whose course is not known: run the model's own code while it is `watched`; `let_go`
-    forgets the graph that it made; and `again` makes the same calls, in the graph of the planned step.
+    Use it in a training step that has no plan: run the model's own code while it is `watched`; `let_go` releases its
+    graph; and `again` makes the same calls in the graph of the planned step.
 
-    result: what the model's own code returned. usable: whether the tape is whole.
+    result: what the model's own code returned. usable: whether the tape is complete.
     """
 
     def __init__(self, model: nn.Module, value: Any, device: torch.device) -> None:
@@ -120,19 +121,19 @@ class TapedForward:
         self._live: Taping | None = None
         self._opaque: Collection[nn.Module] = ()
         self._leaves: list[Any] = []
-        self._told: dict[Var, dict[str, Any]] = {}  # attributes that the model's own code gave to what it returns
+        self._told: dict[Var, dict[str, Any]] = {}  # attributes that the model's own code set on tensors it returned
         self._spec: pytree.TreeSpec | None = None
         self._attributes: Sequence[tuple[nn.Module, str]] = ()
         self._stashed: list[Var] = []  # tensors that the model's own code holds elsewhere
-        self._exchanged: list[tuple[Var, torch.Tensor]] = []  # and what is to take their place
+        self._exchanged: list[tuple[Var, torch.Tensor]] = []  # these, with the tensors that will replace them
 
     def put_back(self) -> None:
-        """Have the model and the generators as they were."""
+        """Restore the model and the generators to their state before the forward."""
         self._before.put_back()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within, the calls of the model's own forward are put on a new tape."""
+        """Record the calls of the model's own forward on a new tape."""
         generators = Generators(self._device)
         self._replay = ReplayState(generators, ())
         self._tape = _WholeTape("of the whole model")
@@ -143,19 +144,19 @@ class TapedForward:
             yield
 
     def let_go(self, recorded: Tape) -> None:
-        """Forget the graph of what was run, and `recorded`.
+        """Release the graph of the forward that was run.
 
         Raises:
-            UntapedError: where the tape does not hold all that the forward did.
+            UntapedError: if the tape does not hold all that the forward did.
         """
         live, tape = self._live, self._tape
         assert live is not None
         live.settle()
         why = live.untaped
         if tape.lost:
-            why = f"{tape.lost} changes in place what others read"
+            why = f"{tape.lost} changes in place a tensor that other calls read"
         if any(isinstance(what, Var) and now.requires_grad for what, now in tape.before.values()):
-            why = "it changes an input in place that needs a gradient"
+            why = "it changes in place an input that needs a gradient"
         if any(generator.device.type != "cpu" for generator, _ in recorded.generators):
             why = "it draws from a generator of its own on the device"
         if why:
@@ -183,11 +184,11 @@ class TapedForward:
         self._live = None
 
     def rewind(self) -> None:
-        """Have modules that are called as a whole as they were, before the step in which they are called again."""
+        """Restore the modules that are recorded as one call, before the step that calls them again."""
         self._before.put_back_of(self._opaque)
 
     def again(self) -> Any:
-        """Make the calls again, as they were; returns what the model's own code returned."""
+        """Make the same calls again; returns what the model's own code returned."""
         wanted = list(dict.fromkeys([*(leaf for leaf in self._leaves if isinstance(leaf, Var)), *self._stashed]))
         with self._replay.again():
             made = dict(zip(wanted, self._tape.run(self._given, wanted), strict=True))
@@ -202,10 +203,11 @@ class TapedForward:
         return result
 
     def exchange(self) -> None:
-        """After the planned forward: make the tensors of its graph that somebody holds those that `again` made.
+        """After the planned forward, turn the tensors of the first graph that something still holds into those that
+        `again` made.
 
         Raises:
-            MeasureError: where one of them cannot be exchanged.
+            MeasureError: if one of them cannot be exchanged.
         """
         for var, tensor in self._exchanged:
             _put_in_place(var, tensor)
@@ -213,31 +215,31 @@ class TapedForward:
 
 
 def _put_in_place(var: Var, tensor: torch.Tensor) -> None:
-    """Make the tensor that somebody holds the one that the step made."""
+    """Turn the tensor that something still holds into the one that the step made."""
     held = var.tensor()
     if held is None:
         return
     told = _attributes(held)
     var.tensor = lambda: None  # type: ignore[assignment]
-    own = tensor.view_as(tensor) if tensor.grad_fn is not None else tensor  # to which nothing refers
+    own = tensor.view_as(tensor) if tensor.grad_fn is not None else tensor  # swapping needs one without references
     try:
         torch.utils.swap_tensors(held, own)
     except RuntimeError as error:
         raise MeasureError(
-            f"the forward leaves a tensor of shape {tuple(tensor.shape)} that needs a gradient where the step that"
-            f" measures it cannot exchange it ({error}){CURE}"
+            f"the forward stores a tensor of shape {tuple(tensor.shape)} that needs a gradient, and the step that"
+            f" measures the model cannot replace it there ({error}){CURE}"
         ) from error
     vars(held).clear()
     vars(held).update(told)
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Those that the model's own code gave to `tensor`."""
+    """Return the attributes that the model's own code set on `tensor`."""
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_rotoff")}
 
 
 def _as_called(call: Call) -> Call:
-    """The same, where a custom or scripted Function is called as the model's own code calls it."""
+    """Return `call`, with a custom or scripted Function called as the model's own code calls it."""
     function: Any = call.function
     of = getattr(function, "__self__", None)
     if isinstance(of, type) and issubclass(of, torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Puts one whole forward of the model's own code on one tape, with the hooks that it registers in its graph."""
+"""Records one whole forward of the model on a single tape, including the hooks that it registers on its graph."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .replay import ReplayState
 from .stage_tape import TAG, Call, StageTape, Var, replaced, tensors_of
 from .torch_calls import WRITERS, Known
 
-FIRST = 1  # the one stage that there is
+FIRST = 1  # the only stage
 
 
 class Span(NamedTuple):
-    """A call of a module: its number, that of the next one after it, the calls on the tape that it made, and what it
-    returned."""
+    """A call of a module: its number among these calls, that of the next one after it ended, the range of calls that
+    it made on the tape, and the tensors that it returned."""
 
     module: nn.Module
     number: int
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 def _once(module: nn.Module, drawn: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of a module that is made as a whole, with what Python and NumPy draw as they did."""
+    """Call a module with the generators of Python and NumPy as they were in the first call."""
     now = other_generators()
     put_other_generators(drawn)
     try:
@@ -52,14 +52,14 @@ def _once(module: nn.Module, drawn: list[Any], *args: Any, **kwargs: Any) -> Any
 
 
 class _Reads(Reads):
-    """Before a call that may change what it is given, with nothing to tell, all of that is kept. The tape goes on from
-    the graph that was there."""
+    """Copies all arguments of a custom or scripted Function before its call, since it may change any of them in place.
+    The tape stays connected to the graph from before it."""
 
     detaches = False
 
     def __init__(self) -> None:
         super().__init__({})
-        self._guessed: list[tuple[int | Var, Tensor, int]] = []  # what is kept, and the version of what it was kept of
+        self._guessed: list[tuple[int | Var, Tensor, int]] = []  # key of the copy, the original and its version
 
     def before_writing(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
@@ -87,7 +87,7 @@ class _Reads(Reads):
         return [*expected, *(given[n] for n in changed)]
 
     def let_go(self) -> None:
-        """What was not changed after all need not be kept."""
+        """Release the copies of tensors that were not changed."""
         for key, tensor, version in self._guessed:
             if version_of(tensor) == version:
                 self.tape.before.pop(key, None)
@@ -95,21 +95,20 @@ class _Reads(Reads):
 
 
 class _Around(NamedTuple):
-    """A module whose call is under way. transformed: whether it is given tensors within a transform of torch.func."""
+    """A module whose call is running. transformed: whether its arguments are wrapped by a transform of torch.func."""
 
     module: nn.Module
     transformed: bool
 
 
 class Taping(LiveForward):
-    """Puts one forward on one tape, and notes which calls each module made.
+    """Records one forward on one tape, and which calls each module made.
 
-    untaped: why the tape does not have all that the forward did; "" where it does. opaque: modules whose calls are one
-    call each.
+    untaped: why the tape is incomplete; "" if it is complete. opaque: modules each of whose calls is recorded as one.
     """
 
     def __init__(self, replay: ReplayState, generators: Generators, given: list[Tensor], tape: StageTape) -> None:
-        nobody: Any = None  # there are no stages to be entered, and no hollow tensors
+        nobody: Any = None  # no stage is entered, and no tensor is hollow
         super().__init__(NOTHING_EXPECTED, nobody, generators, given)
         self.reads: _Reads = _Reads()
         for tensor in given:
@@ -119,9 +118,9 @@ class Taping(LiveForward):
         self.hooks: list[tuple[Call, RemovableHandle | None]] = []
         self.untaped = ""
         self.opaque: set[nn.Module] = set()
-        self._entered = 0  # calls of modules
+        self._entered = 0  # number of calls of modules so far
         self._around: list[_Around] = []
-        self._hidden: _Around | None = None  # of which nothing more is looked at
+        self._hidden: _Around | None = None  # the call whose inner calls are not recorded, because it uses torch.func
         tape.inputs = [vars(tensor)[TAG] for tensor in given]
         self.begin_stage(FIRST, tape, replay.mark)
 
@@ -143,7 +142,7 @@ class Taping(LiveForward):
     def registered(
         self, again: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], handle: RemovableHandle | None
     ) -> None:
-        """A hook has been registered in the graph; `again` does so in another."""
+        """Record that a hook was registered on the graph; `again` registers it on the graph of a replay."""
         named = [self._reference([], FIRST, one) for one in args]
         self.tape.calls.append(Call(again, named, kwargs, (), None))
         self.hooks.append((self.tape.calls[-1], handle))
@@ -162,17 +161,17 @@ class Taping(LiveForward):
             yield
 
     def _node(self, node: Any, tensor: Tensor) -> Any:
-        """What stands for the node that made `tensor`."""
+        """Return a stand-in for the autograd node that made `tensor`."""
         var: Var | None = vars(tensor).get(TAG)
         if var is None or var.step is not self._token or var.stage != FIRST:
-            return node  # of the caller's graph
-        if _asks() == "torch.autograd.graph":  # which gives it to C++
+            return node  # it belongs to the caller's graph
+        if _asks() == "torch.autograd.graph":  # C++ code there needs the real node
             self.untaped = "it asks for nodes of its graph"
             return node
         return Node(self, node, tensor)
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """In place of ``nn.Module.__call__``."""
+        """Replaces ``nn.Module.__call__``."""
         begin, drawn, number = len(self.tape.calls), other_generators(), self._entered
         self._entered += 1
         given = tensors_of((args, kwargs))
@@ -209,12 +208,12 @@ class Taping(LiveForward):
         return module in self.opaque
 
     def left(self) -> list[Var]:
-        """The tensors of its graph that somebody still holds."""
+        """Return the tensors of this forward's graph that something still holds."""
         vars_here = [var for var in self._vars if var.stage == FIRST]
         return [var for var in vars_here if (tensor := var.tensor()) is not None and tensor.requires_grad]
 
     def settle(self) -> None:
-        """The forward has ended: of the hooks that it has removed nothing is to be done."""
+        """End the forward: drop the hooks that it has removed again, and the copies that are not needed."""
         for call, handle in self.hooks:
             if handle is not None and handle.id not in (handle.hooks_dict_ref() or ()):
                 call.function = _removed
@@ -222,11 +221,12 @@ class Taping(LiveForward):
 
 
 class Node:
-    """A node of a graph that is only watched: hooks on it are put on the tape. To Python it is the node."""
+    """Stands for an autograd node of the recorded forward: hooks on it are put on the tape. Equals, and has the class
+    of, the node."""
 
     def __init__(self, live: Taping, node: Any, tensor: Tensor | None) -> None:
         self._live, self._node = live, node
-        self._tensor = tensor  # that it made; None where it was reached by another node
+        self._tensor = tensor  # the tensor that it made; None if it was reached through another node
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -254,7 +254,7 @@ class Node:
     def _register(self, name: str, hook: Callable[..., Any]) -> RemovableHandle:
         handle: RemovableHandle = getattr(self._node, name)(hook)
         if self._tensor is None:
-            self._live.untaped = "it registers hooks on nodes of its graph that made none of its tensors"
+            self._live.untaped = "it registers hooks on nodes of its graph that it reached through other nodes"
         else:
             register = partial(_register_on_node, name)
             self._live.registered(partial(_hook, register, handle), (self._tensor, hook), {}, handle)
@@ -262,7 +262,7 @@ class Node:
 
 
 def _asks() -> str:
-    """The name of the module whose code has called torch."""
+    """Return the name of the module whose code called torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals["__name__"].startswith(("rotoff.", "torch._dynamo.")):
         frame = frame.f_back
@@ -276,11 +276,11 @@ def _register_on_node(name: str, tensor: Tensor, hook: Callable[..., Any]) -> An
 def _hook(
     register: Callable[..., Any], handle: RemovableHandle | None, tensor: Tensor, *args: Any, **kwargs: Any
 ) -> None:
-    """Register a hook again; who holds its `handle` removes this one by it."""
+    """Register a hook again; its old `handle` then removes the new one."""
     new = register(tensor, *args, **kwargs)
     if handle is not None:
         vars(handle).update(vars(new))
 
 
 def _removed(*_: Any, **__: Any) -> None:
-    """In place of a hook that the forward has removed."""
+    """Replaces the registration of a hook that the forward has removed."""

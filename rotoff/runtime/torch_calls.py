@@ -1,4 +1,4 @@
-"""What is known of functions of torch: whether they answer without a tensor's bytes, which of their arguments they
+"""Properties of torch functions that the runtime needs: whether they read a tensor's bytes, which arguments they
 change, and whether they draw random numbers."""
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ _CONVERSIONS: dict[Any, Callable[..., bool]] = {
 
 
 class Known:
-    """What is known of a function.
+    """Properties of a torch function that the runtime needs.
 
-    fact: whether it answers about a tensor without its bytes.
-    written: the arguments that it changes, as far as its name tells; None: none.
-    vague: whether that says nothing of others.
-    watched: whether no schema says so either, so that the versions of its arguments have to.
-    writes: whether it changes any without being told by ``out``, or may.
-    content: whether numbers change where it changes an argument.
-    draws: whether a call may draw random numbers; None: never.
-    attention: whether it depends on the kernels allowed for attention.
-    returns_itself: tells whether a call returns its tensor as it is, such as ``x.to(x.dtype)``.
-    owner: whom a call is of that the mode does not see; None for torch's own functions.
-    instead: what is called in its place; None: itself.
+    fact: whether it is a query that does not read the tensor's bytes, such as ``x.shape``.
+    written: returns the arguments that a call changes, by the function's name or schema; None: it changes none.
+    vague: whether name and schema say only that it writes to ``out``; it may change other arguments, too.
+    watched: whether it is vague and no schema excludes such changes, so that versions before and after are compared.
+    writes: whether it changes, or may change, arguments other than ``out``.
+    content: whether it changes the numbers in these arguments.
+    draws: returns whether a call may draw random numbers; None: none does.
+    attention: whether it depends on the attention kernels that are allowed.
+    returns_itself: returns whether a call returns its tensor itself, such as ``x.to(x.dtype)``.
+    owner: the custom or scripted Function that it calls; None for all others.
+    instead: the function that is called in its place; None: itself.
     name: for messages.
     """
 
@@ -111,7 +111,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of an attribute that is set: nothing where a tensor becomes what it is, as ``nn.Module.to`` does."""
+    """For setting an attribute: no change if the tensor is set to itself, as ``nn.Module.to`` does."""
     return [] if args[0] is args[-1] else _first(args, kwargs)
 
 
@@ -121,14 +121,14 @@ def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _flagged(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of a function that takes ``inplace``, as argument `place`."""
+    """For a function whose argument `place` is ``inplace``."""
     return _first(args, kwargs) if (args[place] if len(args) > place else kwargs.get("inplace")) else []
 
 
 def _statistics(
     first: int, training: int, name: str, default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Of batch norm and instance norm: the running statistics, which are arguments `first` and the next."""
+    """For batch norm and instance norm: the running statistics, which are arguments `first` and `first + 1`."""
     if not (args[training] if len(args) > training else kwargs.get(name, default)):
         return []
     found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
@@ -142,11 +142,11 @@ def _by_schema(names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs
 
 
 _NATIVE = frozenset(map(type, (torch.cat, torch.Tensor.add, torch.Tensor.__getitem__)))
-_UNTOLD = re.compile("^_[^_]|batch_norm")  # of which schemas do not tell all that they change
+_UNTOLD = re.compile("^_[^_]|batch_norm")  # functions whose schemas do not name all arguments that they change
 
 
 def _is_said_to_change_nothing(function: Any) -> bool:
-    """Whether it is one of torch's own operators, all of whose schemas say so."""
+    """Whether all schemas of `function`, one of torch's own operators, say that it changes no positional argument."""
     if type(function) not in _NATIVE or _UNTOLD.search(function.__name__) is not None:
         return False
     packet = getattr(torch.ops.aten, function.__name__, None)
@@ -176,7 +176,7 @@ _FACT_ATTRIBUTES = frozenset(
 _IN_PLACE = frozenset(
     ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul", "div"]
 )
-# change no numbers
+# these change no numbers
 _NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])
 _ATTENTION = frozenset(
     [torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward]
@@ -200,19 +200,19 @@ def _chance(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] 
 
 
 def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Of a function that draws where the probability that is argument `place` is not zero."""
+    """Whether a call draws: its probability, argument `place`, is not zero."""
     return (args[place] if len(args) > place else kwargs.get(name, place != 4)) != 0
 
 
-# custom Functions and their like that were seen to change an argument, and which of the tensors given that is
+# custom and scripted functions that have changed arguments in place, with the positions of these among their tensors
 WRITERS: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
 
 def find(function: Any) -> Known:
-    """What is known of a function that is not in `KNOWN`."""
+    """Return the properties of a function that is not in `KNOWN`."""
     owner = _called(function)
     if isinstance(function, nn.Module) or owner is not function:
-        # and nothing is kept that belongs to a model
+        # not stored in `KNOWN`, which must hold nothing of a model
         return Known(function, _out, owner=None if owner is function else owner)
     known = _known(function)
     with suppress(TypeError):  # not hashable
@@ -221,7 +221,7 @@ def find(function: Any) -> Known:
 
 
 def _called(function: Any) -> Any:
-    """Whom a call that the mode does not see is of; `function` itself where it is one of torch's."""
+    """Return the custom or scripted Function that `function` calls, or `function` itself if it is torch's own."""
     if type(function) is partial:  # a scripted function
         return function.args[0]
     owner = getattr(function, "__self__", None)
@@ -270,7 +270,7 @@ KNOWN: dict[Any, Known] = {function: Known(function, written) for function, writ
 
 
 def same_call(one: Any, function: Any) -> bool:
-    """Whether a call of `function` is one of `one`."""
-    if type(one) is partial and type(function) is partial:  # of a scripted function
+    """Whether `one` and `function` call the same function."""
+    if type(one) is partial and type(function) is partial:  # scripted functions
         return one.func is function.func and one.args == function.args
     return bool(one == function)

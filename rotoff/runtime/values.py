@@ -1,7 +1,7 @@
-"""Bytes of values while a step runs: the tensors that stand for each, and how they leave the device and come back.
+"""Values of a running step: the tensors that make up each, and how their bytes leave the device and come back.
 
-Bytes are storages: a value's tensors are views into storages, each storage moved once however many views it has.
-Nothing here decides when; the interpreter does.
+A value's tensors are views into storages; each storage is moved once, however many views it has. The interpreter
+decides when.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .links.base import Link, Ticket
 
 
 class Slot:
-    """A place for one tensor; whoever holds the slot holds the tensor.
+    """A mutable reference to one tensor.
 
-    Autograd owns the slots of what it saves, so that memory goes as its graph goes; the interpreter owns those of
-    outputs.
+    Autograd owns the slots of saved tensors, so that their memory is freed with the graph; the interpreter owns the
+    slots of outputs.
     """
 
     __slots__ = ("__weakref__", "tensor", "version")
@@ -35,7 +35,7 @@ class Slot:
         self.version = 0 if tensor is None else tensor._version
 
     def modified(self) -> bool:
-        """Whether someone changed the tensor in place after it was put here."""
+        """Whether the tensor was changed in place after it was put here."""
         return self.tensor is not None and self.tensor._version != self.version
 
 
@@ -43,11 +43,10 @@ class Held:
     """One value of the machine (a_i or ā_i) on the device, on the host, or both.
 
     Args:
-        name: which value, and the name of the stage that made it.
-        outputs: the stage's outputs, detached; kept alive by this value. own: of each, whether its bytes are this
-            value's;
-        others were there before, are not counted and stay.
-        saved: what autograd saved, for ā_i; kept alive by the graph.
+        name: the value, and the name of the stage that made it.
+        outputs: the stage's outputs, detached; this value keeps them alive.
+        own: for each output, whether this value owns its bytes; others existed before, are not counted and stay.
+        saved: slots of what autograd saved, for ā_i; the graph keeps them alive.
     """
 
     def __init__(
@@ -62,45 +61,45 @@ class Held:
         self._own = [slot for slot, mine in zip(self.outputs, own, strict=True) if mine] if own else self.outputs
         self.saved = list(saved)
         self.on_device = True
-        self.usable = True  # on the device, and arrived
+        self.usable = True  # on the device, and no copy to it is running
         self.tickets: list[tuple[Link, Ticket]] = []  # copies that may still run
         self.offloaded: Ticket = None
-        self.offset = 0  # of the host copy in the slab
+        self.offset = 0  # of the copy in the host slab
         self._sources: list[torch.Tensor] = []
         self._layout: list[tuple[weakref.ref[Slot], int, View]] = []  # slot, index of its storage, view
         self._sizes: list[int] = []
-        self._kinds: list[torch.dtype | None] = []  # of each storage, where the link wants to know
+        self._kinds: list[torch.dtype | None] = []  # of each storage, if the link is typed
 
     @property
     def name(self) -> str:
-        """For messages; put together only there."""
+        """For messages; built on demand."""
         return f"{self._name[0]} ({self._name[1]})"
 
     def slots(self) -> list[Slot]:
-        """The slots still alive of what this value holds itself, outputs first."""
+        """Return the slots of this value's own tensors that are still alive, outputs first."""
         return self._own + [slot for ref in self.saved if (slot := ref()) is not None]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The outputs, as they lie on the device."""
+        """Return the outputs on the device."""
         return [slot.tensor for slot in self.outputs if slot.tensor is not None]
 
     def refill(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Take the outputs of a stage that ran again, while the host copy stays valid."""
+        """Store the outputs of a stage that ran again; the host copy stays valid."""
         for slot, tensor in zip(self.outputs, outputs, strict=True):
             slot.put(tensor)
         self.on_device = self.usable = True
 
     def offload(self, link: Link, offset: int, room: int) -> bool:
-        """Start the copy of every storage to the host slab, from `offset` on; returns whether they fit into its `room`
-        bytes there.
+        """Start to copy every storage to bytes `offset` to `offset + room` of the host slab; returns False, and copies
+        nothing, if they do not fit.
 
         Raises:
-            RuntimeError: where one was changed in place.
+            RuntimeError: if a tensor was changed in place.
         """
         self.check_unmodified()
         keys: dict[int, int] = {}
         storages: list[torch.UntypedStorage] = []
-        kinds: list[torch.dtype | None] = []  # of each storage, None where it is seen as several
+        kinds: list[torch.dtype | None] = []  # of each storage; None if its views have several
         layout: list[tuple[weakref.ref[Slot], int, View]] = []
         for slot in self.slots():
             if (tensor := slot.tensor) is None:
@@ -113,7 +112,7 @@ class Held:
             elif kinds[index] is not tensor.dtype:
                 kinds[index] = None
             layout.append((weakref.ref(slot), index, View.of(tensor)))
-        # By the powers of two that their bytes are multiples of, so that on the host each begins at one of its own.
+        # sorted by the largest power of two that divides their size, so that on the host each is aligned to its own
         order = sorted(range(len(storages)), key=lambda n: -(storages[n].nbytes() & -storages[n].nbytes()))
         if order != list(range(len(storages))):
             places = {n: place for place, n in enumerate(order)}
@@ -132,27 +131,27 @@ class Held:
         return True
 
     def release(self) -> None:
-        """Give the device bytes back once no copy touches them; slots forget their tensors, also where a copy
-        failed."""
+        """Free the device bytes once no copy uses them; slots release their tensors even if a copy failed."""
         try:
             self.settle()
         finally:
             self.forget()
 
     def forget(self) -> None:
-        """Let the device bytes go; copies that still run keep theirs until they have ended."""
+        """Free the device bytes; copies that still run keep theirs until they end."""
         for slot in self.slots():
             slot.put(None)
         self._sources = []
         self.on_device = self.usable = False
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Every storage on the device, once."""
+        """Return every storage on the device, once."""
         found = {storage_key(s.tensor): s.tensor.untyped_storage() for s in self.slots() if s.tensor is not None}
         return list(found.values())
 
     def prefetch(self, link: Link) -> None:
-        """Take device bytes and start the copy back; slots get their tensors now, their contents by `settle`."""
+        """Allocate device bytes and start the copy back; slots get their tensors now, with the content after
+        `settle`."""
         targets = [link.allocate(size) for size in self._sizes]
         for ref, index, view in self._layout:
             if (slot := ref()) is not None:
@@ -161,14 +160,14 @@ class Held:
         self.tickets.append((link, link.copy_in(self._as_kinds(targets), self.offset, self.offloaded)))
 
     def _as_kinds(self, storages: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Storages as bytes, or as float32 where that is all they hold and the link wants to know."""
+        """Return storages as bytes; if the link is typed, as float32 those that hold nothing else."""
         if not self._kinds:
             return storages
         pairs = zip(storages, self._kinds, strict=True)
         return [data.view(kind) if kind is torch.float32 and data.numel() % 4 == 0 else data for data, kind in pairs]
 
     def settle(self) -> None:
-        """Hold compute until no copy reads or writes this value."""
+        """Make compute wait until no copy reads or writes this value."""
         while self.tickets:
             link, ticket = self.tickets.pop()
             link.wait(ticket)
@@ -176,7 +175,7 @@ class Held:
         self.usable = self.on_device
 
     def check_unmodified(self) -> None:
-        """Raise as autograd would where a tensor was changed in place, since its host copy would not show it."""
+        """Raise autograd's error if a tensor was changed in place; its host copy would not show the change."""
         if any(slot.modified() for slot in self.slots()):
             raise RuntimeError(
                 f"one of the tensors of {self.name} has been modified by an inplace operation after it was saved for"
@@ -185,70 +184,70 @@ class Held:
 
 
 class HeldValues(dict[Value, Held]):
-    """Every value that a step holds. A link that records is told which bytes are read, written and given back.
+    """Every value that a step holds. Reports to a recording link which bytes are read, written and released.
 
     Args:
-        link: to the host, None where nothing moves.
+        link: to the host; None if the plan moves nothing.
     """
 
     def __init__(self, link: Link | None) -> None:
         super().__init__()
         self._recorder = link if link is not None and link.recording else None
-        self._consumed: list[torch.UntypedStorage] = []  # what autograd lets go of one by one, where that is recorded
+        self._consumed: list[torch.UntypedStorage] = []  # if recorded: storages that the running backward releases
 
     def input_of(self, i: int) -> Value:
-        """The value that stage i takes: a_{i-1} where it can be used, else ā_{i-1}."""
+        """Return the value that is stage i's input: a_{i-1} if it is usable, else ā_{i-1}."""
         plain = self.get(a(i - 1))
         return a(i - 1) if plain is not None and plain.usable else abar(i - 1)
 
     def drop(self, v: Value) -> None:
-        """Give v's device bytes back; it is gone where the host has no copy."""
+        """Free v's device bytes, and forget v if the host has no copy."""
         self.release(self[v])
         if self[v].offloaded is None:
             del self[v]
 
     def release(self, held: Held) -> None:
-        """Give the device bytes of a value back that stands, or stood, in here."""
+        """Free the device bytes of a value that is, or was, in this dict."""
         if self._recorder is None:
             held.release()
             return
         leaving = held.storages()
         held.settle()
         others = [s for other in self.values() if other is not held for s in other.storages()]
-        staying = {s._cdata for s in (*self._consumed, *others)}  # a skip connection's bytes stand in several values
+        staying = {s._cdata for s in (*self._consumed, *others)}  # a skip connection's bytes are in several values
         self._recorder.release(held.name, [s for s in leaving if s._cdata not in staying])
         held.release()
 
     def give_back(self) -> None:
-        """Empty this; copies that failed are no errors any more."""
-        self.pop(a(0), None)  # the caller's
+        """Release all values; failed copies raise no errors here."""
+        self.pop(a(0), None)  # belongs to the caller
         try:
             while self:
                 with suppress(Exception):
                     self.release(self.popitem()[1])
         finally:
-            for held in self.values():  # an interrupt came: what is let go unawaited is safe, only later
+            for held in self.values():  # after an interrupt: running copies still free their bytes, only later
                 held.forget()
             self.clear()
 
     def touch(self, op: Op, reads: Sequence[Value], writes: Sequence[Value]) -> None:
-        """`op` reads and writes the bytes of these values."""
+        """Report that `op` reads and writes the bytes of these values."""
         if self._recorder is not None:
             storages = [[s for v in values for s in self[v].storages()] for values in (reads, writes)]
             self._recorder.access(str(op), *storages)
 
     def device_bytes(self) -> int:
-        """What the values take on the device."""
+        """Return the bytes that the values take on the device."""
         storages = {s._cdata: s.nbytes() for held in self.values() if held.on_device for s in held.storages()}
         return sum(storages.values())
 
     def consume(self, v: Value) -> None:
-        """A backward begins that reads v and lets go of it piece by piece."""
+        """Note that a backward begins, which reads v and releases it tensor by tensor."""
         if self._recorder is not None:
             self._consumed = self[v].storages()
 
     def consumed(self, i: int) -> None:
-        """The backward of stage i is over."""
+        """Report what the backward of stage i, now over, has released."""
         if self._recorder is not None and self._consumed:
             staying = {s._cdata for held in self.values() for s in held.storages()}
             self._recorder.release(f"B {i}", [s for s in self._consumed if s._cdata not in staying])
@@ -256,7 +255,7 @@ class HeldValues(dict[Value, Held]):
 
 
 def compact(gradient: torch.Tensor) -> torch.Tensor | None:
-    """A hook: a copy of a gradient that is a part of a larger storage, so that the rest of that can go."""
+    """Tensor hook: copy a gradient that is a part of a larger storage, so that the rest can be freed."""
     return (
         gradient.clone() if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size() else None
     )

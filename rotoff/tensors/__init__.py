@@ -1,2 +1,1 @@
-"""Shared by capture and runtime: stages, storage, saved tensors, generators, recipes of what is kept and what is
-computed again."""
+"""Shared by capture and runtime: stages, storages, saved tensors, random number generators, recipes of forms."""

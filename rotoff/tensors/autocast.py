@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # by type of device, whether it is on, and what it casts to
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # (type of device, whether autocast is on, its dtype)
 
 
 def autocast_now() -> Autocast:
-    """What is set now."""
+    """Return the present settings."""
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 def autocast_as(before: Autocast, cached: bool | None = None) -> ExitStack:
-    """Within, autocast is as it was `before`. cached: whether it keeps its casts of weights; None: as now."""
+    """Set autocast as it was `before`, until the returned stack is closed. cached: whether it caches casts of weights;
+    None: as now."""
     stack = ExitStack()
     for kind, enabled, dtype in before:
         alike = (enabled, dtype) == (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -29,7 +30,7 @@ def autocast_as(before: Autocast, cached: bool | None = None) -> ExitStack:
 
 @contextmanager
 def uncached_autocast() -> Iterator[None]:
-    """Autocast's cache of weights is off within: a run does the same operations whatever ran before it."""
+    """Switch off autocast's cache of weights, so that a run's operations do not depend on what ran before."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -39,7 +40,7 @@ def uncached_autocast() -> Iterator[None]:
 
 
 class Casts(TorchDispatchMode):
-    """Within, `note` is called with each tensor that is cast and its cast."""
+    """Calls `note` with each tensor that is cast and with the result."""
 
     def __init__(self, note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         super().__init__()

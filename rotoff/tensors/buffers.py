@@ -1,4 +1,4 @@
-"""Buffers and generators that are put back after a run that must leave no trace."""
+"""Saves buffers and random number generators, and restores them after a run that must leave no trace."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from .storage import version_of
 
 
 def restorable(value: Any) -> bool:
-    """Whether an attribute that holds `value` is one that a replay gets back: a number, a text, or a tensor without a
-    graph."""
+    """Whether a replay restores an attribute with this value: a number, a string, or a tensor outside of a graph."""
     return type(value) in (bool, int, float, str) or (type(value) is torch.Tensor and not value.requires_grad)
 
 
 def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; fake ones have no content that could differ."""
+    """Whether two tensors are equal; fake tensors always are."""
     return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
 
 
 @contextmanager
 def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: torch.device) -> Iterator[None]:
-    """Generators and `buffers` are after the block what they were before it, in place, whatever ran within: versions
-    too, since a graph that still waits for its backward may have saved them."""
+    """Restore generators and, in place, `buffers` at the end of the block. Also restores the version counters of the
+    buffers, because a graph that waits for its backward may have saved them."""
     generators = Generators(device)
     rng = generators.copies()
     try:
@@ -40,7 +39,7 @@ def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: to
 
 @contextmanager
 def buffers_preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
-    """`preserved`, of buffers alone."""
+    """As `preserved`, for buffers alone."""
     copies = BufferCopies(buffers)
     try:
         yield
@@ -49,13 +48,13 @@ def buffers_preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) ->
 
 
 class BufferCopies:
-    """What is in `buffers`, each with its module and name, to be put back there in place."""
+    """Copies of `buffers`, each given with its module and name; `put_back` restores them in place."""
 
     def __init__(self, buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
         self._saved = [(module, name, one, one.detach().clone(), version_of(one)) for module, name, one in buffers]
 
     def put_back(self, of: Collection[nn.Module] | None = None) -> None:
-        """of: the modules whose buffers they are; None: all."""
+        """Restore the buffers of the modules `of`; None: of all."""
         with torch.no_grad():
             for module, name, buffer, content, version in self._saved:
                 if of is not None and module not in of:
@@ -66,7 +65,7 @@ class BufferCopies:
 
 @contextmanager
 def contents_preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """`preserved`, of tensors that are no buffers."""
+    """As `preserved`, for tensors that are not buffers."""
     saved = [(one, one.detach().clone(), version_of(one)) for one in tensors]
     try:
         yield
@@ -84,5 +83,5 @@ def _put_back(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None
 
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Every buffer of `model`, with its module and name."""
+    """Return every buffer of `model`, with its module and name."""
     return [(m, name, one) for m in model.modules() for name, one in m._buffers.items() if one is not None]

@@ -1,4 +1,4 @@
-"""Time as a device sees it: the host's clock on the CPU; on CUDA events on the stream that computes at the moment."""
+"""Time on a device: the host's clock for the CPU, events on the current stream for CUDA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """This moment on the device's own time line: launches run ahead of it, as they do in training."""
+    """Return a mark of the present moment; on CUDA, the device reaches it after the kernels launched before it."""
     if device.type != "cuda":
         return time.perf_counter()
     event: Any = torch.cuda.Event(enable_timing=True)
@@ -18,11 +18,11 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """From a mark to a later one, once the device has come to both."""
+    """Return the seconds between two marks that the device has reached."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has come to all marks."""
+    """Wait until the device has reached all marks."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

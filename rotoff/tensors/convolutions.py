@@ -1,19 +1,18 @@
-"""By which algorithms the convolutions of a stage run on CUDA: those that the user's flags pick, or others in fewer
-bytes.
+"""Chooses the algorithms of a stage's convolutions on CUDA: those of the user's flags, or others that take fewer bytes.
 
 SuperNeurons (section 3.5) buys speed with the bytes that are left at a layer, since cuDNN's faster convolutions take a
-workspace. What PyTorch 2.11 to 2.13 lets one choose for a single call (ATen/native/Convolution.cpp, cudnn/Conv_v8.cpp):
+workspace. PyTorch 2.11 to 2.13 allows these choices for a single call (ATen/native/Convolution.cpp, cudnn/Conv_v8.cpp):
 
 - ``torch.backends.cudnn.enabled``: without cuDNN, PyTorch's own kernels unfold one sample at a time and multiply
   matrices.
-- ``deterministic``: cuDNN may take deterministic algorithms alone, often others with another workspace.
-- Not ``benchmark``: the plans that cuDNN found are kept by shape, type and ``deterministic``, for each thread; a plan
-  found with the one value of ``benchmark`` is used with the other as well. So it stays as the user has it.
-- Not the size of a workspace: CUDNN_CONV_WSCAP_DBG is read by cuDNN itself, and what is kept does not depend on it.
+- ``deterministic``: cuDNN may use only deterministic algorithms, often others with another workspace.
+- Not ``benchmark``: each thread caches cuDNN's plans by shape, type and ``deterministic``, and uses a plan that was
+  found with one value of ``benchmark`` for the other value, too. So it stays as the user has set it.
+- Not the workspace size: cuDNN itself reads CUDNN_CONV_WSCAP_DBG, and the cached plans do not depend on it.
 
-The flags are the process's, and read when an operation runs: also in a backward, which runs on a thread of its own. In
-a forward they change around each convolution alone, since batch norm looks at ``enabled`` too and would save other
-tensors. In a backward, where every other operation is what its forward made it, they change for the whole stage.
+The flags are global and are read when an operation runs, also in a backward, which has a thread of its own. In a
+forward they change only around each convolution, because batch norm reads ``enabled`` too and would save other tensors.
+In a backward, where the forward has determined every other operation, they change for the whole stage.
 """
 
 from __future__ import annotations
@@ -34,29 +33,28 @@ NAMES = ("convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n
 
 
 class Algorithms(Enum):
-    """Which algorithms a convolution may run by, where that is not the flags' choice."""
+    """Algorithms for convolutions other than those that the user's flags choose."""
 
-    DETERMINISTIC = "deterministic"  # of cuDNN's, those that are
-    NATIVE = "native"  # none of cuDNN's
+    DETERMINISTIC = "deterministic"  # cuDNN's deterministic ones
+    NATIVE = "native"  # PyTorch's own, without cuDNN
 
 
 def read_conv_algorithms(value: Any) -> bool:
     """Whether the option `conv_algorithms` allows other algorithms than the plain model's.
 
     Raises:
-        OptionError: where it is neither "plain" nor "any".
+        OptionError: if it is neither "plain" nor "any".
     """
     if value not in ("plain", "any"):
         raise OptionError(
             f"conv_algorithms is {value!r}; give 'plain' (convolutions run as in the plain model, the default) or 'any'"
-            " (by whatever algorithm of CUDA suits the limit: gradients are no longer the plain model's bit for bit)"
+            " (on CUDA, any algorithm that suits the limit: gradients no longer equal the plain model's bit for bit)"
         )
     return bool(value == "any")
 
 
 def other_algorithms(device: torch.device) -> tuple[Algorithms, ...]:
-    """What convolutions on `device` may run by beside what the flags in force pick; none on a CPU, or with cuDNN
-    switched off."""
+    """Return the alternatives to the present flags' choice on `device`; none on a CPU or if cuDNN is disabled."""
     if device.type != "cuda" or not torch._C._get_cudnn_enabled():
         return ()
     if torch._C._get_cudnn_deterministic() or torch.are_deterministic_algorithms_enabled():
@@ -65,12 +63,12 @@ def other_algorithms(device: torch.device) -> tuple[Algorithms, ...]:
 
 
 def flags() -> tuple[bool, bool, bool]:
-    """What the choice of an algorithm depends on: whether cuDNN is enabled, deterministic, and benchmarks."""
+    """Return the flags that the choice of an algorithm depends on: cuDNN's enabled, deterministic and benchmark."""
     return torch._C._get_cudnn_enabled(), torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
 
 
 def _set(algorithms: Algorithms) -> Callable[[], None]:
-    """Set the flags for `algorithms`; returns what puts back the one that was changed."""
+    """Set the flag for `algorithms`; returns a function that restores it."""
     if algorithms is Algorithms.NATIVE:
         set_flag, before, now = torch._C._set_cudnn_enabled, torch._C._get_cudnn_enabled(), False
     else:
@@ -98,7 +96,7 @@ class _Convolutions(TorchFunctionMode):
 
 @contextmanager
 def forward_by(algorithms: Algorithms | None) -> Iterator[None]:
-    """Convolutions that Python code calls within run by `algorithms`; None: as the flags say."""
+    """Run the convolutions that Python code calls in this block by `algorithms`; None: by the user's flags."""
     if algorithms is None:
         yield
     else:
@@ -107,7 +105,7 @@ def forward_by(algorithms: Algorithms | None) -> Iterator[None]:
 
 
 class StageAlgorithms:
-    """Which stages of one step run by other algorithms, and the flags while the backward of one of them does."""
+    """Remembers which stages of a step ran by other algorithms, and sets the flags during their backwards."""
 
     def __init__(self) -> None:
         self._of: dict[int, Algorithms] = {}
@@ -115,11 +113,11 @@ class StageAlgorithms:
         self._guarded = False
 
     def plain(self, i: int) -> None:
-        """The ā_i that is made next is the whole stage's own."""
+        """The backward of stage i will use the user's flags."""
         self._of.pop(i, None)
 
     def ran(self, i: int, algorithms: Algorithms | None) -> None:
-        """The forward of stage i that made ā_i ran by these; its backward will."""
+        """The forward of stage i that made ā_i ran by `algorithms`; so will its backward."""
         self.plain(i)
         if algorithms is not None:
             self._of[i] = algorithms
@@ -128,8 +126,8 @@ class StageAlgorithms:
         """Autograd runs the backward of stage i next; to be called within that backward."""
         if (algorithms := self._of.pop(i, None)) is not None:
             if not self._guarded:
-                # Where a backward fails autograd calls nobody, but lets go of what it would have called: where a device
-                # has a thread of its own, just after the caller has seen the error.
+                # If a backward fails, autograd does not call this callback, but destroys it; on a device with a thread
+                # of its own, this happens just after the caller has seen the error.
                 Variable._execution_engine.queue_callback(_Finally(self._over))
                 self._guarded = True
             self._put_back = _set(algorithms)
@@ -146,7 +144,7 @@ class StageAlgorithms:
 
 
 class _Finally:
-    """Calls `act` when it is called itself, or let go."""
+    """Calls `act` when it is called or destroyed."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -160,7 +158,7 @@ class _Finally:
 
 @cache
 def _functions() -> frozenset[Any]:
-    """Every Python function that runs a convolution."""
+    """Return every Python function that runs a convolution."""
     packets = [getattr(torch.ops.aten, name) for name in NAMES]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return frozenset([*(getattr(torch, name) for name in NAMES), *packets, *overloads])

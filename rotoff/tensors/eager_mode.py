@@ -1,4 +1,4 @@
-"""The bases of our modes: kept from ``torch.compile``, and free of it where nobody compiles."""
+"""Base classes of rotoff's modes: ``torch.compile`` does not compile them, and they do not import it unnecessarily."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class EagerMode(TorchDispatchMode):
-    """A dispatch mode that is kept from ``torch.compile`` once that is loaded.
+    """A dispatch mode that ``torch.compile`` skips once it is loaded.
 
-    PyTorch does so for every mode, but by a wrapper whose first call imports all of ``torch._dynamo``, which takes more
-    than a second. Without the wrapper a function compiled within a module would have the mode's own method compiled
+    PyTorch ensures this for every mode, but by a wrapper whose first call imports all of ``torch._dynamo``, which takes
+    more than a second. Without any wrapper, compiling a function within a module would compile the mode's own method
     too.
     """
 
@@ -36,10 +36,9 @@ class EagerMode(TorchDispatchMode):
 
 
 class EagerFunctionMode(TorchFunctionMode):
-    """A function mode of which ``torch.compile`` sees nothing: a function that is compiled within it runs as without
-    it.
+    """A function mode that ``torch.compile`` does not see: a function compiled within it runs as without it.
 
-    `call` is what the mode does; where a compiler looks through ``__torch_function__``, it finds the function itself.
+    Subclasses implement `call`. A compiler that traces ``__torch_function__`` finds only the original function.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -62,7 +61,7 @@ class EagerFunctionMode(TorchFunctionMode):
 
 
 class without:
-    """Within, `mode` is not there, where it is the innermost."""
+    """Context in which `mode` is removed, if it is the innermost one."""
 
     def __init__(self, mode: TorchFunctionMode) -> None:
         self._mode = mode

@@ -1,4 +1,4 @@
-"""How long the plain model holds what a stage makes."""
+"""How long the plain model holds the storages that a stage makes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """A storage that autograd does not save, or for nothing. begin: the position on the tape from which the model holds
-    it for nothing that its stage does there: past its last use, or from its making. end: the last position at which it
-    is there, None where that is not known. leads: the last piece that runs something on what its graph ends in; one
-    that ends before has it in its ā."""
+    """A storage that autograd does not save, or saves in a graph that nothing needs.
+
+    begin: the position on the tape from which the model holds it without need: after its last use, or when it is made
+    if it has none. end: the last position at which it exists; None if unknown. leads: the last piece that reads a
+    tensor whose graph saves it; a piece that ends before has it in its ā."""
 
     storage: int
     nbytes: int
@@ -21,7 +22,7 @@ class Span(NamedTuple):
 
 
 class HeldElsewhere(NamedTuple):
-    """A storage that stays whatever a plan drops (`Tape.held`). saved: whether autograd saves something in it, too."""
+    """A storage that stays whatever a plan drops (`Tape.held`). saved: whether autograd also saves a tensor in it."""
 
     storage: int
     nbytes: int
@@ -29,8 +30,8 @@ class HeldElsewhere(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """Of one piece of a tape, or several. ends: the storages that the model's own code lets go of in it. spans: of
-    those that it makes. piece: the number of the last. held: of those that it makes, which stay whatever is dropped."""
+    """Lifetimes of storages in one piece of a tape, or several in a row. ends: storages that the model's own code
+    releases there. spans, held: of storages that are made there. piece: the number of the last piece."""
 
     ends: frozenset[int] = frozenset()
     spans: tuple[Span, ...] = ()
@@ -38,16 +39,16 @@ class Lifetimes(NamedTuple):
     held: tuple[HeldElsewhere, ...] = ()
 
     def and_then(self, following: Lifetimes) -> Lifetimes:
-        """Of both pieces as one."""
+        """Return the lifetimes of this and the `following` piece as one."""
         ends, spans, held = self.ends | following.ends, self.spans + following.spans, self.held + following.held
         return Lifetimes(ends, spans, following.piece, held)
 
     def outliving(self, charged: Collection[int]) -> list[Span]:
-        """What stays when the piece ends; charged: storages that are accounted for."""
+        """Return the spans that outlive the piece. charged: storages that are accounted for."""
         return [span for span in self._apart(charged) if span.storage not in self.ends]
 
     def beside_bytes(self, charged: Collection[int]) -> int:
-        """The most bytes of what goes before the piece ends, where they are there for nothing."""
+        """Return the most bytes that are held at once without need and released before the piece ends."""
         changes: dict[int, int] = {}
         for span in self._apart(charged):
             if span.storage in self.ends and span.end is not None and span.begin <= span.end:
@@ -56,7 +57,7 @@ class Lifetimes(NamedTuple):
         return max(accumulate(changes[position] for position in sorted(changes)), default=0)
 
     def _apart(self, charged: Collection[int]) -> list[Span]:
-        """Those that are neither `charged` nor in the ā of what ends here."""
+        """Return the spans that are neither `charged` nor in the ā of this piece."""
         return [span for span in self.spans if span.storage not in charged and span.leads <= self.piece]
 
 

@@ -1,4 +1,4 @@
-"""How one form of a stage is made and redone: what is kept, and which operations run again."""
+"""The recipe of one form of a stage: which saved tensors are stored, and which operations run again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from .convolutions import Algorithms
 from .storage import View
 
-QUERIES = frozenset({torch.ops.prim.device.default})  # no operations: fake tensors ask for their device in this way
+QUERIES = frozenset({torch.ops.prim.device.default})  # not counted as operations: fake tensors query their device so
 
 
 class Stored(NamedTuple):
-    """A result that is stored, as a view of the storage that slot `slot` keeps."""
+    """A stored result: a view of the storage in slot `slot`."""
 
     slot: int
     view: View
@@ -29,13 +29,13 @@ class Unread(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """The tensor argument number `place` (an operation in place)."""
+    """A result that is the tensor argument number `place` (an in-place operation)."""
 
     place: int
 
 
 class Constant(NamedTuple):
-    """A result that is no tensor."""
+    """A result that is not a tensor."""
 
     value: Any
 
@@ -45,15 +45,17 @@ Result = Stored | Unread | Argument | Constant
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one form of a stage is made and redone.
+    """How ``F_sel`` makes one form of a stage, and how the redo before ``B`` completes it.
 
-    kept: slots (numbers of tensors that autograd saves) that ``F_sel`` stores. views: how they lie in their storages.
-    stop: the redo ends when this many tensors have been saved. functions: the operations of the forward, in order.
-    results: of the operations that do not run, by position; a sole result is no tuple's where it is in `single`. keeps:
-    what is stored, for people. whole: every operation runs up to the end of the redo, so that nobody has to look at
-    them one by one. algorithms: by which convolutions run in this form, where not by those that the flags pick. sized:
-    whether the views are those of every step; else steps differ in sizes, and the operations that do not run tell what
-    they would make. made: what they have told so far, by operation and arguments.
+    kept: slots (positions of saved tensors) that ``F_sel`` stores. views: their views in their storages.
+    stop: the number of saved tensors after which the redo ends.
+    functions: the operations of the forward, in order.
+    results: by position, the results of the operations that the redo skips; `single`: those that return no tuple.
+    keeps: descriptions of what is stored, for reports.
+    whole: whether the redo runs every operation up to its end, so that it needs no dispatch mode.
+    algorithms: of convolutions in this form; None: by the user's flags.
+    sized: whether the views are the same in every step; else the sizes differ, and each skipped operation is run on
+        the meta device to find its results' views. made: a cache of these, by operation and arguments.
     """
 
     kept: frozenset[int]
@@ -70,11 +72,11 @@ class Recipe:
 
     @property
     def complete(self) -> bool:
-        """Whether all is stored, as ``F_all`` does, and nothing redone."""
+        """Whether everything is stored, as ``F_all`` does."""
         return self.stop == 0
 
     def stores(self, n: int, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, in slot `n`, is what this form keeps there."""
+        """Whether this form stores `tensor` in slot `n`."""
         if n not in self.kept:
             return False
         own, view = View.of(tensor), self.views[n]
@@ -89,5 +91,5 @@ class Recipe:
 
     @property
     def identity(self) -> tuple[tuple[int, ...], str]:
-        """What tells this form of a stage from its others."""
+        """A key that identifies this form among those of its stage."""
         return tuple(sorted(self.kept)), "" if self.algorithms is None else self.algorithms.value

@@ -18,7 +18,7 @@ _PROBE = threading.local()
 
 
 def _next_numbers(generator: torch.Generator) -> list[float]:
-    """What `generator` would give next; takes no bytes of the step's."""
+    """Return the next two numbers of `generator`, without advancing it or taking bytes that a step would count."""
     if not hasattr(_PROBE, "numbers"):
         _PROBE.numbers = torch.empty(2, dtype=torch.float64)
     return _PROBE.numbers.uniform_(generator=generator.clone_state()).tolist()
@@ -35,21 +35,21 @@ class Generators:
         self._last: States = ()
 
     def states(self) -> States:
-        """The present states; the same object as at the last call where nothing was drawn since."""
+        """Return the present states; the same object as in the last call if nothing was drawn since."""
         now = tuple([generator.get_state() for generator in self._own])
-        # sooner than through NumPy; bytes compare several times faster than tensors of this size
+        # faster than through NumPy; bytes compare several times faster than tensors of this size
         content = tuple([string_at(state.data_ptr(), state.numel()) for state in now])
         if content != self._last:
             self._last = content
         return self._last
 
     def copies(self) -> list[torch.Generator]:
-        """Generators in the present states; these take nothing from the allocator of tensors."""
+        """Return copies of the generators in their present states; they allocate no tensors."""
         return [generator.clone_state() for generator in self._own]
 
     def mark(self, copies: Sequence[torch.Generator] | None = None) -> tuple[object, ...]:
-        """What tells the present states, or those of `copies`, from others; of the CPU's the next numbers, since its
-        state is large."""
+        """Return a key that identifies the present states, or those of `copies`; for the CPU, whose state is large, the
+        next numbers."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return ()  # nothing is drawn
         own = self._own if copies is None else copies
@@ -60,12 +60,11 @@ class Generators:
             generator.set_state(copy.get_state())
 
     def begin(self) -> list[torch.Generator]:
-        """`copies`, for a run that will be repeated from them.
+        """Return `copies` for a run that will be repeated from them.
 
-        They are put back at once on CUDA, since that draws more than it changes: cuDNN's recurrent layers take their
-        dropout from a buffer of their own that goes on from run to run, and is filled anew, by the generator, in the
-        first run after its state was put (`get_dropout_state` in PyTorch's cudnn/RNN.cpp). Every repetition puts it, so
-        the first run must find it put too.
+        On CUDA this also sets the generators to these states. cuDNN's recurrent layers take their dropout from a buffer
+        of their own, which continues from run to run and is filled anew in the first run after the generator's state
+        was set (`get_dropout_state` in PyTorch's cudnn/RNN.cpp). Every repetition sets it, so the first run must, too.
         """
         copies = self.copies()
         for n in range(1, len(copies)):

@@ -1,4 +1,4 @@
-"""What autograd saves."""
+"""Hooks on the tensors that autograd saves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .storage import local
 
 class _Sharded(NamedTuple):
     packed: Any
-    like: Callable[[torch.Tensor], torch.Tensor]  # makes the DTensor of its shard
+    like: Callable[[torch.Tensor], torch.Tensor]  # makes the DTensor from its shard
 
 
 def saved_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
-    """``saved_tensors_hooks`` that see the shards of DTensors in their place."""
-    if "torch.distributed.tensor" not in sys.modules:  # so that there are none
+    """Return ``saved_tensors_hooks`` that get the local shard of each DTensor."""
+    if "torch.distributed.tensor" not in sys.modules:  # then there are no DTensors
         return saved_tensors_hooks(pack, unpack)
 
     def pack_local(tensor: torch.Tensor) -> Any:
@@ -34,32 +34,32 @@ def saved_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], tor
 
 
 def _kind(tensor: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes a DTensor like `tensor` of its shard."""
+    """Return a function that makes a DTensor like `tensor` from its shard."""
     kind, spec = type(tensor), tensor._spec
     return lambda shard: kind(shard, spec, requires_grad=False)
 
 
 def watch_saved(look: Callable[[torch.Tensor], object]) -> saved_tensors_hooks:
-    """For a run that is only looked at, without a backward: `look` is called with each tensor that autograd saves, in
-    order; what it returns stays in the graph in its place."""
+    """Return hooks for a run that is observed and has no backward: `look` is called with each saved tensor, in order,
+    and the graph keeps what it returns instead of the tensor."""
     return saved_hooks(look, _never)
 
 
 def _never(_: Any) -> torch.Tensor:
     raise MeasureError(
-        "the forward differentiates (torch.autograd.grad, backward), which rotoff cannot follow: have the training"
-        " loop do that, outside of the model that is planned"
+        "the forward differentiates (torch.autograd.grad, backward), which rotoff cannot follow: do this in the"
+        " training loop, outside of the planned model"
     )
 
 
 def foreign_hooks() -> tuple[str, str] | None:
-    """What to say of saved-tensor hooks that are active and neither torch's nor rotoff's, as a predicate and its end:
-    planned steps have hooks of their own."""
+    """Return the predicate and the end of an error sentence about active saved-tensor hooks that are neither torch's
+    nor rotoff's; None if there are none. Planned steps have hooks of their own."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or str(getattr(hooks[0], "__module__", "")).split(".")[0] in ("torch", "rotoff"):
         return None
     name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
     return (
         f"runs under saved-tensor hooks ({name})",
-        ", which planned steps, having their own, would pass by: leave them out",
+        ", which planned steps would bypass because they have their own: leave them out",
     )

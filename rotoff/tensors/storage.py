@@ -1,4 +1,4 @@
-"""Bytes of tensors: storages, what tells them apart, and how tensors lie in them."""
+"""Storages of tensors: keys that identify them, sizes, and views into them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import MeasureError
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often `tensor` has been changed in place; 0 where nobody counts, as of those made in inference mode."""
+    """Return autograd's version counter of `tensor`; 0 if it has none, as a tensor made in inference mode."""
     try:
         return tensor._version
     except RuntimeError:
@@ -24,9 +24,9 @@ _version = attrgetter("_version")
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """`version_of` each."""
+    """Return `version_of` each tensor."""
     try:
-        return list(map(_version, tensors))  # which calls no Python
+        return list(map(_version, tensors))  # fast: runs no Python code
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
 
@@ -35,21 +35,21 @@ _OWN = frozenset([torch.Tensor, torch.nn.Parameter])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: of a DTensor its shard, of others themselves."""
+    """Return the local shard of a DTensor, and any other tensor itself."""
     if type(tensor) in _OWN:
         return tensor
     shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return shard
 
 
-STANDS_FOR: dict[int, int] = {}  # of storages that stand for others: of parameters while they are lent to a device
+STANDS_FOR: dict[int, int] = {}  # storage on the device -> storage on the host of a parameter that is lent to it
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What two tensors that share bytes have in common, and a parameter keeps while it is lent.
+    """Return a key that identifies the tensor's storage; a parameter keeps it while it is lent to the device.
 
     Raises:
-        MeasureError: where the tensor has no storage, as sparse ones have none.
+        MeasureError: if the tensor has no storage, as sparse ones.
     """
     try:
         key = local(tensor).untyped_storage()._cdata
@@ -57,13 +57,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     except NotImplementedError:
         raise MeasureError(
             f"the model works on a {str(tensor.layout).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)};"
-            " rotoff counts the bytes of dense tensors only: gather rows and add them up (index_select, index_add) in"
-            " its place, or leave that part outside of what is planned"
+            " rotoff counts the bytes of dense tensors only: gather rows and add them up (index_select, index_add)"
+            " instead, or keep this part outside of the planned model"
         ) from None
 
 
 def key_of(tensor: torch.Tensor) -> int | None:
-    """`storage_key`, or None where the tensor has no storage."""
+    """Return `storage_key`, or None if the tensor has no storage."""
     try:
         return storage_key(tensor)
     except (MeasureError, NotImplementedError, RuntimeError):
@@ -71,14 +71,14 @@ def key_of(tensor: torch.Tensor) -> int | None:
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with storages of their own that a tensor is made of: two where it is sparse, as the gradient of
-    ``nn.Embedding(sparse=True)`` is."""
+    """Return the tensors with storages that a tensor consists of: two for a sparse one, such as the gradient of
+    ``nn.Embedding(sparse=True)``."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached copy with the same strides, which a forward may ask for: ``clone`` closes gaps and makes expanded
-    tensors whole."""
+    """Return a detached copy with the same strides, which a forward may read; ``clone`` would close gaps and
+    materialize expanded tensors."""
     tensor = tensor.detach()
     copy = tensor.clone()
     if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or not tensor.numel():
@@ -88,8 +88,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class View(NamedTuple):
-    """How a tensor lies in a storage. conj, neg: whether it is read as the complex conjugate, or negated (PyTorch's
-    lazy views)."""
+    """The layout of a tensor in a storage. conj, neg: whether it is a lazy view of the complex conjugate, or of the
+    negation."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -117,7 +117,7 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a dense one."""
+        """The bytes of a dense view."""
         return math.prod(self.size) * self.dtype.itemsize
 
     @property
@@ -133,11 +133,11 @@ class View(NamedTuple):
         return self._replace(stride=tuple(strides))
 
     def on_meta(self) -> torch.Tensor:
-        """A tensor that lies so and has no content."""
+        """Return a meta tensor with this layout."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
     def into(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of the storage that `tensor` lies in."""
+        """Return this view of the storage of `tensor`."""
         # a fake tensor's storage does not know its device
         return self._over(torch.empty(0, dtype=self.dtype, device=tensor.device), tensor.untyped_storage())
 
@@ -152,7 +152,7 @@ class View(NamedTuple):
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """`storage` as a 1-d uint8 tensor."""
+    """Return `storage` as a 1-d uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -160,10 +160,10 @@ CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a mu
 
 
 def block_bytes(device: torch.device) -> int:
-    """What the allocator of `device` takes is a multiple of this."""
+    """Return the size in bytes to whose multiples the allocator of `device` rounds."""
     return CUDA_BLOCK if device.type == "cuda" else 1
 
 
 def rounded(nbytes: int, block: int) -> int:
-    """What an allocator of blocks of `block` bytes takes for `nbytes`."""
+    """Return `nbytes` rounded up to a multiple of `block`."""
     return -(-nbytes // block) * block

@@ -1,4 +1,4 @@
-"""Values as lists of tensors, and back."""
+"""Turns values into lists of tensors, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import MeasureError
 
 
 def leaves(value: Any) -> list[Any]:
-    """Those of a pytree; sooner than by torch where it is one of tuples, lists and dicts."""
+    """Return the leaves of a pytree; faster than torch for tuples, lists and dicts."""
     kind = type(value)
     if kind is torch.Tensor or kind in _PLAIN:
         return [value]
@@ -29,8 +29,8 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
-    """The tensors in `value` (a tensor, or tuples, lists and dicts of them), and the way to put others in their
-    places."""
+    """Return the tensors in `value` (a tensor, or tuples, lists and dicts of them), and a function that rebuilds
+    `value` with other tensors in their places."""
     if isinstance(value, torch.Tensor):  # nearly always
         return [value], _only
     if type(value) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in value):
@@ -56,8 +56,8 @@ def look_into(value: Any) -> None:
     """Register with torch's pytrees the class of each dataclass instance in `value`, at any depth, unless its user has
     done so.
 
-    Left alone, and so refused as any other object is: one with a field that its constructor does not take, which could
-    not be made again from its fields.
+    A class with a field that its constructor does not take is not registered, and so is refused like any other object:
+    it could not be rebuilt from its fields.
     """
     while new := {type(leaf) for leaf in leaves(value) if dataclasses.is_dataclass(leaf) and _made_of_fields(leaf)}:
         for cls in new:
@@ -69,12 +69,12 @@ def _made_of_fields(leaf: Any) -> bool:
 
 
 def refuse_packed(value: Any, what: str) -> None:
-    """Raise MeasureError where `value`, which is `what`, holds a PackedSequence: it is none with anything else in its
-    tensors' places."""
+    """Raise MeasureError if `value`, called `what` in the message, contains a PackedSequence, which cannot be rebuilt
+    with other objects in place of its tensors."""
     if any(map(_packed, pytree.tree_leaves(value, is_leaf=_packed))):
         raise MeasureError(
             f"{what} is a PackedSequence, which rotoff cannot look into; pass the padded tensor and its lengths, and"
-            " have one submodule pack them, run the recurrent layers and pad what these return (pad_packed_sequence)"
+            " let one submodule pack them, run the recurrent layers and pad their output (pad_packed_sequence)"
         )
 
 

@@ -294,7 +294,7 @@ def test_a_backward_after_an_error_says_so(faults: Faults) -> None:
         loss.backward()
     if hasattr(caught.value, "__notes__"):
         assert re.search(r"rotoff: while running op .*stage '\d", caught.value.__notes__[0])
-    with pytest.raises(rotoff.ExecutionError, match="given up after an error"):
+    with pytest.raises(rotoff.ExecutionError, match="aborted after an error"):
         loss.backward()
 
 
@@ -342,7 +342,7 @@ def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(fa
                 assert same([p.grad for p in model.parameters()], expected)
             else:
                 (text,) = said
-                assert text.startswith(("MemoryError", "ExecutionError: this step was given up after an error"))
+                assert text.startswith(("MemoryError", "ExecutionError: this step was aborted after an error"))
             faults.arm(0, MemoryError)
             wrapped.zero_grad(set_to_none=False)
             wrapped(x).square().sum().backward()

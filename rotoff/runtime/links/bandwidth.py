@@ -1,9 +1,9 @@
-"""How fast a link copies: what a chain's two bandwidths are measured with.
+"""Measures how fast a link copies, for a chain's bandwidths.
 
-A link whose copies run through the processor's caches moves the same few bytes again two to three times as fast as a
-step, which comes back to a value only after all the others. There the copies go round as many bytes as a step may move,
-or as no cache holds, on the device as on the host: those of one value to many places of the host are still faster than
-a step's.
+If copies use the processor's caches, copying the same few bytes again is two to three times as fast as in a step, which
+returns to a value only after all others. Such a link is measured with as many bytes as a step may move, or as no cache
+holds, both on the device and on the host: copies of one value to many places on the host are still faster than in a
+step.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from ...errors import ExecutionError
 from ...tensors.clock import mark
 from .base import Link
 
-# Many times what a core's own caches hold.
-COLD_BYTES = 64 << 20
-# What is copied between two looks at the clock where copies queue: asking for a copy and seeing it done takes tens of
+COLD_BYTES = 64 << 20  # many times the size of a core's own caches
+# Bytes and copies between two readings of the clock if copies queue: issuing and awaiting one takes tens of
 # microseconds.
 QUEUED_BYTES, QUEUED = 32 << 20, 32
-# More makes a copy that queues no faster, and takes as much pinned memory and as much of the device.
+# More does not make a queued copy faster, but takes more pinned memory and more device memory.
 MOST_QUEUED_BYTES = 256 << 20
-LEAST_BYTES = 1 << 20  # of them, where the host has no more
-BESIDE_BYTES = 32 << 20  # of the copies that run in both directions: asking for them takes no time beside theirs
+LEAST_BYTES = 1 << 20  # the same if the host has no more
+BESIDE_BYTES = 32 << 20  # of each copy while both directions are busy: the time to issue it is negligible
 
 
 def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
-    link: idle, since its first host bytes are reserved and overwritten. nbytes: the size of the copies that count, of
-    which a link where they queue needs no more than `MOST_QUEUED_BYTES`. step_bytes: that a step may move in all.
+    link: idle, because its first host bytes are reserved and overwritten. nbytes: of each copy, at most
+    `MOST_QUEUED_BYTES` if copies queue. step_bytes: the most that a step may move in all.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
@@ -62,14 +61,14 @@ def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int
             inward.append((time.perf_counter() - start) / queued)
             for ticket in (*written[n], *read):
                 link.wait(ticket)
-    # The first round brings pages, streams and disk blocks into being.
+    # The first round creates pages, streams and disk blocks.
     return nbytes / _typical(outward[places:]), nbytes / _typical(inward[places:])
 
 
 def bidirectional_shares(link: Link, repeats: int = 3) -> tuple[float, float]:
-    """What is left of the bandwidth out, and of that in, while copies run in both directions; 1 is all of it.
+    """Return the share of each bandwidth, out and in, that is left while copies run in both directions; at most 1.
 
-    link: one where copies queue, idle, as for `measure_bandwidth`.
+    link: one whose copies queue; idle, as for `measure_bandwidth`.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for 2 * `BESIDE_BYTES`, or a copy fails.
@@ -81,10 +80,10 @@ def bidirectional_shares(link: Link, repeats: int = 3) -> tuple[float, float]:
 
 
 def both_at_once(link: Link, nbytes: int, copies: int = 8) -> tuple[float, float]:
-    """(device to host, host to device) in bytes per second, each while the other one is busy, by the times of the
+    """Return (device to host, host to device) in bytes per second, each while the other is busy, by the times of the
     copies themselves.
 
-    link: idle, as for `measure_bandwidth`. nbytes: of each of the `copies` that go each way.
+    link: idle, as for `measure_bandwidth`. nbytes: of each copy. copies: number in each direction.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for 2 * `nbytes`, or a copy fails.
@@ -110,8 +109,8 @@ def both_at_once(link: Link, nbytes: int, copies: int = 8) -> tuple[float, float
 
 
 def _per_second(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """How many of these copies, one after the other, run in a second between start and end, by those that lie there
-    whole: what is left of the slower direction in the end runs alone."""
+    """Return how many of these consecutive copies run per second, by those that lie wholly between start and end: after
+    it, the slower direction runs alone."""
     since = max([start, *(span[1] for span in spans if span[0] < start)])
     until = min([end, *(span[0] for span in spans if span[1] > end)])
     whole = sum(start <= span[0] and span[1] <= end for span in spans)
@@ -121,8 +120,7 @@ def _per_second(spans: Sequence[tuple[float, float]], start: float, end: float) 
 
 
 def _least_reserved(link: Link, nbytes: int) -> int:
-    """Reserve `nbytes`, or less where the host has no room for that, since plans without moves need none; how many it
-    is."""
+    """Reserve `nbytes`, or less if the host has no room, because plans without moves need none; returns how many."""
     while nbytes > LEAST_BYTES:
         try:
             link.reserve(nbytes)
@@ -133,7 +131,7 @@ def _least_reserved(link: Link, nbytes: int) -> int:
 
 
 def _reserve(link: Link, nbytes: int, places: int) -> int:
-    """Reserve that many times `nbytes`, or one where the host has no room for more; how many it is."""
+    """Reserve `places` times `nbytes`, or only once if the host has no room for more; returns how often."""
     if places > 1:
         try:
             link.reserve(nbytes * places)
@@ -145,7 +143,7 @@ def _reserve(link: Link, nbytes: int, places: int) -> int:
 
 
 def _values(link: Link, nbytes: int, places: int) -> list[torch.Tensor]:
-    """One for each place; all the same where there is no room for so many."""
+    """Return a tensor for each place; all the same one if there is no room for more."""
     if places > 1:
         try:
             return [_touched(link, data) for data in link.stand_in(nbytes * places).split(nbytes)]
@@ -157,7 +155,7 @@ def _values(link: Link, nbytes: int, places: int) -> list[torch.Tensor]:
 def _touched(link: Link, data: torch.Tensor) -> torch.Tensor:
     if link.typed:
         data = data[: data.numel() // 4 * 4].view(torch.float32)
-    return data.fill_(1)  # untouched pages are not there yet, and may be cheaper to read
+    return data.fill_(1)  # untouched pages do not exist yet, and may be cheaper to read
 
 
 def _typical(seconds: list[float]) -> float:

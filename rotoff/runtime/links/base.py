@@ -1,6 +1,6 @@
-"""What the interpreter asks of a link between device and host; one implementation for CUDA, one for CPU and file.
+"""The interface of a link between device and host; one implementation for CUDA, one for CPU and file.
 
-A link moves bytes, nothing else: which value, when, and where on the host it lies is the plan's business. The host side
+A link only moves bytes; the plan decides which value, when, and where it lies on the host. The host side
 is one slab per plan, reserved once, addressed by offset. The compute lane is whatever executes the stages (the current
 CUDA stream, or the thread that runs forward and backward).
 """
@@ -26,8 +26,8 @@ class Link(ABC):
     * `wait` makes all compute issued after it come after the copy; it is called before a target is used, and before
       a source or a target is released.
 
-    A ticket that dies unawaited is as good as awaited: its memory goes back to the allocator only when that is safe. So
-    a step that is given up, on whatever thread, may just let go of all that it holds.
+    A ticket may be destroyed without `wait`: its memory goes back to the allocator only when that is safe. So an
+    aborted step, on any thread, may simply release all that it holds.
     """
 
     device: torch.device
@@ -35,34 +35,33 @@ class Link(ABC):
     capacity: int  # host bytes that `reserve` has secured
     # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
     timed = False
-    recording = False  # whether `access` wants to be told what compute touches
-    cached = False  # whether copies run through the processor's caches, so that the same bytes again are copied faster
-    queues = False  # whether copies are asked for ahead and done by the device, without the host
-    typed = False  # whether copies want tensors that hold float32 alone as such, and not as bytes
+    recording = False  # whether the interpreter reports to `access` and `release`
+    cached = False  # whether copies use the processor's caches, so that copying the same bytes again is faster
+    queues = False  # whether copies are queued and run by the device, without the host
+    typed = False  # whether copies take tensors that hold only float32 as float32, not as bytes
 
     @abstractmethod
     def reserve(self, nbytes: int) -> None:
-        """Have at least `nbytes` bytes of host memory, kept until `close`; called outside of steps.
+        """Secure at least `nbytes` bytes of host memory until `close`; called outside of steps.
 
         Raises:
-            rotoff.ExecutionError: where the host cannot give them.
+            rotoff.ExecutionError: if the host cannot give them.
         """
 
     def begin(self) -> None:
-        """Another step begins, whose compute may be ordered after nothing of the last one's: that has been issued, and
-        may not have ended. Its copies to the host must come after all copies from there, whose host bytes they
-        overwrite."""
+        """Begin another step. Copies of the last step may still be running: copies to the host in this step must wait
+        for all earlier copies from there, whose host bytes they overwrite."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` uninitialised bytes on the device, a 1-d uint8 tensor with a storage of its own, for `copy_in`."""
 
     def stand_in(self, nbytes: int) -> torch.Tensor:
-        """Bytes that copies run from and to as fast as from and to the device's, and that take none of the device's
-        where there are such; for measuring. A 1-d uint8 tensor.
+        """Return bytes for measuring, as a 1-d uint8 tensor: copies are as fast as with the device's bytes, but if
+        possible these take no device memory.
 
         Raises:
-            rotoff.ExecutionError: where there is no room for them.
+            rotoff.ExecutionError: if there is no room for them.
         """
         return self.allocate(nbytes)
 
@@ -75,8 +74,8 @@ class Link(ABC):
         """Start copying host bytes from `offset` into 1-d uint8 device tensors; `after` wrote those host bytes."""
 
     def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Host bytes, all of which one `reserve` has secured, as a 1-d uint8 tensor that anybody may read and write,
-        for as long as it lives; a storage of its own."""
+        """Return host bytes, all secured by one `reserve`, as a 1-d uint8 tensor with a storage of its own, which stays
+        readable and writable for as long as it lives."""
         raise NotImplementedError
 
     @abstractmethod
@@ -84,22 +83,21 @@ class Link(ABC):
         """Hold the compute lane until the copy has ended; raises what the copy raised. Waiting twice is harmless."""
 
     def join(self, ticket: Ticket) -> None:
-        """Block the host until the copy has ended, so that it may look at the host bytes; where host and compute are
-        one, this is `wait`."""
+        """Block the host until the copy has ended, so that it may read the host bytes; if the host computes, this is
+        `wait`."""
         self.wait(ticket)
 
     @abstractmethod
     def drain(self) -> None:
-        """Block the host until all copies begun so far have ended; for measuring, for giving up and for who looks at
-        host bytes, never amid a step."""
+        """Block the host until all copies begun so far have ended. For measuring, aborting and reading host bytes;
+        never called within a step."""
 
     @abstractmethod
     def close(self) -> None:
         """Give host memory, files, threads and streams back, once all copies have ended. Closing twice is harmless."""
 
     def access(self, what: str, reads: Sequence[torch.UntypedStorage], writes: Sequence[torch.UntypedStorage]) -> None:
-        """Told by the interpreter which storages compute is about to touch, where `recording` is true."""
+        """If `recording`, the interpreter calls this with the storages that compute is about to read and write."""
 
     def release(self, what: str, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Told by the interpreter which storages it is about to give back to the allocator, where `recording` is
-        true."""
+        """If `recording`, the interpreter calls this with the storages that it is about to free."""

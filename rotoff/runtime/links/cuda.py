@@ -1,13 +1,13 @@
-"""The link for CUDA: a side stream for each direction, pinned host memory of exact size, order kept by events alone.
+"""The link for CUDA: a side stream for each direction, pinned host memory of exact size, ordered by events alone.
 
-For each copy (design, section 5): an event of the compute stream is recorded at issue and the copy's stream waits for
-it, since the source is not written, or the target still used for what it held before, until then; a copy back waits for
-the copy out that filled its host bytes; the copy's own event is what `wait` makes the compute stream wait for. Once
-that is done, memory may go back to the allocator, which hands it out again in the order of the compute stream. So the
-allocator needs no `record_stream`, whose blocks come back late, and the host never waits within a step.
+For each copy (design, section 5), an event is recorded on the compute stream at issue and the copy's stream waits for
+it, because until then the source is not written, or the target still in use. A copy back also waits for the copy out
+that filled its host bytes. `wait` makes the compute stream wait for the copy's own event. After that, memory may go
+back to the allocator, which reuses it in the order of the compute stream. So the allocator needs no `record_stream`,
+which would return blocks late, and the host never waits within a step.
 
-`StreamLink` is all of that, written against `Streams`; `CudaStreams` is the real thing, and `link_recording` has one
-for tensors on the CPU, so the code whose order is proved is the code that runs.
+`StreamLink` does all of this through the interface `Streams`. `CudaStreams` implements it for CUDA, and the tests have
+an implementation for tensors on the CPU, so that they check the order of the code that runs.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class Streams(Protocol):
         """A new event; one that was never recorded holds nobody up."""
 
     def record(self, event: Event, stream: Stream) -> None:
-        """`event` stands for all that was put on `stream` so far; what waited for its former meaning still does."""
+        """Let `event` mark all work queued on `stream` so far; earlier waits for it keep their old meaning."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """All that is put on `stream` from now on comes after what `event` stands for now; the host goes on."""
+        """Order all work queued on `stream` from now on after what `event` marks now; the host goes on."""
 
     def finish(self, stream: Stream) -> None:
         """Block the host until `stream` is empty."""
 
     def join(self, event: Event) -> None:
-        """Block the host until what `event` stands for has ended."""
+        """Block the host until the work that `event` marks has ended."""
 
     def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put a copy on `stream` for each (target, source)."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
+        """Allocate `nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
 
     def pin(self, nbytes: int) -> Sequence[Segment]:
-        """`nbytes` bytes of host memory that copies can use, in one piece or more."""
+        """Return `nbytes` bytes of pinned host memory, in one piece or more."""
 
 
 class CudaStreams:
@@ -115,8 +115,8 @@ class CudaStreams:
 class StreamTicket:
     """One copy that a `StreamLink` has started; it holds the tensors until somebody waits.
 
-    A ticket that dies unawaited (a step given up half-way) holds the compute stream itself, before it lets the tensors
-    go: a copy must never write to memory that the allocator has given to somebody else.
+    A ticket that is destroyed without a wait (by an aborted step) makes the compute stream wait before it releases the
+    tensors: a copy must never write to memory that the allocator has given to another tensor.
     """
 
     __slots__ = ("_pool", "_streams", "_tensors", "begin", "compute", "done")
@@ -138,7 +138,7 @@ class StreamTicket:
         return zero.elapsed_time(self.begin) / 1e3, zero.elapsed_time(self.done) / 1e3
 
     def settle(self) -> None:
-        """The compute stream is known to wait for the copy: its tensors may go."""
+        """Release the tensors, because the compute stream waits for the copy."""
         self._tensors = None
 
     def __del__(self) -> None:
@@ -162,7 +162,7 @@ class StreamLink(Link):
         self._slab = Slab()
         self._outward = streams.side()
         self._inward = streams.side()
-        self._pool: list[Event] = []  # of events that nobody will wait for again
+        self._pool: list[Event] = []  # events that may be used again
         self._end = weakref.finalize(self, _end, os.getpid(), streams, (self._outward, self._inward), self._slab)
 
     def reserve(self, nbytes: int) -> None:
@@ -233,7 +233,7 @@ class StreamLink(Link):
         ready = self._event()
         streams.record(ready, compute)
         streams.wait(stream, ready)
-        self._pool.append(ready)  # the wait is for what it stood for when it was asked
+        self._pool.append(ready)  # the wait above keeps the event's meaning of that time
         if after is not None:
             streams.wait(stream, after.done)
         streams.timed = self.timed
@@ -249,7 +249,7 @@ class StreamLink(Link):
         return ticket
 
     def _event(self) -> Event:
-        # An event of a timing keeps its meaning, so a timed link uses none twice.
+        # A timed link uses no event twice, because their times are read later.
         try:
             return self._streams.event() if self.timed else self._pool.pop()
         except IndexError:
@@ -264,7 +264,7 @@ class CudaLink(StreamLink):
 
 
 def _end(process: int, streams: Streams, sides: tuple[Stream, Stream], slab: Slab) -> None:
-    """What `close` does, for a link that nobody closed: locked pages must be unlocked before they are unmapped."""
+    """Close a link that nobody closed: locked pages must be unlocked before they are unmapped."""
     if slab.nbytes and process == os.getpid():  # a forked child has neither the pages nor CUDA
         for side in sides:
             streams.finish(side)

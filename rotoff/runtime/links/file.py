@@ -1,8 +1,8 @@
 """The link for the CPU: RAM is the device, a private file on a real disk is the host, one thread does the copies in
 order.
 
-The copies leave and enter the tensors' own memory, so an offload costs no second copy in RAM. What the kernel keeps of
-the file in its page cache is not the process's memory and goes when others need it.
+The file is written from, and read into, the tensors' own memory, so an offload needs no second copy in RAM. The
+kernel's page cache of the file is not the process's memory; the kernel frees it when others need it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .host_file import HostFile, check_directory, choose_directory
 
 
 class FileTicket:
-    """One copy that a `FileLink` has taken on; it lets its tensors go before anybody can know that it has ended."""
+    """One copy of a `FileLink`; it releases its tensors before it reports its end."""
 
     __slots__ = ("_after", "_finished", "_tensors", "began", "ended", "failure", "nbytes", "offset", "out", "process")
 
@@ -41,7 +41,7 @@ class FileTicket:
         self.process = os.getpid()
 
     def run(self, file: HostFile) -> None:
-        """Do the copy, on the link's thread; what goes wrong is kept for whoever waits."""
+        """Do the copy, on the link's thread; an error is kept, and raised by `FileLink.wait`."""
         self.began = time.perf_counter()
         try:
             if self._after is not None and self._after.failure is not None:
@@ -173,7 +173,7 @@ class _Worker:
         self.file = HostFile(check_directory(directory))
         self._tickets: _Tickets = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []  # none until the first copy, then one
-        # Neither the thread nor the finalizer knows this object: did they, a link that nobody uses could never die.
+        # Neither the thread nor the finalizer refers to this object, or an unused link could never be collected.
         self._end = weakref.finalize(self, _end, self.process, self._tickets, self.file, self._threads)
         self.file.reserve(nbytes)
 
@@ -202,7 +202,7 @@ class _Worker:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """`error` without the frames of its tracebacks, which would keep the tensors alive for as long as the error is."""
+    """Return `error` without its tracebacks, whose frames would keep the tensors alive as long as the error."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

@@ -1,12 +1,11 @@
-"""Half precision on the way: float32 values cross the link, and wait on the host, in 16 bits. Lossy, and off by
-default.
+"""Half precision for offloading: float32 values are copied, and stored on the host, in 16 bits. Lossy; off by default.
 
 Source: Hascoet et al., *Reducing the Memory Cost of Training Convolutional Neural Networks by CPU Offloading* (JSEA
 2019), sections 4.3 and 5.2, where converting "the hidden activations to FP16 before sending them" is proposed.
 
-The conversion is a part of the copy: it runs on the copy's own stream, piece by piece, so it holds up no compute and
+The conversion is a part of the copy: it runs on the copy's own stream, piece by piece, so it does not delay compute and
 needs one piece of device memory for each direction (`STAGING_BYTES`), whatever the size of the value. Nothing else
-changes: order, events and host addresses are the `StreamLink`'s. What is not float32 crosses as it is.
+changes: order, events and host addresses are the `StreamLink`'s. Other types are copied unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def check_offload_dtype(dtype: torch.dtype | None) -> None:
-    """Raise OptionError where `dtype` is neither None nor a 16-bit floating-point type."""
+    """Raise OptionError if `dtype` is neither None nor a 16-bit floating-point type."""
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"offload_dtype is {dtype!r}; give torch.float16, torch.bfloat16, or None for no conversion")
 
@@ -45,8 +44,7 @@ class HalfLink(StreamLink):
         self._dtype = dtype
 
     def _places(self, tensors: Sequence[torch.Tensor], offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(host, device) for `tensors`; each keeps the host bytes that it would have unconverted, of which it needs
-        half."""
+        """Return (host, device) for `tensors`; each has as many host bytes as without conversion and uses half."""
         places: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.element_size()
@@ -59,7 +57,7 @@ class HalfLink(StreamLink):
         return places
 
     def _halves(self, tensor: torch.Tensor, offset: int) -> torch.Tensor | None:
-        """The tensor's place on the host in 16 bits, where it lies in one piece and at an even address."""
+        """Return the tensor's place on the host in 16 bits; None unless it is in one piece and at an even address."""
         pieces = list(self._slab.pieces(offset, 2 * tensor.numel()))
         if len(pieces) != 1 or pieces[0].storage_offset() % 2:
             return None

@@ -88,8 +88,8 @@ class Slab:
             segment.close()
 
 
-# No operation may run when memory is let go: a garbage collection may do it amid a redo, which would take it for one of
-# its own.
+# No torch operation may run when memory is released: a garbage collection may do it during a redo, which would count
+# that operation as one of the stage's.
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -198,8 +198,8 @@ def room_for_plan(device: torch.device) -> int | None:
 def available_bytes() -> int | None:
     """Host bytes that this process can still take without swapping or being killed; None where the system does not say.
 
-    The environment's ROTOFF_HOST_MEMORY, such as "100 GiB", is taken at its word where it is set, less what this
-    process has pinned: a virtual machine that grows as it is used says less than it has.
+    If the environment sets ROTOFF_HOST_MEMORY, such as "100 GiB", this is taken, less what this process has pinned: a
+    virtual machine that grows as it is used reports less than it has.
     """
     if said := os.environ.get("ROTOFF_HOST_MEMORY"):
         return max(parse_bytes(said, "ROTOFF_HOST_MEMORY") - _pinned, 0)
@@ -245,7 +245,7 @@ def _populate(pages: mmap.mmap, start: int, nbytes: int) -> None:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """CUDA keeps a failed call's error for the next kernel launch to trip over; launch one that may."""
+    """CUDA keeps a failed call's error and raises it at the next kernel launch; launch one here that may fail."""
     with suppress(RuntimeError):
         torch.empty(1, dtype=torch.uint8, device=device).fill_(1)
 

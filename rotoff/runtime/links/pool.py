@@ -17,7 +17,7 @@ from .file import FileLink
 from .half import STAGING_BYTES, CudaHalfLink
 
 logger = logging.getLogger("rotoff")
-_shares: dict[torch.device, tuple[float, float]] = {}  # what `bidirectional_shares` found, which is the machine's
+_shares: dict[torch.device, tuple[float, float]] = {}  # results of `bidirectional_shares`, which depend on the machine
 
 
 class LinkPool:
@@ -38,7 +38,7 @@ class LinkPool:
 
     @property
     def staging_bytes(self) -> int:
-        """What a link takes on the device for itself."""
+        """Bytes that a link takes on the device for itself."""
         return 0 if self._half is None else STAGING_BYTES
 
     def take(self, device: torch.device, nbytes: int) -> Link:
@@ -113,13 +113,13 @@ def new_link(
     """A link for `device`.
 
     Raises:
-        ExecutionError: where there is none for such a device. OptionError: for a `half` that it does not have.
+        ExecutionError: if there is none for such a device. OptionError: if it does not support `half`.
     """
     if device.type == "cuda" and half is not None:
         return CudaHalfLink(device, half)
     if half is not None:
         raise OptionError(
-            f"offload_dtype is {half}; values change their type on the way to a CUDA device only, not {device}"
+            f"offload_dtype is {half}, and values are converted on a CUDA device only, not on {device}; leave it out"
         )
     if device.type == "cpu":
         return FileLink(directory)

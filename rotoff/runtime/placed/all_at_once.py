@@ -1,5 +1,5 @@
-"""What looks at all gradients together finds none where each is gone as soon as it is whole: it is refused, since it
-would do nothing without a word."""
+"""Refuses gradient clipping and scaling with ``updates="during"``: each gradient is gone as soon as it is complete, so
+they would silently do nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _guards: list[Guard] = []
 
 
 class Guard:
-    """From now until it is closed, clipping the gradients of `parameters` and scaling losses that reach them are
-    refused."""
+    """Until it is closed, clipping the gradients of `parameters` and scaling losses that depend on them raise
+    ExecutionError."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.keys = {id(p) for p in parameters}
@@ -26,7 +26,7 @@ class Guard:
         _PATCHES.__enter__()
 
     def close(self) -> None:
-        """Harmless when repeated."""
+        """Allow both again; may be called twice."""
         if self in _guards:
             _guards.remove(self)
             _PATCHES.__exit__()
@@ -60,7 +60,7 @@ def _scaling(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaves(outputs: list[Any]) -> Iterator[Any]:
-    """The tensors that a backward of `outputs` would give gradients to; the first of them soon."""
+    """Yield the leaves that a backward of `outputs` would give gradients to, each as soon as it is found."""
     seen: set[Any] = set()
     todo = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor)]
     while todo:
@@ -72,7 +72,7 @@ def _leaves(outputs: list[Any]) -> Iterator[Any]:
 
 
 _PATCHES = Patches(
-    (clip_grad, "_clip_grads_with_norm_", _clipping),  # by which `clip_grad_norm_` works, whoever has imported that
+    (clip_grad, "_clip_grads_with_norm_", _clipping),  # `clip_grad_norm_` calls it, wherever that was imported
     (clip_grad, "clip_grad_value_", _clipping),
     (nn.utils, "clip_grad_value_", _clipping),
     (torch.amp.GradScaler, "scale", _scaling),

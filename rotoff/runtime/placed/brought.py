@@ -1,5 +1,4 @@
-"""A parameter in what the plan has brought of it: a tensor that calls are given in its place, whose gradient arrives
-where it lies."""
+"""Stand-ins for placed parameters: calls get a tensor on the device, whose gradient goes to the parameter."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from torch import nn
 
 
 class Arrival(Protocol):
-    """Where the gradient of a parameter goes that lies on another device than compute."""
+    """Receives the gradient of a parameter that lies on another device than compute."""
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Have it; returns what autograd is to add up where the parameter lies."""
+        """Take `gradient`; returns what autograd has to accumulate in the parameter itself, or None."""
 
 
 class _Brought(torch.autograd.Function):
@@ -33,11 +32,11 @@ def bring(
     earlier: torch.Tensor | None = None,
     gradient: Arrival | None = None,
 ) -> torch.Tensor:
-    """What stands for `parameter` in the forward of a step; `content`: its numbers, on the device.
+    """Return the tensor that stands for `parameter` in the forward of a step.
 
     Args:
-        earlier: what stood for it before, and is given the gradient in its place. gradient: what takes it, where the
-            parameter lies on another device.
+        content: the parameter's numbers on the device. earlier: its stand-in from before, to which the gradient of
+            this one flows. gradient: receives the gradient if the parameter lies on another device.
     """
     if not parameter.requires_grad or not torch.is_grad_enabled():
         return content.detach()

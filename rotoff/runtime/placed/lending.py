@@ -1,5 +1,5 @@
-"""Parameters that lie on the host, lent to the device for calls that no plan has brought them for: forwards without
-gradients, measuring, a forward that takes another course."""
+"""Moves parameters from the host to the device for calls that no plan covers: forwards without gradients, measuring,
+a forward that takes another course."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FACTS = frozenset({"__get__", "__set__", "get_device", "untyped_storage"})
 
 
 class Lender(EagerFunctionMode):
-    """Within, calls of torch find parameters on `device`: their numbers are there for a time, and all are back where
-    they were when it is closed.
+    """Context in which calls of torch find the parameters on `device`: each is moved there for a time, and `close`
+    moves all back.
 
     Args:
-        parameters: which may be lent. room: bytes of them that are lent at a time, once a call has its own.
+        parameters: those that may be lent. room: bytes to lend at once; one call may need more.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, room: float = float("inf")) -> None:
@@ -37,20 +37,20 @@ class Lender(EagerFunctionMode):
         self._away = {id(p) for p in parameters if p.device != device and not p.is_meta}
         self._kept: Collection[int] = frozenset()
         self._lent: OrderedDict[int, tuple[nn.Parameter, torch.Tensor]] = OrderedDict()
-        self._standing: list[StorageWeakRef] = []  # for those of parameters, on the device
+        self._standing: list[StorageWeakRef] = []  # storages on the device that are keys of `STANDS_FOR`
 
     def __bool__(self) -> bool:
         """Whether there is anything to lend."""
         return bool(self._away)
 
     def keep(self, wanted: Iterable[nn.Parameter]) -> None:
-        """Have parameters on the device until other ones are to be kept."""
+        """Hold the parameters `wanted` on the device until the next call of `keep`."""
         own = {id(p): p for p in wanted}
         self._kept = own.keys()
         self.lend(own.values())
 
     def lend(self, wanted: Iterable[nn.Parameter]) -> None:
-        """Have parameters on the device, at least until the next call."""
+        """Move the parameters `wanted` to the device, at least until the next call."""
         own = {id(p): p for p in wanted if id(p) in self._away}
         for key in own:
             if key in self._lent:
@@ -68,7 +68,7 @@ class Lender(EagerFunctionMode):
             self._taken += p.nbytes
 
     def answer(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `function` says of a tensor: of one that may be lent, where calls find it."""
+        """Run a query about a tensor; asked for the device of a parameter that may be lent, it answers `device`."""
         if args and id(args[0]) in self._away:
             asked = getattr(getattr(function, "__self__", None), "__name__", "")
             if asked in _ASKED or function is torch.Tensor.get_device:
@@ -84,7 +84,7 @@ class Lender(EagerFunctionMode):
         return function(*args, **kwargs)
 
     def close(self) -> None:
-        """Give all back."""
+        """Move all back."""
         for key in list(self._lent):
             self._take_back(key)
         self._forget(every=True)
@@ -94,7 +94,7 @@ class Lender(EagerFunctionMode):
         self.close()
 
     def _bring(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Have it on the device; what is to be kept of it."""
+        """Move a parameter to the device; returns its data on the host."""
         own: torch.Tensor = parameter.data
         there, home = own.to(self._device), storage_key(own)
         self._standing.append(StorageWeakRef(there.untyped_storage()))
@@ -108,7 +108,8 @@ class Lender(EagerFunctionMode):
         parameter.data = own
 
     def _forget(self, every: bool) -> None:
-        """Take storages no longer for those of parameters: those that are gone, since views may outlive a loan."""
+        """Remove storages from `STANDS_FOR`: all if `every`, else those that are gone, since views may outlive a
+        loan."""
         standing, self._standing = self._standing, []
         for one in standing:
             if every or one.expired():
@@ -118,8 +119,8 @@ class Lender(EagerFunctionMode):
 
 
 class Streamed(Lender):
-    """Within, calls of torch are given copies on the device of the parameters that lie on the host, and gradients go
-    back there: for forwards that no plan is for, such as those without gradients. The parameters stay as they are."""
+    """Context in which calls of torch get copies on the device of parameters on the host, and gradients go back there.
+    For forwards without a plan, such as those without gradients. The parameters themselves are not moved."""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of torch."""
@@ -142,7 +143,7 @@ class Streamed(Lender):
 
 
 class _Home:
-    """Where the gradient of a parameter goes that lies on the host."""
+    """Moves the gradient of a parameter on the host there."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
@@ -152,7 +153,7 @@ class _Home:
 
 
 def settle_buffers(model: nn.Module, device: torch.device) -> None:
-    """Have the buffers of `model` lie on `device`, where they stay."""
+    """Move the buffers of `model` to `device` for good."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
@@ -160,7 +161,7 @@ def settle_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def all_on(model: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Have all of a model lie on `device`, and what optimizers keep of it."""
+    """Move a whole model and the states of its optimizers to `device`."""
     settle_buffers(model, device)
     for parameter in model.parameters():
         move(parameter, device)
@@ -170,7 +171,7 @@ def all_on(model: nn.Module, optimizers: Iterable[Optimizer], device: torch.devi
 
 
 def move(parameter: nn.Parameter, device: torch.device) -> None:
-    """Have a parameter and its gradient lie on `device` from now on."""
+    """Move a parameter and its gradient to `device`."""
     if parameter.device != device:
         gradient, parameter.grad = parameter.grad, None
         parameter.data = parameter.data.to(device)
@@ -178,7 +179,7 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def move_state(parameter: torch.Tensor, state: dict[str, Any], scalars: bool = False) -> None:
-    """Have what an optimizer keeps of a parameter lie where that does; scalars: counts of steps, too."""
+    """Move an optimizer's state of a parameter to the parameter's device. scalars: move step counts, too."""
     for key, tensor in state.items():
         if isinstance(tensor, torch.Tensor) and tensor.device != parameter.device and (scalars or tensor.numel() > 1):
             state[key] = tensor.to(parameter.device)

@@ -1,8 +1,7 @@
-"""Where the groups of parameters lie while steps run and between them: what the operations on ``w``, ``g`` and ``o``
-do.
+"""Moves the groups of parameters within and between steps: runs the operations on ``w``, ``g`` and ``o``.
 
-Between steps, and whenever the caller can look, each tensor lies where the plan has it at rest. A step that ends early,
-or an update that the caller leaves out, is no special case: the next step begins by bringing everything to rest.
+Between steps, each tensor lies where the plan has it at rest. A step that ends early, or an update that the caller
+leaves out, needs no special case: the next step begins by bringing everything to rest.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .updates import Chunks, HostLane
 
 @dataclass(frozen=True)
 class PlacedGroup:
-    """The parameters of one group of the chain. state_bytes: of each, what the optimizer keeps beside it. name: for
+    """The parameters of one group of the chain. state_bytes: of the optimizer's state of each parameter. name: for
     messages."""
 
     parameters: tuple[nn.Parameter, ...]
@@ -40,17 +39,17 @@ class PlacedGroup:
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """What a plan says of parameters.
+    """How a plan places the parameters.
 
     groups: in the chain's order.
     resident: the values that the device holds between steps.
     on_both: those of which the host has a valid copy, too.
-    moved: the groups whose parameters come or go within a step.
+    moved: the groups whose parameters are moved within a step.
     keep_gradients: the groups whose gradients stay on the device.
-    early: parameters that lie on the host for the caller, and come when a step begins.
+    early: parameters that lie on the host between steps and are prefetched when a step begins.
     outside: parameters that stay on the device.
     during: whether groups are updated within the backward.
-    room: bytes that the device has for parameters, in a forward that keeps nothing.
+    room: bytes for parameters on the device, in a forward that saves nothing.
     """
 
     groups: tuple[PlacedGroup, ...]
@@ -66,20 +65,20 @@ class PlacedPlan:
 
     @property
     def host_bytes(self) -> int:
-        """What the host has room for beside activations."""
+        """Host bytes for parameters, gradients and optimizer state."""
         pairs = [pair for group in self.groups for pair in zip(group.parameters, group.state_bytes, strict=True)]
         return sum(room_of(parameter) * (1 + parameter.requires_grad) + state for parameter, state in pairs)
 
 
 class OneStep(Protocol):
-    """A step under way."""
+    """A running step."""
 
     def abandon(self) -> None:
-        """Give up all that it holds."""
+        """Abort it, and release all that it holds."""
 
 
 class _Places:
-    """Where all lies that belongs to one parameter."""
+    """The places of one parameter, its gradient and its optimizer state."""
 
     def __init__(self, parameter: nn.Parameter, state_bytes: int, link: Link, offset: int) -> None:
         room = room_of(parameter)
@@ -100,7 +99,7 @@ class _Places:
         return self.gradient.get() is None or self.gradient.on_device
 
     def states(self, state: dict[str, Any] | None) -> list[PlacedState]:
-        """Those that there are; `state`: what the optimizer has of the parameter."""
+        """Return the places of its state tensors; `state`: the optimizer's state of the parameter."""
         for key, tensor in (state or {}).items():
             if key in self._states:
                 self._states[key].state = state or {}  # another one, after load_state_dict
@@ -130,12 +129,12 @@ class Placement:
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._step: Any = None
         self._host = HostLane(link.queues)
-        self._chunks: list[Chunks] = []  # of the update under way
-        self._updated: list[int] = []  # the groups of which it has begun, until the next step begins
+        self._chunks: list[Chunks] = []  # of the running update
+        self._updated: list[int] = []  # groups whose update has begun since the last step began
         self._gone: set[int] = set()  # by id, the parameters updated within the last backward
-        self._in_backward = False  # whether it is one within a backward
-        self._awaits_step = False  # whether such a one has ended, and ``optimizer.step()`` has not been called since
-        self._unguard: Callable[[], object] = tuple  # lets gradients be looked at together again
+        self._in_backward = False  # whether the running update is within a backward
+        self._awaits_step = False  # whether one within a backward has ended, and no ``optimizer.step()`` came since
+        self._unguard: Callable[[], object] = tuple  # closes the `Guard`
         self._process = os.getpid()
         me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
         self._hooks = [
@@ -175,10 +174,10 @@ class Placement:
         self.backward_failed(None)
 
     def takes(self, step: OneStep) -> None:
-        """`step` is the one under way.
+        """Note that `step` is running.
 
         Raises:
-            ExecutionError: where updates come during the backward, and gradients are there before it.
+            ExecutionError: if updates come during the backward, and there are gradients before it.
         """
         assert self._plan is not None
         if self._plan.during and any(p.grad is not None for group in self._plan.groups for p in group.parameters):
@@ -209,8 +208,8 @@ class Placement:
         self._plan = plan
 
     def _bring_to_rest(self, beginning: bool) -> None:
-        """Have all lie where it does between steps. beginning: a step begins, which has no room for gradients on the
-        device."""
+        """Put everything where it lies between steps. beginning: a step begins, which has no room on the device for
+        gradients."""
         assert self._plan is not None
         resident, on_both = self._plan.resident, self._plan.on_both
         numbers = range(1, len(self._plan.groups) + 1)
@@ -236,8 +235,8 @@ class Placement:
         self.link.drain()
 
     def close(self, resident: bool = True) -> None:
-        """Leave everything to the caller, on the device where `resident`, else as it lies; and give the host's bytes
-        back."""
+        """Return everything to the caller, on the device if `resident`, else where it lies; and free the host's
+        bytes."""
         self._abandon()
         self._host.close()
         self._unguard()
@@ -266,7 +265,7 @@ class Placement:
         for tensor in self._tensors(op.value):
             if self._is_with_autograd(tensor):
                 continue
-            if updating:  # by the host's thread, which alone may look at the caller's
+            if updating:  # the host's thread updates this group, and only it may read the caller's tensors
                 tensor.let_go()
             elif op.kind is OpKind.PREFETCH:
                 tensor.prefetch()
@@ -278,8 +277,8 @@ class Placement:
                 tensor.release()
 
     def brought(self, groups: Iterable[int]) -> Iterator[tuple[nn.Parameter, PlacedTensor, PlacedGradient | None]]:
-        """The parameters of `groups` that compute finds elsewhere than where the caller's lie, or that come and go;
-        with where their gradients arrive, where that is not for autograd to see to."""
+        """Yield the parameters of `groups` that compute does not read from the caller's tensor, or that are moved
+        within the step; each with its place and, unless autograd accumulates its gradient, the gradient's place."""
         assert self._plan is not None
         for k in groups:
             for parameter in self._parameters(k):
@@ -290,11 +289,11 @@ class Placement:
                     yield parameter, places.weight, places.gradient if elsewhere else None
 
     def lender(self) -> Lender | None:
-        """Of parameters that lie on the host, where compute does not find them; None where there are none."""
+        """Return the lender of parameters on the host, for calls outside of the plan; None if there are none."""
         return Lender(self._every(), self.link.device) or None
 
     def streamed(self) -> Streamed | None:
-        """For a forward that no plan is for; None where it needs nothing."""
+        """Return the context for a forward without a plan; None if it needs none."""
         assert self._plan is not None
         return Streamed(self._every(), self.link.device, self._plan.room) or None
 
@@ -303,7 +302,7 @@ class Placement:
         return [parameter for group in self._plan.groups for parameter in group.parameters]
 
     def backward_done(self, operations: Sequence[Op]) -> None:
-        """``B 1`` has run; `operations` are left, of which those before the caller's ``optimizer.step()`` run now."""
+        """End the backward. Of the `operations` left, run those that come before the caller's ``optimizer.step()``."""
         assert self._plan is not None
         self._step, self._rest = None, tuple(operations)
         try:
@@ -337,8 +336,8 @@ class Placement:
     # -- updates: during the backward, or when the caller's ``optimizer.step()`` runs
 
     def before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do all that the step would, group by group, so that it finds nothing left to do. A closure is called first,
-        as the step would; the step is given one that returns the same."""
+        """Hook before ``optimizer.step()``: do its work group by group, so that it finds nothing left to do. A closure
+        is called first, as the step would; the step gets one that returns the same loss."""
         closure = next((given for given in (*args[1:], *kwargs.values()) if callable(given)), None)
         if closure is None:
             self._update_all(optimizer)
@@ -376,34 +375,34 @@ class Placement:
                     parameter.grad = None
 
     def after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The gradients are the caller's again."""
+        """Hook after ``optimizer.step()``: give the gradients back to the caller."""
         self.show()
 
     def show(self) -> None:
-        """Put gradients back that were taken from the optimizer's sight."""
+        """Put the gradients back that were hidden from the optimizer."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
 
     def _refuse_late_gradients(self) -> None:
-        """Raise where a gradient came after its parameter had been updated within the backward."""
+        """Raise if a gradient came after its parameter had been updated within the backward."""
         assert self._plan is not None
         late = [
             k for k in self._updated if any(p.grad is not None and id(p) in self._gone for p in self._parameters(k))
         ]
         if late:
             raise ExecutionError(
-                f"parameters of {self._name(late[0])} were given gradients after their update in the backward, by"
-                ' something outside of the model; plan with updates="after"'
+                f"parameters of {self._name(late[0])} got gradients from outside of the model after the backward had"
+                ' updated them; plan with updates="after"'
             )
 
     def _update(self, op: Op) -> None:
-        """``U k``, or ``H k``, where they lie on the host."""
+        """Run ``U k``, on the device, or ``H k``, on the host."""
         if not self._chunks:  # within a backward
             if self._awaits_step:
                 raise ExecutionError(
-                    'this is a second backward before optimizer.step(), and updates="during" has made the updates of'
-                    ' the first one: gradients cannot be accumulated; plan with updates="after"'
+                    'this is a second backward before optimizer.step(), and updates="during" has updated the parameters'
+                    ' in the first one: gradients cannot be accumulated; plan with updates="after"'
                 )
             self._in_backward = True
             self._chunks = [Chunks(optimizer) for optimizer in self.optimizers]
@@ -437,8 +436,8 @@ class Placement:
                 gradient.release()
 
     def _update_on_host(self, k: int) -> None:
-        """Where they lie, if host and compute are one. What a first update makes goes to the host before the next
-        parameter's is made."""
+        """Update group k on the host; without a device of its own, where its tensors lie: then the state that a first
+        update makes goes to the host before that of the next parameter is made."""
         assert self._plan is not None
         apart, resident, within = self.link.queues, o(k) in self._plan.resident, self._in_backward
         tensors = [tensor for v in (w(k), g(k), o(k)) for tensor in self._tensors(v)] if apart else []
@@ -462,7 +461,7 @@ class Placement:
         self._host.run(k, update)
 
     def _end_update(self, planned: bool = True) -> None:
-        """All groups have been updated: the caller may look, and never finds a copy that is on its way."""
+        """End an update of all groups: put everything to rest for the caller, with no copy running."""
         assert self._plan is not None
         self._host.join()
         if self.link.queues:
@@ -477,7 +476,7 @@ class Placement:
         self._chunks, self._in_backward = [], False
 
     def _give_up(self, error: BaseException | None) -> list[Chunks]:
-        """An update has ended early: `error` says what has been updated."""
+        """Abort an update; add to `error` what has been updated."""
         chunks, self._chunks, self._in_backward = self._chunks, [], False
         with suppress(BaseException):
             self._host.join()
@@ -487,7 +486,7 @@ class Placement:
         return chunks
 
     def backward_failed(self, error: BaseException | None) -> None:
-        """A backward has ended early: whoever gets `error`, or else a warning, is told what it has updated."""
+        """Abort the updates of a backward that ended early; add to `error`, or else warn, what it has updated."""
         if not self._in_backward:
             return
         updated = {key for one in self._give_up(error) for key in one.updated}
@@ -499,8 +498,8 @@ class Placement:
                 names[0 if parts == {True} else 1 if k in self._updated else 2].append(self._name(k))
         whole, partly, not_yet = (", ".join(some) or "none" for some in names)
         said = (
-            f"rotoff: a backward that updates parameters ended early: updated were those of {whole}; in part, or not,"
-            f" those of {partly}; not those of {not_yet}"
+            f"rotoff: a backward that updates parameters ended early; it has updated {whole}, perhaps in part {partly},"
+            f" and not {not_yet}"
         )
         if error is None:
             warnings.warn(said, RuntimeWarning, stacklevel=2)
@@ -510,16 +509,16 @@ class Placement:
     # -- small things
 
     def _is_with_autograd(self, tensor: PlacedTensor) -> bool:
-        """Whether it is a gradient that autograd may be adding to on a thread of its own."""
+        """Whether it is a gradient to which autograd may be adding on another thread."""
         return self._step is not None and isinstance(tensor, PlacedGradient) and tensor.with_autograd
 
     def _updatable(self, k: int) -> list[nn.Parameter]:
-        """The parameters of group k, but for those whose gradients hooks are to see first: ``optimizer.step()`` updates
-        them."""
+        """Return the parameters of group k, except those whose gradients autograd may still change:
+        ``optimizer.step()`` updates these."""
         return [p for p in self._parameters(k) if not self._is_with_autograd(self._places[id(p)].gradient)]
 
     def _apart(self, parameters: Iterable[nn.Parameter]) -> dict[int, torch.Tensor]:
-        """Gradients that the parameters themselves do not have, by id."""
+        """Return, by id of a parameter, the gradients that are not in ``parameter.grad``."""
         found = {id(p): self._places[id(p)].gradient.apart for p in parameters}
         return {key: gradient for key, gradient in found.items() if gradient is not None}
 

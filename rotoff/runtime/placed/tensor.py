@@ -1,9 +1,9 @@
-"""One tensor of the caller's that lies on the device, on the host, or on both: a parameter, its gradient, a part of its
+"""A tensor of the caller that lies on the device, on the host, or on both: a parameter, its gradient, a part of its
 state.
 
-What the caller finds in ``parameter.data``, ``parameter.grad`` or ``optimizer.state`` is always the whole tensor with
-its newest numbers. It lies over the link's host bytes, or in a storage of its own on the device. Whatever the caller
-puts there counts.
+The caller always finds the whole tensor with its newest numbers in ``parameter.data``, ``parameter.grad`` or
+``optimizer.state``. It lies in the link's host bytes, or in a storage of its own on the device. If the caller puts
+another tensor there, this one is used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def room_of(tensor: torch.Tensor) -> int:
 
 
 def placeable(tensor: torch.Tensor | None) -> bool:
-    """Whether a tensor can lie anywhere: it is a plain, dense one, and its bytes are all of its storage, but for what
-    aligns them."""
+    """Whether a tensor can be placed: it is plain and dense, and fills its storage up to the alignment."""
     if tensor is None or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
     lies_alone = tensor.untyped_storage().nbytes() <= room_of(tensor) and tensor.storage_offset() == 0
@@ -35,9 +34,9 @@ def placeable(tensor: torch.Tensor | None) -> bool:
 
 
 class PlacedTensor(ABC):
-    """Where one tensor of the caller's lies.
+    """The place of one tensor of the caller.
 
-    device: what the device holds of it, None where that is nothing. host: the tensor over the host's bytes.
+    device: its copy on the device, or None. host: the tensor over the link's host bytes, or None.
 
     Args:
         link: to the host. offset, room: its bytes there.
@@ -51,7 +50,7 @@ class PlacedTensor(ABC):
         self._room = room
         self._address = 0  # of `host`
         self._valid = False  # whether the host's bytes are those of `device`
-        self._sum: int | None = None  # of the bytes of `device` when that was so
+        self._sum: int | None = None  # checksum of `device` when the host's bytes were the same
         self._coming: Ticket = None
         self._leaving: Ticket = None
         self._out: Ticket = None
@@ -79,7 +78,7 @@ class PlacedTensor(ABC):
         return self._valid and self.device is not None
 
     def look(self) -> bool:
-        """Take notice of what the caller has; returns whether it can be moved."""
+        """Update this object to the tensor that the caller has now; returns whether it can be moved."""
         tensor = self.get()
         if not placeable(tensor) or tensor is None or tensor.nbytes > self._room:
             self.settle()
@@ -118,10 +117,10 @@ class PlacedTensor(ABC):
         self._valid, self._sum = True, None
 
     def settle(self) -> None:
-        """Hold compute until no copy reads or writes this.
+        """Make compute wait until no copy reads or writes this.
 
         Raises:
-            ExecutionError: where a copy failed; what the caller has is whole all the same.
+            ExecutionError: if a copy failed; the caller's tensor is intact all the same.
         """
         try:
             if self._leaving is not None:
@@ -129,17 +128,16 @@ class PlacedTensor(ABC):
             if self._coming is not None:
                 self._link.wait(self._coming)
         except BaseException:
-            self._link.drain()  # an interrupt leaves the copy to go on, and what comes next must come after it
+            self._link.drain()  # after an interrupt the copy still runs, and all that follows must come after it
             if self._coming is not None:
-                self.device = None  # which the caller's tensor does not lie in before the copy has ended
+                self.device = None  # incomplete; the caller's tensor is not there before the copy has ended
             self._valid, self._out = False, None
             raise
         finally:
             self._leaving = self._coming = None
 
     def release(self) -> None:
-        """Give the device bytes back; the caller's tensor lies on the host then, written there now where its bytes are
-        not."""
+        """Free the device bytes; the caller's tensor then lies on the host, and is copied there now if needed."""
         if not self.look() or self.device is None:
             return
         self.settle()
@@ -151,24 +149,24 @@ class PlacedTensor(ABC):
         self.device = None
 
     def let_go(self) -> None:
-        """Give the device bytes back of what the caller finds on the host."""
+        """Free the device bytes; the caller's tensor is already on the host."""
         self.settle()
         self.device = None
 
     def show_host(self) -> None:
-        """Have the caller's tensor lie on the host, whereto its bytes may still be on their way (`arrive` waits)."""
+        """Put the caller's tensor on the host; the copy of its bytes may still be running (`arrive` waits)."""
         if not self.leaving:
             self.release()
         elif self.host is not None and not self.on_host:
             self.put(self.host)
 
     def arrive(self) -> None:
-        """Block the host until its bytes are there."""
+        """Block the host until its bytes have been copied there."""
         if self._out is not None:
             self._link.join(self._out)
 
     def use_device(self) -> None:
-        """Have the caller's tensor lie on the device, where it is there, since it is about to be changed."""
+        """Put the caller's tensor on the device, if it has a copy there, because it is about to be changed."""
         self.settle()
         if self.look() and self.device is not None:
             if self.on_host:
@@ -176,7 +174,8 @@ class PlacedTensor(ABC):
             self._valid = False
 
     def hand_over(self) -> None:
-        """The caller may look at it, and change it, from now on: what the device has of it is the caller's."""
+        """Give the tensor to the caller, who may read and change it from now on; the device's copy, if any, is the
+        caller's tensor."""
         self.settle()
         if self.look() and self.device is not None:
             if self.on_host:
@@ -184,8 +183,7 @@ class PlacedTensor(ABC):
             self._remember()
 
     def rest(self, resident: bool, on_both: bool = False) -> None:
-        """Have it lie where it does between steps: on the device where `resident`, and on the host too where
-        `on_both`."""
+        """Put it where it lies between steps: on the device if `resident`, and also on the host if `on_both`."""
         self.settle()
         if not self.look():
             return
@@ -217,8 +215,8 @@ class PlacedTensor(ABC):
 
 
 def _sum(tensor: torch.Tensor) -> int:
-    """Tells whether somebody has changed a tensor, also past autograd's version counter, as ``parameter.data.mul_``
-    does."""
+    """Return a checksum of a tensor. It also shows changes that autograd's version counter does not count, such as
+    ``parameter.data.mul_``."""
     content = bytes_of(tensor.untyped_storage())
     whole = content.numel() // 8 * 8
     return int(content[:whole].view(torch.int64).sum()) + int(content[whole : tensor.nbytes].sum())
@@ -241,10 +239,10 @@ class PlacedParameter(PlacedTensor):
 class PlacedGradient(PlacedTensor):
     """A parameter's gradient.
 
-    Of a parameter that lies on the host, autograd adds up on a thread of its own what does not come by `take`: a
-    penalty of the parameter that the loss takes outside of the model. So what comes by `take` is kept apart, out of
-    ``parameter.grad``, until the backward has ended. So is what lies on another device than the parameter: the caller
-    finds none of it within a step.
+    If a parameter lies on the host, autograd accumulates on another thread the gradients that do not come by `take`,
+    such as that of a penalty on the parameter outside of the model. So gradients that come by `take` are kept in
+    `apart`, not in ``parameter.grad``, until the backward has ended. So are gradients on another device than the
+    parameter: the caller does not see them within a step.
     """
 
     def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int) -> None:
@@ -264,8 +262,8 @@ class PlacedGradient(PlacedTensor):
             self.apart, self._parameter.grad = tensor, None
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Keep what autograd has for a parameter that lies on the host; returns what autograd is to add up there
-        itself: all of it where hooks want to see it, or where the caller has some to which it is added."""
+        """Keep the gradient of a parameter that lies on the host and return None; or return it for autograd to
+        accumulate there, if the parameter has hooks, or a gradient on the host to which it is added."""
         parameter, apart = self._parameter, self.apart
         adds = parameter.grad is not None if apart is None else apart.device != gradient.device
         hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
@@ -284,19 +282,19 @@ class PlacedGradient(PlacedTensor):
 
     @property
     def with_autograd(self) -> bool:
-        """Whether autograd alone may have it on the host, and add to it there as long as a backward runs."""
+        """Whether only autograd may use it, because it may add to it on the host while a backward runs."""
         gradient, there = self._parameter.grad, self._link.device
         away = self._parameter.device != there and (gradient is None or gradient.device != there)
         return away and self.apart is None
 
     @property
     def on_device(self) -> bool:
-        """Whether the device has it, and alone."""
+        """Whether all of it is on the device, and only there."""
         alone = self.apart is None or self._parameter.grad is None
         return alone and self.look() and self.device is not None and not self.leaving
 
     def join(self) -> None:
-        """The backward has ended: have all of it in one place, for the caller to find if the parameter lies there."""
+        """After the backward: add up its parts, and put the sum into ``parameter.grad`` if the device is the same."""
         apart, theirs = self.apart, self._parameter.grad
         if apart is None:
             return
@@ -310,14 +308,14 @@ class PlacedGradient(PlacedTensor):
             self.apart, self._parameter.grad = None, apart.detach()
 
     def forget(self) -> None:
-        """Nobody wants it any more: the backward has updated the parameter, or had failed when the next step began."""
+        """Drop it, because the backward has updated the parameter."""
         if self.apart is None:
             self._parameter.grad = None
         self.apart = None
 
 
 class PlacedState(PlacedTensor):
-    """One tensor of what an optimizer remembers of a parameter."""
+    """One tensor of an optimizer's state of a parameter."""
 
     def __init__(self, state: dict[str, Any], key: str, link: Link, offset: int, room: int) -> None:
         super().__init__(link, offset, room)

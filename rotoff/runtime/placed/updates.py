@@ -16,7 +16,7 @@ from .lending import move_state
 
 
 class Chunks:
-    """A step of an optimizer, in chunks: each on some of its parameters, each parameter once."""
+    """A step of an optimizer in chunks; each updates some of its parameters, and each parameter is updated once."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -29,8 +29,8 @@ class Chunks:
     def step(
         self, parameters: Iterable[nn.Parameter] | None = None, gradients: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        """Update `parameters`, of those that have not been yet; None: all that are left. gradients: by id, those that
-        the parameters do not have themselves."""
+        """Update those of `parameters` that have not been updated yet; None: all that are left. gradients: by id of a
+        parameter, its gradient if that is not in ``parameter.grad``."""
         gradients = gradients or {}
         keys = list(self._left) if parameters is None else [id(p) for p in parameters]
         chosen: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
@@ -62,13 +62,13 @@ class Chunks:
                 used = stand_ins.get(key, p)
                 if state := part.state[used]:
                     self._optimizer.state[p] = state
-                if used.data_ptr() != p.data_ptr():  # an optimizer that made a new one
+                if used.data_ptr() != p.data_ptr():  # the optimizer has replaced the data
                     p.data = used.data
         self._under_way -= own.keys()
         self.updated |= own.keys()
 
     def explain(self, error: BaseException) -> None:
-        """Have `error` say what has been updated; parameters have the numbers of the optimizer's state_dict."""
+        """Add to `error` which parameters have been updated, by their numbers in the optimizer's state_dict."""
         if hasattr(error, "add_note"):  # Python 3.11
             left = ", ".join(str(self._numbers[id(p)]) for _, p in self._left.values() if p.grad is not None)
             partly = ", ".join(map(str, sorted(self._numbers[key] for key in self._under_way)))
@@ -80,7 +80,7 @@ class Chunks:
 
 
 def copy_of(optimizer: Optimizer) -> Any:
-    """An optimizer that shares its state, for a step on other groups of parameters."""
+    """Return an optimizer that shares the state of `optimizer`, for a step on other groups of parameters."""
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
     return made
