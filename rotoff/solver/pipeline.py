@@ -38,7 +38,7 @@ def cut(chain: Chain, stages: int) -> tuple[Chain, ...]:
     """`chain` in so many pieces; the slowest of them is as fast as can be.
 
     Raises:
-        OptionError: where the chain has fewer stages.
+        OptionError: if the chain has fewer stages.
     """
     L = len(chain)
     if stages > L:
@@ -130,7 +130,7 @@ def plan_pipeline(pipeline: Pipeline, limits: Sequence[int], refine: bool | floa
     """The fastest pipeline found in which each rank holds at most its limit, in bytes.
 
     Raises:
-        InfeasibleError: where a rank has no plan; names the rank.
+        InfeasibleError: if a rank has no plan; names the rank.
     """
     known: dict[tuple[Chain, int, int], tuple[Op, ...]] = {}
     plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)

@@ -123,7 +123,7 @@ cdef class Evaluator:
         return r.makespan, r.peak, r.host_peak, r.over
 
     def operations(self, const int16_t[:, ::1] codes):
-        """The plan's operations as rows (kind, stage, form, of); None where it has too many."""
+        """The plan's operations as rows (kind, stage, form, of); None if it has too many."""
         cdef Result r
         with nogil:
             write(&self.c, &self.w, &codes[0, 0], self.V, &self.emitted[0], &r)

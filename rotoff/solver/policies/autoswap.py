@@ -92,7 +92,7 @@ def combinations(trials: int, seed: int) -> Iterator[tuple[tuple[float, ...], bo
 
 
 def best(chain: Chain, mem_limit: int, trials: int, seed: int) -> tuple[Schedule, tuple[float, ...]] | None:
-    """The fastest schedule found within `mem_limit` bytes and its weights; None where none fits."""
+    """The fastest schedule found within `mem_limit` bytes and its weights; None if none fits."""
     scores = Scores(chain, mem_limit)
     known: dict[tuple[int, ...], Schedule | None] = {}
     found: tuple[Schedule, tuple[float, ...]] | None = None

@@ -168,7 +168,7 @@ def idle_of(p: Slots, out: list[int]) -> float:
 
 
 def optimum(p: Slots, most: float = float("inf")) -> tuple[float, list[int]] | None:
-    """(idle seconds, stages whose ā leave) of the program's optimum; None where nothing fits or all idles longer than
+    """(idle seconds, stages whose ā leave) of the program's optimum; None if nothing fits or all idles longer than
     `most`."""
     L = len(p.u_F)
     state, idle = np.zeros((3, 1), dtype=np.int64), np.zeros(1)

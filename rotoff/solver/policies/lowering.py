@@ -56,7 +56,7 @@ def lower(
     ahead: int | None = None,
     delay: bool = True,
 ) -> Schedule | None:
-    """The ordered no-wait schedule that offloads ā_i for each i of `out`; None where it does not fit `mem_limit` bytes.
+    """The ordered no-wait schedule that offloads ā_i for each i of `out`; None if it does not fit `mem_limit` bytes.
 
     Args:
         out: stages from 1 to L - 1.

@@ -99,7 +99,7 @@ def nonpersistent(chain: Chain, mem_limit: int) -> Sequence:
 
 
 def shortest(states: States) -> tuple[Op, ...] | None:
-    """The path of least seconds from nothing held to ``B 1``; None where there is none (A*, by what must still run)."""
+    """The path of least seconds from nothing held to ``B 1``; None if there is none (A*, by what must still run)."""
     L = states.L
     rest_F, rest_B = [0.0], [0.0]
     for i in range(1, L + 1):

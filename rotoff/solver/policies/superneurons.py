@@ -224,7 +224,7 @@ class Pool:
 
 
 def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[int]) -> tuple[Op, ...] | None:
-    """What one technique does within `mem_limit` bytes, or None where it does not fit."""
+    """What one technique does within `mem_limit` bytes, or None if it does not fit."""
     L = len(chain)
     kept = technique in ("liveness", "cache", "pool")
     once = recomputed_once(chain, checkpoints, technique)

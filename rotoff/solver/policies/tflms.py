@@ -24,7 +24,7 @@ from .refusal import limit_that_works, refusal
 
 
 def longest_ahead(chain: Chain, mem_limit: int, tensors: int) -> tuple[Schedule, int] | None:
-    """The schedule that prefetches the farthest ahead, and how far; None where none fits `mem_limit` bytes."""
+    """The schedule that prefetches the farthest ahead, and how far; None if none fits `mem_limit` bytes."""
     out = range(1, tensors + 1)
 
     def tried(ahead: int) -> Schedule | None:
@@ -47,7 +47,7 @@ def longest_ahead(chain: Chain, mem_limit: int, tensors: int) -> tuple[Schedule,
 
 
 def best(chain: Chain, mem_limit: int) -> tuple[Schedule, int, int] | None:
-    """(schedule, tensors, layers ahead) of the fastest parameters within `mem_limit` bytes; None where none fit."""
+    """(schedule, tensors, layers ahead) of the fastest parameters within `mem_limit` bytes; None if none fit."""
     found: tuple[Schedule, int, int] | None = None
     for tensors in range(len(chain)):
         made = longest_ahead(chain, mem_limit, tensors)

@@ -37,7 +37,7 @@ def choices(chain: Chain) -> list[list[int]]:
 
 
 def best(chain: Chain, mem_limit: int) -> tuple[Schedule, list[int]] | None:
-    """The fastest schedule of all choices within `mem_limit` bytes, and its set; None where none fits."""
+    """The fastest schedule of all choices within `mem_limit` bytes, and its set; None if none fits."""
     found = [(made, out) for out in choices(chain) if (made := lower(chain, mem_limit, out)) is not None]
     return min(found, key=lambda one: one[0].makespan, default=None)
 
