@@ -29,8 +29,8 @@ RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MO
 # colder. The first thread refines the best plan, the second one leaves its local minimum.
 ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
 # Penalty in each thread: a plan that exceeds the limit by a share x costs weight * x keep-all times more, so the search
-# may pass through such plans. Until a plan fits, the weights grow by GROWTH each round, since on a slow link a plan that
-# fits may cost many times more. The smallest excess then costs at least NEAREST keep-all times, since otherwise a plan
+# may pass through such plans. Until a plan fits, the weights grow by GROWTH each round, since on a slow link a fitting
+# plan may cost many times more. The smallest excess then costs at least NEAREST keep-all times, since otherwise a plan
 # one byte over the limit would hold the search. STRAYED raises the weight of a thread that ended over the limit.
 OVER_WEIGHTS = (5.0, 50.0)
 GROWTH = 10.0
