@@ -6,14 +6,14 @@ forms):
 
 - ``C[i, j]``, rotor's Opt (C_A with Δ = 0, m = N − A): from the input of i and δ_j to δ_{i-1};
 - ``W[i]``: from the input of i, nothing run past it yet, to δ_{i-1};
-- ``D[i, k]``: as C, where ā_k is on the device, counted elsewhere, and without the seconds of B k.
+- ``D[i, k]``: as C, with ā_k on the device but charged elsewhere, and without the seconds of B k.
 
 Each is the least of
 
 - *all*: u_F(i) + u_B(i, f) + rest(i+1, m − ā_i^f), in C(i, i) less the tail of i;
 - *ck*: U(k) − U(i−1) + C(i, k, m) + rest(k+1, m − a_k), the sweep F_ck i, F_∅ i+1..k;
-- *bare*, in C and W: U(k) − U(i−1) + u_B(k, f) + D(i, k, m − ā_k^f) + rest(k+1, m − ā_k^f), that sweep up to k − 1 and
-  ā_k^f kept without its input, which the replay of i..k−1 makes for B k. So stage k itself runs once only.
+- *bare*, in C and W: U(k) − U(i−1) + u_B(k, f) + D(i, k, m − ā_k^f) + rest(k+1, m − ā_k^f), the sweep up to k − 1, then
+  ā_k^f kept without its input, which the replay of i..k−1 makes for B k. So stage k itself runs only once.
 
 `Joint` has OC and C_A of the NeurIPS 2021 supplement (B.1 to B.3), filled bottom up. Symbols: A slots kept, A_F slots
 still leaving, A_B and Δ slots that must be back; u_F, u_B seconds; β slots a second (β_F out, β_B in); I_i^x input of
@@ -34,7 +34,7 @@ cdef inline int64_t _max(int64_t x, int64_t y) noexcept nogil:
 
 
 cdef inline int32_t _slots(int64_t size, Py_ssize_t N, int64_t room) noexcept nogil:
-    """Slots that hold `size` bytes, of the N that `room` bytes are, rounded up; at most N + 1, which fits nowhere."""
+    """`size` bytes in slots of room / N bytes, rounded up; at most N + 1, which never fits."""
     if size > room:
         return <int32_t>(N + 1)
     return <int32_t>((size * N + room - 1) // room) if size > 0 else 0
@@ -108,7 +108,7 @@ cdef inline int32_t _least(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j) 
 
 
 cdef inline void _right(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Py_ssize_t size, Option *o) noexcept nogil:
-    """What follows is stages i..j, with `size` slots less; nothing where there are none."""
+    """Set the option's rest to stages i..j with `size` slots less; no rest if there are none."""
     o.right, o.right_less = p.zeros, 0
     if i <= j:
         o.right, o.right_less = _row(p, table, i, j), size
@@ -116,15 +116,15 @@ cdef inline void _right(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Py_
 
 
 cdef bint _next(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Option *o) noexcept nogil:
-    """The option after `o` (whose kind is ALL and form −1 at the start); false where there is none."""
+    """Advance `o` to the next option (at the start its kind is ALL and its form −1); false if there is none."""
     cdef int64_t held = 0 if table == FORWARD else p.held[j]
     cdef Py_ssize_t w
     cdef double sweep
     if o.kind == ALL:
         o.form += 1
         if table == WITHOUT and i == j:
-            # B j with the input just made: of its forms' needs beyond ā_j the largest, since which one it is is not
-            # known here.
+            # B j with the input just made: the largest of its forms' needs beyond ā_j, since the form is not known
+            # here.
             o.cost, o.first = 0.0, 0
             for w in range(i * p.K, i * p.K + p.n_forms[i]):
                 o.first = _max(o.first, _slots(p.need_B[w], p.N, p.room) - p.saved[w])
@@ -198,8 +198,8 @@ cdef void _fill(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j) noexcept no
 cdef class Remat:
     """The tables of one chain at one discretization; arrays as `rotoff.solver.remat` names them.
 
-    base: rows of segments. reach: the most stages of a segment that is made again; bare: of one with a bare ā at its
-    end.
+    base: rows of segments. reach: most stages of a segment that is made again; bare: the same for one that ends with a
+    bare ā.
     """
 
     cdef Problem p
@@ -251,7 +251,7 @@ cdef class Remat:
                 _fill(&self.p, FORWARD, i, self.p.L)
 
     def choice(self, Table table, Py_ssize_t i, Py_ssize_t j, Py_ssize_t m):
-        """(cost, kind, k, form) of the best option at a state: "all", "ck" or "bare"; infinity where nothing fits."""
+        """(cost, kind, k, form) of the best option at a state: "all", "ck" or "bare"; infinity if nothing fits."""
         cdef Option o
         cdef double cost, best = INFINITY
         found = None
@@ -275,7 +275,7 @@ cdef struct Costs:
     const double *least       # running sums of u_again + min_k u_B^k
     const double *u_B         # [i, k]
     const int32_t *n_forms
-    const int32_t *out        # slots of a_i; 0 for a_0, which is charged apart
+    const int32_t *out        # slots of a_i; 0 for a_0, which is charged separately
     const int32_t *saved      # [i, k] slots of ā_i^k
     const int32_t *clock_F    # running β_F u_F, rounded
     const int32_t *clock_B    # [i, k] slots that come in during B i, rounded on running sums
@@ -312,13 +312,12 @@ cdef inline double *_O(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
 
 
 cdef inline Py_ssize_t _nearest(double x) noexcept nogil:
-    """floor(x + 1/2), by the cast where that is the same: a call of floor is most of the time otherwise."""
+    """floor(x + 1/2), by a cast if that gives the same: a call of floor would take most of the time."""
     return <Py_ssize_t>(x + 0.5) if x >= 0.0 else <Py_ssize_t>floor(x + 0.5)
 
 
 cdef inline Py_ssize_t _drained(Costs *c, Py_ssize_t i, Py_ssize_t j, double seconds) noexcept nogil:
-    """Slots that come in while segment i..j is processed in `seconds`: its own clock, and what lasts beyond it rounded.
-    """
+    """Slots that arrive while segment i..j runs for `seconds`: those of its clock, and of the time beyond, rounded."""
     return c.clock[j] - c.clock[i - 1] + _nearest(c.beta_B * (seconds - (c.base[j] - c.base[i - 1])))
 
 
@@ -404,7 +403,7 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
 
 cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B,
                          bint mark, Choice *best) noexcept nogil:
-    """OC_x(i, A, A_F, A_B), B.1 and B.2; with `mark`, only mark the states that it refers to."""
+    """OC_x(i, A, A_F, A_B), B.1 and B.2; with `mark`, only mark the states that it reads."""
     cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, k, w, v, j, size, idle_F, idle_B, A1, F1, B1, drain
     cdef double cost, rest, segment, wait
     cdef bint stays
@@ -500,8 +499,7 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
 
 
 cdef class Joint:
-    """The tables of one chain at one discretization (`rotoff.solver.joint.Costs` gives the arrays, by their names
-    here)."""
+    """The tables of one chain at one discretization; `rotoff.solver.joint.Costs` has the arrays under these names."""
 
     cdef Costs c
     cdef list keep
@@ -558,7 +556,8 @@ cdef class Joint:
                         row[A * (N + 1) + D] = best.cost
 
     def mark_forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts):
-        """Mark what the marked states of (i, x) refer to, for every `parts`-th A; two threads may write the same 1."""
+        """Mark the states that marked states of (i, x) read, for every `parts`-th A; two threads may write the same 1.
+        """
         self._forward(i, x, part, parts, True)
 
     def fill_forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts):

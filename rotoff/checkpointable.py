@@ -62,7 +62,7 @@ from .tensors.storage import block_bytes
 from .tensors.tree import leaves
 
 logger = logging.getLogger("rotoff")
-# Where `rotoff.attach` leaves its mark: in the __dict__ of a model, where no state dict looks.
+# The key under which `rotoff.attach` marks a model: in its __dict__, so that no state dict contains it.
 ATTACHED = "_rotoff_attachment"
 
 
@@ -81,17 +81,17 @@ class Checkpointable(RotorNames, ModuleProxy):
             errors.
         process_group: a group of ``torch.distributed``, or True for the default one. All of its processes follow one
             plan. The first process makes it, for the largest costs that any of them measured and the smallest limit.
-            All must call `measure` and `compute_sequence`, and meet a new input signature in the same step, and again
-            in the same steps; the signatures may differ. Needed if stages communicate (FSDP); otherwise it keeps step
-            times equal.
+            All must call `measure` and `compute_sequence`. If one gets a new input signature in a step, all must, and
+            likewise when a signature recurs; the signatures may differ. Needed if stages communicate (FSDP); otherwise
+            it keeps step times equal.
         stages: about how many stages to cut the model into (default 40; more make finer plans, and planning slower), or
-            the modules of the model, or their dotted names, that are to be one stage each.
-        backward_from: the output that your backward starts from: its key (``"loss"``) or its place (``0``), or a list
-            of those. Gradients of other outputs (a language model's logits) are then not charged, and refused. None:
-            any.
-        offload_dtype: ``torch.float16`` or ``torch.bfloat16``: offloaded float32 values cross the link and stay on the
-            host in that type. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
-            65504). CUDA only; takes 40 MiB of the limit. None, the default, changes nothing.
+            a list of modules of the model, or of their dotted names: each becomes one stage.
+        backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
+            of those. Gradients of other outputs (a language model's logits) are then not charged, and a backward from
+            them raises an error. None: any.
+        offload_dtype: ``torch.float16`` or ``torch.bfloat16``: the dtype of offloaded float32 values on the link and
+            on the host. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
+            65504). CUDA only; takes 40 MiB of the limit. None, the default: offload them unchanged.
         cache_directory: where plans and profiles are kept for the next process. True: the environment variable
             ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
             nowhere.
@@ -99,18 +99,17 @@ class Checkpointable(RotorNames, ModuleProxy):
             ``["addmm", "bmm"]``: their results are always kept. A function of an
             `rotoff.profile.selective.variants.Operation`: True if its results are always kept, False if never, None if
             the planner decides.
-        interpolate: whether a training forward on an input of new sizes is planned by what was measured at others, if
-            that tells of it (`rotoff.profile.between_sizes`). Otherwise each new size is measured, which takes several
-            steps.
+        interpolate: whether to plan inputs of new sizes from measurements at other sizes, if these suffice
+            (`rotoff.profile.between_sizes`). Otherwise each new size is measured, which takes as long as several steps.
         conv_algorithms: "any": plans may run a stage's convolutions by other CUDA algorithms than those of
             ``torch.backends.cudnn``; they are slower and take less workspace. Gradients are then *not bit for bit*
             those of the plain model. No effect on a CPU. "plain", the default: never.
-        device: on which steps run, such as ``"cuda"``, for a model that lies on the host since it does not fit there.
+        device: where steps run, such as ``"cuda"``, for a model that is on the host because it does not fit there.
             None: where the parameters are.
 
     Raises:
-        MeasureError: if `model` is not such a model. OptionError: for another `backward_from`, `offload_dtype`, `forms`
-            or `conv_algorithms`.
+        MeasureError: if `model` is not a module, or empty, or planned already. OptionError: if another option is
+            invalid.
     """
 
     _own = frozenset(
@@ -155,7 +154,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._begin()
 
     def _begin(self) -> None:
-        """Take up what no copy shares: threads, files, measurements and plans."""
+        """Create the state that copies do not share: threads, files, measurements and plans."""
         self._cache = Cache.of(self._options.cache_directory)
         self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
         self._courses = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
@@ -168,8 +167,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy or a pickle: the model, the options and what was asked for. The copy is measured and planned
-        anew."""
+        """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
+        again."""
         state = {
             k: v
             for k, v in vars(self).items()
@@ -179,7 +178,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             state["_group"] = True
         request = self._courses.request
         if request is not None and request.planner is not None:
-            request = None  # of the optimizer of this model, not of the copy's
+            request = None  # it holds the optimizer of this model, not of the copy
         return state | {"_asked": None if request is None else replace(request, cache=Cache(None))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,21 +196,21 @@ class Checkpointable(RotorNames, ModuleProxy):
     ) -> Checkpointable:
         """Measure bytes and times of every stage on a sample batch; returns the module.
 
-        At most one stage is held at a time. Gradients, buffers, generators and memory statistics stay as they were.
+        At most one stage is held at a time. Gradients, buffers, generators and memory statistics are restored.
 
         Args:
-            sample, kwargs: arguments of the model, on its device; one dict is of named arguments.
-            progress: called with (stages done, total, next stage). None: one changing line on standard error, if that
-                is a terminal; False: nothing.
-            repeats: timed runs of each stage, of which the median counts. None: until the median is known to 2 %, at
-                least 3 and at most 15 runs or about a third of a second (always 5 among several processes).
+            sample, kwargs: arguments of the model, on its device; a single dict holds named arguments.
+            progress: called with (stages done, total, next stage). None: a progress line on standard error, if that is
+                a terminal; False: no progress.
+            repeats: timed runs of each stage; their median is used. None: until the median is known to 2 %, at least 3
+                and at most 15 runs or about a third of a second (always 5 among several processes).
 
         Raises:
             MeasureError: if the model cannot be measured on this input.
         """
 
         def sample_here() -> Any:
-            Repeats.read(repeats)  # so that what is no number is refused here
+            Repeats.read(repeats)  # raises for an invalid number
             given = strategy.read_sample(self._model, sample, kwargs)
             return strategy.chain_input(self._model, *given)
 
@@ -234,33 +233,33 @@ class Checkpointable(RotorNames, ModuleProxy):
     ) -> Checkpointable:
         """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
 
-        Where nothing has been measured yet, the first training forward is measured and the plan made then.
+        If nothing has been measured yet, the first training forward is measured and planned.
 
         Args:
             mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was
                 there before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the
                 device has free now, less a margin.
             mode: "joint", "remat" (recompute only) or "offload" (move only).
-            mem_slots, options: as of `rotoff.solve`.
-            policy: instead of a mode, a system of the papers, such as "vdnn"; it is run even where everything fits.
-            up_to: the largest input that training will have, as the tuple of the model's arguments or the dict of its
-                named ones. It is measured now, with inputs of half its batch and of half its length. Where this
-                returns, every smaller input fits, too, and none of those in between is measured again.
+            mem_slots, options: as for `rotoff.solve`.
+            policy: instead of a mode, a system of the papers, such as "vdnn"; it runs even if everything fits.
+            up_to: the largest input of the training, as the tuple of the model's arguments or the dict of its named
+                ones. It is measured now, with inputs of half its batch and of half its length. If this returns, every
+                smaller input fits, too, and sizes in between are not measured.
             device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
-                states, buffers, the batch and the step. What does not fit lies on the host between its uses. On the CPU
-                the host is a file.
-            optimizer: beside `device_limit`, what updates the parameters, or a list of those. With the option
+                states, buffers, the batch and the step. What does not fit stays on the host between its uses. For a
+                CPU the host is a file.
+            optimizer: with `device_limit`, the optimizer of the parameters, or a list of them. With the option
                 ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
-                whole; ``"after"``, the default: in ``optimizer.step()``.
+                complete; ``"after"``, the default: in ``optimizer.step()``.
             in_flight: how many forwards run before the backward of the first, as in a pipeline or with
                 ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together, but for the parameter
                 gradients that autograd gathers beside `.grad` where one backward is for several of them.
                 `rotoff.attach_schedule` finds it for a pipeline.
 
         Raises:
-            LimitError: where `mem_limit` is no number of bytes. OptionError: for an unknown mode.
-            InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
-                `up_to` it says which smaller inputs do.
+            LimitError: if `mem_limit` is no number of bytes. OptionError: for an unknown mode or invalid options.
+            InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
+                `up_to` the message names smaller inputs that fit.
         """
         self._check_together(mem_limit, device_limit, optimizer, policy, up_to, in_flight)
         if device_limit is not None:
@@ -281,7 +280,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         return self._ask(request)
 
     def _ask(self, request: Request) -> Checkpointable:
-        """Plan for `request`, with the model where its steps run, if that was said."""
+        """Plan for `request`, with the model moved to the option `device`, if given."""
         self._courses.meter.device = device = self._options.device
         if device is not None:
             settle_buffers(self._model, device)
@@ -293,7 +292,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _check_together(
         self, mem_limit: Any, device_limit: Any, optimizer: Any, policy: str | None, up_to: Any, in_flight: int
     ) -> None:
-        """Raise LimitError or OptionError for arguments of `compute_sequence` that do not go together."""
+        """Raise LimitError or OptionError for arguments of `compute_sequence` that exclude each other."""
         if (mem_limit is None) is (device_limit is None):
             raise LimitError(
                 f"mem_limit is {mem_limit!r} and device_limit is {device_limit!r}; give one of them: mem_limit for what"
@@ -301,11 +300,11 @@ class Checkpointable(RotorNames, ModuleProxy):
             )
         parse_in_flight(in_flight)
         if in_flight > 1 and (device_limit is not None or policy is not None):
-            raise OptionError(f"in_flight is {in_flight}; it goes with a mem_limit and a mode")
+            raise OptionError(f"in_flight is {in_flight}; use it with a mem_limit and a mode alone")
         if device_limit is not None and up_to is not None:
-            raise OptionError("up_to goes with a mem_limit; with a device_limit each input size is measured")
+            raise OptionError("up_to needs a mem_limit; with a device_limit each input size is measured")
         if device_limit is None and optimizer is not None:
-            raise OptionError("optimizer goes with device_limit; mem_limit is of a step, in which no optimizer runs")
+            raise OptionError("optimizer needs a device_limit; a mem_limit is for a step, in which no optimizer runs")
         if up_to is not None and self._group is not None:
             raise OptionError(
                 "up_to is for one process; in a group measure the largest input in each, by model.measure(*largest)"
@@ -331,14 +330,14 @@ class Checkpointable(RotorNames, ModuleProxy):
                 " optimizer=optimizer)"
             )
         if self._check:
-            raise OptionError("check=True follows plans with a mem_limit; leave it out with a device_limit")
+            raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
         if self._group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise OptionError(
                 "device_limit is for a single process; among several, shard the parameters with FSDP2 and its"
                 " CPUOffloadPolicy, and give a mem_limit"
             )
         if self._options.offload_dtype is not None:
-            raise OptionError("offload_dtype goes with a mem_limit; parameters are moved as they are")
+            raise OptionError("offload_dtype needs a mem_limit; with a device_limit nothing is converted")
         optimizers = tuple(map(_own, optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)))
         # a new one, since the optimizers may have changed
         planner = PlacedPlanner(self._model, optimizers, self._courses.update_times)
@@ -371,11 +370,11 @@ class Checkpointable(RotorNames, ModuleProxy):
     def min_mem_limit(self, mode: str = "joint", in_flight: int = 1) -> int:
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
 
-        Call it before you choose a limit, or to see whether the model fits a device at all; it plans nothing. It is for
-        the last measurement. All processes of a group must call it, and it is the same in all of them.
+        Call it before you choose a limit, or to see whether the model fits a device at all; it plans nothing. It refers
+        to the last measurement. All processes of a group must call it, and get the same result.
         `rotoff.min_mem_limit` of the ``chain`` differs: the chain counts the batch, and neither constants of a step nor
-        skip connections kept in place. On CUDA it assumes that the host has room for what the plan moves; if not, the
-        error of `compute_sequence` names a limit that needs no room there.
+        skip connections kept in place. On CUDA the host is assumed to have room for what the plan offloads; if it has
+        not, the error of `compute_sequence` names a limit that needs no host memory.
 
         Args:
             mode: "joint", "remat" (recompute only) or "offload" (move only). in_flight: as for `compute_sequence`.
@@ -392,8 +391,8 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def profile(self) -> Profile:
-        """The last measurement. Where keeping everything fits, times and smaller forms are measured when you first ask
-        for them, here or elsewhere.
+        """The last measurement. If keeping everything fits, times and smaller forms are measured on first use, here or
+        elsewhere.
 
         Raises:
             MeasureError: if nothing has been measured, or only bytes in a group of processes.
@@ -402,26 +401,26 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def chain(self) -> Chain:
-        """The chain measured last; once there is a plan, the one that it was made for: skip connections kept in place
-        are in no value, and times have what the runtime takes."""
+        """The chain that the last plan was made for: without skip connections kept in place, and with the runtime's
+        overhead in its times. Without a plan, the chain measured last."""
         plan = self._timed.plan
         return self._latest.profile.chain if plan is None else plan.chain
 
     @property
     def strategy(self) -> str:
-        """How the last measured stages were found, as text."""
+        """How the last measured model was cut into stages, as text."""
         return self._latest.captured.strategy
 
     @property
     def sequence(self) -> Sequence:
-        """The last planned sequence. Its meta has what the step is expected to hold and to take."""
+        """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
         plan = self._timed_plan
         if self._shown is not None and self._shown[0] is plan:
             return self._shown[1]
         if plan.placed is None:
             levels = expected_levels(self.profile, plan)
         else:
-            beside = plan.placed.peak_bytes - plan.trace.peak_bytes  # what the machine does not know of
+            beside = plan.placed.peak_bytes - plan.trace.peak_bytes  # bytes that the machine does not charge
             levels = [event.memory + beside for event in plan.trace.events]
         peak = self.get_expected_memory()
         self._shown = (
@@ -432,7 +431,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def kept_skips(self) -> tuple[int, ...] | None:
-        """Numbers of the ``profile.memory.skips`` that the plan keeps in place; None without a plan."""
+        """Numbers of the ``profile.skips`` that the plan keeps in place; None without a plan."""
         plan = self._latest.plan
         return None if plan is None else plan.kept
 
@@ -480,29 +479,30 @@ class Checkpointable(RotorNames, ModuleProxy):
         return self._courses.latest
 
     def get_expected_makespan(self) -> float:
-        """Seconds that the planned step is expected to take: what `rotoff.simulate` says of `chain` and `sequence`.
+        """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds for `chain` and `sequence`.
 
-        Where keeping everything fits, stages are timed when this is first called."""
+        If keeping everything fits, stages are timed when this is first called."""
         return self._timed_plan.trace.makespan
 
     def get_expected_memory(self) -> int:
-        """Bytes that the planned step is expected to hold at most, in the terms of `mem_limit`: what the machine
-        charges, less what is known to be gone by then, or to be the same bytes of another value."""
+        """Expected peak of the planned step in bytes, in the terms of `mem_limit`: the simulated peak, less bytes known
+        to be freed by then or to be charged to several values."""
         if self._plan.placed is not None:
             return self._plan.placed.peak_bytes
         return expected_bytes(self._latest.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:
-        """Bytes that the planned steps in flight keep on the host at most."""
+        """Most bytes that the planned steps in flight keep on the host."""
         placed = self._plan.placed
         return self._plan.in_flight * self._plan.host_bytes + (0 if placed is None else placed.host_bytes)
 
     @property
     def keep_all_memory(self) -> int:
-        """Bytes of keeping everything, in the terms of the limit asked for; at or above it a step is the plain one.
+        """Bytes of keeping everything, in the terms of the requested limit; with at least this limit the plain model
+        runs.
 
-        With `backward_from`, other outputs (logits) are counted as held through the backward, until the first one shows
-        that your loop holds none: ``model(...).loss.backward()``.
+        With `backward_from`, other outputs (logits) are counted as held through the backward, until the first backward
+        shows that your loop holds none: ``model(...).loss.backward()``.
         """
         request = self._courses.request
         if request is not None and isinstance(request.planner, PlacedPlanner):
@@ -512,10 +512,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         return reported_bytes(profile, plan_everything(profile, not self._check, lets_go, many))
 
     def plans(self) -> list[PlannedSize]:
-        """What is planned so far: one row for each kind and size of input that a training step had.
+        """The plans so far: one row for each kind and size of input that a training step had.
 
-        Use it where inputs vary, to see which sizes were measured, what each is expected to take, and what a larger one
-        would.
+        Use it if inputs vary, to see which sizes were measured, and the expected bytes and seconds of each.
         """
         return self._courses.plans()
 
@@ -534,16 +533,13 @@ class Checkpointable(RotorNames, ModuleProxy):
         return self._planned(plain, args, kwargs)
 
     def streamed(self) -> AbstractContextManager[object]:
-        """Within, the model's own code runs with parameters that lie on the host, each brought as a call needs it.
-
-        Forwards without gradients do so by themselves. Use it around other methods of a model that a `device_limit`
-        keeps on the host in part, such as ``generate``.
-        """
+        """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need
+        them. Forwards without gradients use it by themselves; use it around other methods, such as ``generate``."""
         streamed = None if self._placement is None else self._placement.streamed()
         return nullcontext() if streamed is None else streamed
 
     def _say_in_flight(self, step: Step) -> None:
-        """In the log, once: that more steps are in flight than the plan counts on."""
+        """Warn, once for each number, if more steps are in flight than the plan counts on."""
         self._in_flight.add(step)
         many, request = sum(not one.closed for one in self._in_flight), self._courses.request
         if request is not None and max(request.in_flight, self._said_in_flight) < many and request.planner is None:
@@ -565,7 +561,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             )
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A training step, or `plain` where nothing is to be done."""
+        """Run a planned training step, or `plain` if nothing needs a plan."""
         value = strategy.chain_input(self._model, args, kwargs)
         course, taped = self._courses.take(value)
         if course is None:
@@ -582,13 +578,13 @@ class Checkpointable(RotorNames, ModuleProxy):
         return result
 
     def _run(self, course: Specialization, value: Any, own: Callable[[], Any]) -> Any:
-        """A training step of `course`, in which `own` is the model's own forward."""
+        """Run a training step by the plan of `course`; `own` runs the model's own forward."""
         assert course.plan is not None
         recording = self._recording if self._recording is not None and self._recording.times is None else None
         if course.plan.keeps_all and not self._check and recording is None:
-            with without_checkpoints():  # with room for everything they save nothing
+            with without_checkpoints():  # with room for everything they would only cost
                 return course.captured.started(own())
-        if recording is not None:  # beside what is predicted
+        if recording is not None:  # the recorded times are compared with predicted ones
             course = self._timed
         profile, plan = course.planned, self._plan_of(course)
         strategy.refuse_passed_by()
@@ -596,7 +592,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         device = profile.device
         if plan.placed is not None and recording is not None:
             raise OptionError(
-                "record_step records plans with a mem_limit; with a device_limit the updates come after the step"
+                "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
             )
         placement = self._placed(plan)
         if placement is not None:
@@ -626,7 +622,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         return course.captured.started(result)
 
     def _placed(self, plan: ExecutionPlan) -> Placement | None:
-        """Where the parameters lie, at rest as `plan` has them; None where it moves none."""
+        """The placement of parameters, brought to the state in which `plan` begins; None if it moves none."""
         request = self._courses.request
         assert request is not None
         if plan.placed is None or not isinstance(request.planner, PlacedPlanner):
@@ -653,34 +649,33 @@ class Checkpointable(RotorNames, ModuleProxy):
             self._recording = None
 
     def close(self) -> None:
-        """Release host memory, files and threads; the next step takes new ones. Parameters stay where they lie."""
+        """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are."""
         self._links.close()
         self._unplace(resident=False)
 
 
 def _own(optimizer: Any) -> Any:
-    """The optimizer within what a trainer puts around it."""
+    """The optimizer inside a trainer's wrappers."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 
 
 def _keep(_: Link) -> None:
-    """The link of the parameters stays with them."""
+    """Do not give back the link: the parameters' placement keeps it."""
 
 
-# What ``torch.compile`` around a `Checkpointable` meets: planned steps run outside of it, since hooks and replays are
-# not for its graphs. `torch.compiler.disable` is the public way, but loads the compiler at once, which takes a second
-# that few need.
+# Under ``torch.compile`` of a `Checkpointable`, planned steps run eagerly, since its graphs support neither hooks nor
+# replays. `torch.compiler.disable` is the public way, but imports the compiler at once, which takes a second.
 _left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(Checkpointable._planned)
 
 
 def refuse_planned(model: nn.Module) -> None:
-    """Raise MeasureError where `model`, or a part of it, is planned already."""
+    """Raise MeasureError if `model`, or a part of it, is planned already."""
     if isinstance(model, Checkpointable):
         raise MeasureError(
             "the model is a rotoff.Checkpointable already; for another limit call its compute_sequence again, and for"
-            " other options give the model that it was made of"
+            " other options wrap the original model"
         )
     for name, module in model.named_modules():
         attached = vars(module).get(ATTACHED) is not None

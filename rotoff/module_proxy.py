@@ -1,4 +1,4 @@
-"""Makes a `Checkpointable` look like its model: attributes, items and names can be read, set and deleted."""
+"""A base class that makes a `Checkpointable` look like its model: attributes, items and names are the model's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TORCHS = frozenset({*vars(nn.Module()), "_model"})
 
 
 class ModuleProxy(nn.Module):
-    """A module around `model`, in whose place it stands.
+    """A module that wraps `model` and stands in for it.
 
-    _own: names of attributes that a subclass has for itself, beside those of its class.
+    _own: names of instance attributes that belong to the subclass, not to the model.
     """
 
     _own: frozenset[str] = frozenset()
@@ -48,25 +48,24 @@ class ModuleProxy(nn.Module):
             delattr(self._model, name)
 
     def _is_own(self, name: str) -> bool:
-        """Whether an attribute is this module's own, as one that is read here and not in the model: all others are set
-        there, so that its forward and whoever reads them here find the same."""
+        """Whether an attribute is this module's own. All others are set on the model, so that its forward sees them."""
         own = (
             name in _TORCHS
             or name in self._own
             or name in vars(self)
             or any(name in vars(cls) for cls in type(self).__mro__)
         )
-        return own or "_model" not in vars(self).get("_modules", ())  # which a subclass may not have yet
+        return own or "_model" not in vars(self).get("_modules", ())  # there is no model yet
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """As of the model, as are `register_parameter` and `add_module`."""
+        """Registers on the model, as do `register_parameter` and `add_module`."""
         self._model.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self._model.register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        if self._is_own(name):  # the model itself, put back by who walks through all modules (SyncBatchNorm)
+        if self._is_own(name):  # the model itself: SyncBatchNorm's conversion adds each child to its parent again
             super().add_module(name, module)
         else:
             self._model.add_module(name, module)
@@ -86,7 +85,7 @@ class ModuleProxy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of the model: names of modules, and so of parameters and buffers, do not show the wrapper."""
+        """The model's names, so that names of modules, parameters and buffers do not show the wrapper."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:

@@ -1,10 +1,10 @@
 """The command line: ``rotoff COMMAND ...`` or ``python -m rotoff COMMAND ...``.
 
-A family of commands to a module: `plans` makes and judges sequences, `pictures` shows them, `models` makes chains out
-of models, `doctor` checks a machine. Only `models` and `doctor` need torch, only pictures need matplotlib.
+Modules: `plans` makes and checks sequences, `pictures` shows them, `models` makes chains of models, `doctor` checks a
+machine. Only `models` and `doctor` need torch; only pictures need matplotlib.
 
-Exit codes: 0, done; 1, the answer is no (nothing fits the limit, the machine refuses the sequence, or a check failed);
-2, wrong usage, a file that cannot be read, or a model that cannot be measured; 130, interrupted.
+Exit codes: 0, done; 1, nothing fits the limit, the machine refuses the sequence, or a check failed; 2, wrong usage, a
+file that cannot be read, or a model that cannot be measured; 130, interrupted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # --help, --version, or wrong usage, which argparse has explained
         return stop.code if isinstance(stop.code, int) else 2
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # a terminal of few letters shows the picture all the same
+        sys.stdout.reconfigure(errors="replace")  # for terminals whose encoding lacks some characters
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         if isinstance(error, ModuleNotFoundError) and error.name == "torch" and "rotoff" not in said:
-            said = "this command looks at a model, which needs torch: pip install torch"
+            said = "this command runs a model and needs torch: pip install torch"
         print(f"rotoff {options.command}: {said}", file=sys.stderr)
         return 1 if isinstance(error, InfeasibleError | InvalidSequenceError) else 2
     return code

@@ -1,4 +1,4 @@
-"""What all commands share: how one is declared, read its files, speaks JSON, and shows that it is still at work."""
+"""Code that all commands share: declaring them, parsing arguments, reading files, printing JSON."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class Stop(Exception):
-    """An input that a command cannot use; the message is all that the user sees."""
+    """An input that a command cannot use; the user sees only the message."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its name, one line on it, an example, its arguments and what runs it (returns the exit code)."""
+    """One command: name, one line of help, an example, its arguments, and a function that returns the exit code."""
 
     name: str
     summary: str
@@ -36,7 +36,7 @@ class Command:
 
 
 def add_command(commands: Any, command: Command) -> None:
-    """Add a command's parser, its example at the end of its help."""
+    """Add a command's parser; its help ends with the example."""
     parser = commands.add_parser(
         command.name,
         help=command.summary,
@@ -50,7 +50,7 @@ def add_command(commands: Any, command: Command) -> None:
 
 
 def size(text: str) -> int:
-    """An argument that is a number of bytes."""
+    """Parse an argument that is a number of bytes."""
     try:
         return parse_bytes(text, "the size")
     except LimitError as error:
@@ -58,7 +58,7 @@ def size(text: str) -> int:
 
 
 def size_or_zero(text: str) -> int:
-    """An argument that is a number of bytes, 0 included."""
+    """Parse an argument that is a number of bytes or 0."""
     return 0 if text.strip() == "0" else size(text)
 
 
@@ -74,7 +74,7 @@ def add_sequence(parser: argparse.ArgumentParser, optional: bool = False) -> Non
         metavar="SEQ.json",
         nargs="?" if optional else None,
         help="a sequence file, as `rotoff solve` writes it"
-        + ("; left out, the chain itself is shown" if optional else ""),
+        + ("; without it, the chain itself is shown" if optional else ""),
     )
 
 
@@ -100,7 +100,7 @@ def print_json(data: Any) -> None:
 
 
 def check_suffix(path: str | None, suffixes: tuple[str, ...]) -> str | None:
-    """The suffix of a file to be written, refused before the work and not after it."""
+    """The suffix of an output file; raises Stop for an unknown one, before any work is done."""
     if path is None:
         return None
     suffix = Path(path).suffix.lower()

@@ -1,4 +1,4 @@
-"""The command that looks at the machine, with torch: doctor."""
+"""The command that checks the machine, with torch: doctor."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _seconds(text: str) -> float:
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA where there is some)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)")
     parser.add_argument(
-        "--seconds", type=_seconds, metavar="N", help="of timed steps at each of three limits (default: 4)"
+        "--seconds", type=_seconds, metavar="N", help="duration of the timed steps at each of three limits (default: 4)"
     )
     parser.add_argument(
-        "-o", "--output", default="doctor.json", metavar="FILE", help="where the findings go (default: doctor.json)"
+        "-o", "--output", default="doctor.json", metavar="FILE", help="write the findings here (default: doctor.json)"
     )
     add_json(parser)
 
@@ -40,7 +40,7 @@ def _doctor(options: argparse.Namespace) -> int:
         raise Stop("the checks train a model, which needs torch: pip install torch") from None
     except Exception as error:
         said = f"{type(error).__name__} {error}".strip()
-        raise Stop(f"torch cannot be imported ({said}); install it anew, or give the process more memory") from error
+        raise Stop(f"torch cannot be imported ({said}); reinstall it, or give the process more memory") from error
     from ..tools.doctor.examination import SECONDS, examine, find_device
     from ..tools.doctor.findings import FAILED, OK, Report
 
@@ -51,7 +51,7 @@ def _doctor(options: argparse.Namespace) -> int:
         raise Stop(f"{options.output} cannot be written ({error.strerror}); name another file with -o") from error
 
     def told(report: Report, finding: Finding) -> None:
-        report.save(options.output)  # now, so that an interrupt leaves what is known
+        report.save(options.output)  # after each check, so that an interrupt keeps the findings so far
         if not options.json:
             print(finding, flush=True)
 
@@ -62,8 +62,8 @@ def _doctor(options: argparse.Namespace) -> int:
         counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (OK, "attention", FAILED))
         print(f"\n{counts}, in {report.seconds:.0f} s; written to {options.output}")
         print(
-            "Is this hardware new to rotoff? Please send the file, in an issue: what rotoff predicts is checked against"
-            " it."
+            "Is this hardware new to rotoff? Please attach the file to an issue: it is used to check rotoff's"
+            " predictions."
         )
     return 1 if report.verdict == FAILED else 0
 
@@ -71,13 +71,13 @@ def _doctor(options: argparse.Namespace) -> int:
 COMMANDS = (
     Command(
         "doctor",
-        "check what training under a limit builds on, on this machine, with a verdict for each",
+        "check this machine for all that training under a limit needs, with a verdict for each",
         "rotoff doctor --device cuda -o doctor.json",
         _doctor_arguments,
         _doctor,
         "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds"
-        " beside the"
-        "\npredicted ones, gradients beside plain ones, waits of the host, overlap of copies. Exit code 1: a check"
+        " against"
+        "\npredicted ones, gradients against plain ones, waits of the host, overlap of copies. Exit code 1: a check"
         " failed.",
     ),
 )

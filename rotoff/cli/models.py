@@ -1,4 +1,4 @@
-"""Commands that look at models, with torch: profile, estimate, plan, stages."""
+"""Commands that run or trace models, with torch: profile, estimate, plan, largest, stages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from .pictures import stage_table
 _TARGET = (
     "MODULE:FUNCTION, or FILE.py:FUNCTION, is called without arguments and returns (model, sample): the model in"
     " training"
-    "\nmode on its device, and what it is called with: a tensor, a tuple of positional arguments, or a dict of keyword"
-    " arguments."
+    "\nmode on its device, and its arguments: a tensor, a tuple of positional ones, or a dict of keyword arguments."
 )
 
 
@@ -29,7 +28,7 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The model that ``module:function`` returns, and the arguments to call it with.
 
     Raises:
-        Stop: where there is no such function, it raises, or what it returns is not (model, sample).
+        Stop: if there is no such function, it raises, or it does not return (model, sample).
     """
     function = _load_function(text)
     try:
@@ -47,7 +46,7 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def _load_function(text: str) -> Any:
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
-        raise Stop(f"{text!r} is not MODULE:FUNCTION; write for example my_models:build or path/to/my_models.py:build")
+        raise Stop(f"{text!r} is not MODULE:FUNCTION; give, for example, my_models:build or path/to/my_models.py:build")
     module = _load_module(where)
     function = getattr(module, name, None)
     if not callable(function):
@@ -67,7 +66,7 @@ def _load_module(where: str) -> Any:
             spec.loader.exec_module(module)
             return module
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))  # `rotoff` the script has its own folder there instead
+            sys.path.insert(0, str(Path.cwd()))  # the script `rotoff` has its own folder there instead
         return importlib.import_module(where)
     except Stop:
         raise
@@ -82,7 +81,7 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", default="", help="of the chain (default: the model's class)")
     _add_cut(parser)
-    parser.add_argument("--host-directory", metavar="DIR", help="on a CPU, where the file for offloaded values lies")
+    parser.add_argument("--host-directory", metavar="DIR", help="on a CPU, the directory of the file for offloading")
     parser.add_argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
     add_json(parser)
 
@@ -139,20 +138,20 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--mem-limit",
         type=size,
         metavar="SIZE",
-        help="that a step may allocate beyond what is resident (default: all that the device has left)",
+        help="bytes that a step may allocate beyond resident ones (default: all that the device has left)",
     )
     parser.add_argument(
         "--optimizer",
         default="adam",
         metavar="NAME",
-        help="whose states are resident: sgd, momentum, adam or adamw (default: adam)",
+        help="the optimizer, whose states are resident: sgd, momentum, adam or adamw (default: adam)",
     )
     parser.add_argument(
         "--host-bandwidth",
         type=float,
         default=40e9,
         metavar="B/S",
-        help="of the host's memory while the link is busy, for updates on the host (default: 40e9)",
+        help="bandwidth of the host's memory while the link is busy, for updates on the host (default: 40e9)",
     )
     _add_cut(parser)
     add_json(parser)
@@ -177,16 +176,14 @@ def _largest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="takes a size, returns the model and a sample")
     _add_device(parser)
     parser.add_argument(
-        "--mem-limit", type=size, metavar="SIZE", help="that a step may allocate (default: what is left)"
+        "--mem-limit", type=size, metavar="SIZE", help="bytes that a step may allocate (default: what is left)"
     )
-    parser.add_argument("--step-time", type=float, metavar="SECONDS", help="that a step may take, by the estimate")
+    parser.add_argument("--step-time", type=float, metavar="SECONDS", help="most estimated seconds of a step")
     parser.add_argument(
         "--optimizer", default="adam", metavar="NAME", help="sgd, momentum, adam or adamw (default: adam)"
     )
     parser.add_argument("--step", type=int, default=1, metavar="N", help="sizes are multiples of it (default: 1)")
-    parser.add_argument(
-        "--most", type=int, default=2**20, metavar="N", help="the largest size asked for (default: 2**20)"
-    )
+    parser.add_argument("--most", type=int, default=2**20, metavar="N", help="the largest size to try (default: 2**20)")
     _add_cut(parser)
     add_json(parser)
 
@@ -215,7 +212,7 @@ def _largest(options: argparse.Namespace) -> int:
 
 
 def _give(chain: Chain, options: argparse.Namespace, note: str = "") -> None:
-    """Write and print a chain, as asked."""
+    """Write and print a chain, as the options say."""
     if options.output:
         chain.save(options.output)
     if options.json:
@@ -239,17 +236,17 @@ def _add_cut(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages",
         metavar="N|NAMES",
-        help="about how many stages to cut into, or dotted names of modules, by commas, that are each to be one",
+        help="about how many stages to cut into, or dotted names of modules (by commas): each becomes one stage",
     )
     parser.add_argument(
         "--backward-from",
         metavar="NAMES",
-        help="keys (loss) or places (0) of the outputs that the backward starts from, by commas (default: any)",
+        help="keys (loss) or indices (0) of the outputs that the backward starts from, by commas (default: any)",
     )
 
 
 def _cut(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Checkpointable` that `_add_cut` takes."""
+    """The options of `Checkpointable` for the arguments that `_add_cut` adds."""
 
     def listed(text: str) -> list[str]:
         return [name.strip() for name in text.split(",")]

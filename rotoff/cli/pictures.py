@@ -95,7 +95,7 @@ def stage_table(chain: Chain) -> str:
 
 
 def _group_table(chain: Chain) -> list[str]:
-    """Lines for the groups of parameters, and their sums; none where there are none."""
+    """Lines for the groups of parameters, and their sums; empty if there are no groups."""
     if not chain.parameters:
         return []
     wide = min(40, max([4, *(len(group.name) for group in chain.parameters)]))

@@ -1,4 +1,4 @@
-"""Commands that make and judge sequences, without torch: solve, compare, sweep, simulate."""
+"""Commands that make and check sequences, without torch: solve, compare, sweep, simulate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .command import (
 _LIMIT = "the limit counts everything that a step of the chain holds, its input (the batch) included"
 
 
-# -- what several of them take
+# -- shared arguments
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     )
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument("--refine", type=float, metavar="SECONDS", help="about how long to search on exact bytes")
-    effort.add_argument("--no-refine", action="store_true", help="the dynamic programs alone, no search")
+    effort.add_argument("--no-refine", action="store_true", help="use the dynamic programs alone, without a search")
 
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _policies(text: str) -> tuple[str, ...]:
 
 
 def _chosen(policies: tuple[str, ...], chain: Chain) -> tuple[str, ...]:
-    """The systems asked for; all of those that plan what the chain has, where "all" is among them."""
+    """The requested systems; if "all" is among them, all that apply to the chain."""
     return tuple(PLACEMENTS if chain.parameters else POLICIES) if "all" in policies else policies
 
 
@@ -124,7 +124,7 @@ def _solve_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of that policy; may be repeated",
+        help="option of that policy; may be repeated",
     )
     _add_search(parser)
     parser.add_argument("-o", "--output", metavar="SEQ.json", help="write the sequence to this file")
@@ -137,7 +137,7 @@ def _solve(options: argparse.Namespace) -> int:
     if options.policy is not None:
         sequence = solve(chain, options.mem_limit, policy=options.policy, **search, **dict(options.option))
     elif options.option:
-        raise Stop("--option goes with --policy")
+        raise Stop("--option needs --policy")
     else:
         with Bar("searching") as bar:
             search["progress"] = lambda done, best: bar(done, f"{best:.4g} s")
@@ -197,7 +197,7 @@ def _try(chain: Chain, mem_limit: int, **options: Any) -> dict[str, Any]:
         sequence = solve(chain, mem_limit, **options)
     except InfeasibleError as error:
         return {"fits": False, "why": str(error), "min_mem_limit": error.min_mem_limit}
-    except OptionError as error:  # a policy that is not made for such a chain
+    except OptionError as error:  # a policy that does not apply to such a chain
         return {"fits": False, "why": str(error)}
     return {"fits": True, **_summary(chain, simulate(chain, sequence))}
 
@@ -281,7 +281,7 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     add_chain(parser)
     add_sequence(parser)
     parser.add_argument(
-        "--mem-limit", type=size, metavar="SIZE", help="refuse what exceeds it (default: the sequence's own)"
+        "--mem-limit", type=size, metavar="SIZE", help="refuse a sequence that exceeds it (default: the sequence's own)"
     )
     parser.add_argument(
         "--updates",
@@ -334,7 +334,7 @@ COMMANDS = (
         'rotoff compare chain.json --mem-limit "14 GiB"',
         _compare_arguments,
         _compare,
-        f"Exits with 1 where nothing fits; {_LIMIT}.",
+        f"Exits with 1 if nothing fits; {_LIMIT}.",
     ),
     Command(
         "sweep",
@@ -345,10 +345,10 @@ COMMANDS = (
     ),
     Command(
         "simulate",
-        "check a sequence: is it legal, what does it hold, how long does it take",
+        "check if a sequence is legal, how many bytes it holds, and how long it takes",
         'rotoff simulate chain.json sequence.json --mem-limit "14 GiB" --events',
         _simulate_arguments,
         _simulate,
-        "Exits with 1 where the machine refuses the sequence, naming the operation.",
+        "Exits with 1 if the machine refuses the sequence; the message names the operation.",
     ),
 )

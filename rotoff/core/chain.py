@@ -38,7 +38,7 @@ BIDIRECTIONAL = LinkRates._fields[3:]
 
 @dataclass(frozen=True)
 class Form:
-    """A way to keep less than a stage's whole ā, which is form 0; the backward first recomputes the rest.
+    """A way to keep only a part of a stage's ā; the backward first recomputes the rest. Form 0 is the whole ā.
 
     Args:
         saved_bytes: bytes of ā_i in this form, output included, so at least `output_bytes`.
@@ -63,8 +63,8 @@ class Stage:
     autograd saves, `tail_time` seconds early.
 
     Raises:
-        ChainError: for anything but finite numbers at or above 0, for `saved_bytes` (of a form too) below
-            `output_bytes`, which it includes, and for `tail_time` above `forward_time`. The sentence names the stage,
+        ChainError: for anything but finite numbers at or above 0, for `saved_bytes` (of the stage or a form) below
+            `output_bytes`, which it includes, and for `tail_time` above `forward_time`. The message names the stage,
             the field and the value.
     """
 
@@ -129,7 +129,7 @@ class Chain:
         input_grad_bytes: bytes of δ_0; 0 if the input needs no gradient.
         duplex: whether copies can run in both directions at once.
         d2h_bidirectional_bandwidth, h2d_bidirectional_bandwidth: bytes per second of a direction while copies run in
-            the other one too; None where they do not slow each other down. Without duplex they have no effect.
+            the other one too; None if they do not slow each other down. Without duplex they have no effect.
         parameters: groups 1 to K of parameters, as a sequence of `ParameterGroup`; empty if a limit covers activations
             only.
         meta: anything worth keeping with the chain (model, shapes, device, versions).
@@ -227,7 +227,7 @@ class Chain:
 
     @property
     def bidirectional_shares(self) -> tuple[float, float]:
-        """What is left of the bandwidth out, and of that in, while copies run in both directions; 1 is all of it."""
+        """The shares of the d2h and the h2d bandwidth that remain while copies run in both directions; 1 is all."""
         if not self.duplex:
             return 1.0, 1.0
         out, back, _, out_beside, back_beside = self.link
@@ -253,7 +253,7 @@ class Chain:
         """The chain that a JSON object of the file format describes; unknown fields are kept in `extra`.
 
         Raises:
-            ChainError: if the object is not such a chain; the sentence names the field.
+            ChainError: if the object is not such a chain; the message names the field.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ChainError(f'not a chain: the field "format" must be "{FORMAT}"')

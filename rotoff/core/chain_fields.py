@@ -1,4 +1,4 @@
-"""What the fields of a chain may hold; each error is one sentence that names the field and the value."""
+"""Checks for the fields of a chain; each error is one sentence that names the field and the value."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bytes_of(value: Any, name: str, where: str) -> int:
 
 
 def at_most(value: Any, alone: float, name: str) -> float:
-    """Bytes per second of a direction that reaches `alone` where nothing runs in the other one."""
+    """Check the bidirectional bandwidth of a direction that reaches `alone` while nothing runs in the other one."""
     real = number(value, name, "the chain")
     if not 0 < real <= alone:
         raise ChainError(

@@ -1,7 +1,7 @@
 """The lanes beside compute: copies to the host and back, updates on the host; each lane runs its jobs in issue order.
 
-While copies run in both directions, each direction has its bidirectional bandwidth. So when a copy ends depends on what
-is issued while it runs, and is found once somebody waits for it: nothing can be issued until then.
+While copies run in both directions, each direction has its bidirectional bandwidth. So the end of a copy depends on the
+jobs issued while it runs. It is computed when something waits for the copy, since nothing is issued meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 
 
 class Lanes:
-    """Jobs are numbers, in issue order.
+    """Simulates the lanes; jobs are identified by number, in issue order.
 
     Args:
         duplex, shares: `duplex` and `bidirectional_shares` of a chain.
@@ -21,15 +21,15 @@ class Lanes:
         self._shares = shares
         self._jobs: list[tuple[float, float, int | None]] = []
         self._queues: list[deque[int]] = [deque(), deque(), deque()]
-        self._ends = [0.0, 0.0, 0.0]  # of the first in the queue if it has begun, else of the last one that ran
+        self._ends = [0.0, 0.0, 0.0]  # end of the queue's first job if that has begun, else of the last job that ran
         self._begun = [False, False, False]
         self._start: dict[int, float] = {}
         self._end: dict[int, float] = {}
 
     def issue(self, lane: str, ready: float, seconds: float, after: int | None = None) -> int:
-        """A job on "d2h", "h2d" or "host" that begins at `ready` or later, once the job `after` has ended.
+        """Issue a job on "d2h", "h2d" or "host" that begins at `ready` or later, once the job `after` has ended.
 
-        seconds: that it takes while no copy runs in the other direction.
+        seconds: its duration while no copy runs in the other direction.
         """
         self._jobs.append((ready, seconds, after))
         self._queues[self._lane[lane]].append(len(self._jobs) - 1)
@@ -79,5 +79,5 @@ class Lanes:
 
 
 def _scaled(end: float, now: float, by: float) -> float:
-    """`end`, where what is left at `now` takes `by` times as long."""
+    """The new `end` of a job whose remaining time at `now` is multiplied by `by`."""
     return end if by == 1 else now + (end - now) * by

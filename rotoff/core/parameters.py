@@ -26,17 +26,17 @@ class ParameterGroup:
 
     Args:
         stages: the stages that read them, counted from 1; a tied weight names two.
-        bytes: of the parameters.
-        grad_bytes, state_bytes: of the gradients and of the optimizer's state; 0 if the parameters are frozen.
+        bytes: bytes of the parameters.
+        grad_bytes, state_bytes: bytes of the gradients and of the optimizer's state; 0 if the parameters are frozen.
         update_time: seconds on the compute lane, with parameters, gradients and state on the device.
         host_update_time: seconds on the host's own lane, measured with both links busy; None if the host cannot
             update them.
         update_transient_bytes: charged in addition to the three values while the device updates them.
-        name: of the group.
+        name: name of the group.
         extra: unknown fields of a file.
 
     Raises:
-        ChainError: naming the group, the field and the value.
+        ChainError: if a field is invalid; the message names the group, the field and the value.
     """
 
     stages: tuple[int, ...]
@@ -80,7 +80,7 @@ class ParameterGroup:
         """Group `k` from a chain's file; unknown fields are kept in `extra`.
 
         Raises:
-            ChainError: if the object is no such group; the sentence begins with the group's number.
+            ChainError: if the object is no such group; the message begins with the group's number.
         """
         if not isinstance(data, Mapping):
             raise ChainError(f"group {k} of the parameters is {data!r}, not an object")

@@ -1,10 +1,10 @@
 """A pipeline of ranks: the order of each schedule, and a simulator of the plans that its stages run.
 
 A pipeline cuts a model into stages, and a batch into micro-batches. Each rank runs the forwards and backwards of its
-stages in the order of a schedule, and waits for what the neighbours hand it. The simulator runs every operation of
-every micro-batch on the lanes of the machine (`core.simulator`): one compute lane for each rank, and two lanes to the
-host, which some ranks may share. So the copies of one micro-batch go on under the work of the next. Stages, ranks and
-micro-batches count from 0.
+stages in the order of a schedule, and waits for its neighbours' outputs and gradients. The simulator runs every
+operation of every micro-batch on the lanes of the machine (`core.simulator`): one compute lane for each rank, and two
+lanes to the host, which some ranks may share. So copies of one micro-batch overlap with the work of the next. Stages,
+ranks and micro-batches count from 0.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Order = tuple[Task, ...]
 
 
 def orders(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> tuple[Order, ...]:
-    """What each rank runs, in order, as ``torch.distributed.pipelining`` does.
+    """The tasks of each rank, in the order of ``torch.distributed.pipelining``.
 
     Args:
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank; stage s is on rank s mod `ranks`.
 
     Raises:
-        OptionError: for another schedule, or numbers that it does not take.
+        OptionError: for another schedule, or numbers that the schedule does not support.
     """
     kind = schedule.lower().removeprefix("schedule") if isinstance(schedule, str) else ""
     if kind not in SCHEDULES:
@@ -91,7 +91,7 @@ def _one_f_one_b(kind: str, rank: int, ranks: int, micro_batches: int, chunks: i
 
 
 def most_in_flight(order: Sequence[Task]) -> int:
-    """The most micro-batches of a rank whose forward has run and whose backward has not; those of all its stages."""
+    """The most micro-batches, over all stages of a rank, whose forward has run and whose backward has not."""
     now = most = 0
     for task in order:
         now += -1 if task.backward else 1
@@ -100,7 +100,7 @@ def most_in_flight(order: Sequence[Task]) -> int:
 
 
 class _Work(NamedTuple):
-    """One operation: seconds of compute, whose copies it waits for, and the copy that it starts."""
+    """One operation: seconds of compute, the values whose copies it waits for, and the copy that it starts."""
 
     seconds: float
     waits: tuple[Value, ...]
@@ -113,11 +113,11 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage does for each micro-batch; `stage_plan` makes one.
+    """The operations of one stage for each micro-batch; `stage_plan` makes one.
 
     forward, backward: operations. resting_bytes, resting_host_bytes: held between the two, on device and host.
-    duplex, shares: `duplex` and `bidirectional_shares` of the link. output_bytes, input_grad_bytes: what the neighbours
-    are handed.
+    duplex, shares: `duplex` and `bidirectional_shares` of the link. output_bytes, input_grad_bytes: bytes sent to the
+    neighbours.
     """
 
     forward: tuple[_Work, ...]
@@ -134,8 +134,8 @@ def stage_plan(chain: Chain, trace: Trace, turn: int, beside: int = 0) -> StageP
     """A stage that runs a plan.
 
     Args:
-        chain: the stage's costs. trace: of the plan. turn: how many of its operations the forward runs. beside: bytes
-            that each micro-batch holds and the chain does not know of.
+        chain: the stage's costs. trace: the plan's trace. turn: how many of its operations the forward runs. beside:
+            bytes that each micro-batch holds in addition to the chain's.
     """
     machine, work, resting, host = Machine(chain), [], 0, 0
     for n, event in enumerate(trace.events):
@@ -144,7 +144,7 @@ def stage_plan(chain: Chain, trace: Trace, turn: int, beside: int = 0) -> StageP
         lane = event.lane if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) else ""
         value = Value(op.saved, op.stage)
         bandwidth = chain.d2h_bandwidth if lane == "d2h" else chain.h2d_bandwidth
-        machine.step(op)  # of which only the bytes matter
+        machine.step(op)  # for the bytes alone
         copied = machine.device.get(value, 0) / bandwidth if lane else 0.0
         memory = event.memory + beside
         work.append(_Work(seconds, _waited(op), lane, value, copied, memory, event.host_memory))
@@ -165,8 +165,8 @@ def _waited(op: Op) -> tuple[Value, ...]:
 
 
 class RankTrace(NamedTuple):
-    """compute_time, copy_time: seconds in which the rank computes, and waits for copies. idle_time: in which it has
-    nothing to do, the bubble. peak_bytes, host_peak_bytes: the most held."""
+    """compute_time, copy_time: seconds in which the rank computes, and waits for copies. idle_time: seconds in which it
+    has nothing to do, the bubble. peak_bytes, host_peak_bytes: the most bytes held."""
 
     compute_time: float
     copy_time: float
@@ -197,10 +197,10 @@ def simulate_pipeline(
     """Run one step of a pipeline.
 
     Args:
-        stages: of the whole pipeline. order: what each rank runs, such as `orders` returns.
+        stages: all stages of the pipeline. order: the tasks of each rank, such as `orders` returns.
         ranks_per_link: neighbours whose copies to the host share one link, each copy at the link's full rate. A copy
-            in the other direction slows no copy down that another rank waits for already.
-        send_bandwidth: B/s between ranks; what is handed over arrives after that time, and holds nobody.
+            for which a rank already waits is not slowed down by later copies in the other direction.
+        send_bandwidth: B/s between ranks; sending delays the receiver, and the sender does not wait.
 
     Raises:
         OptionError: for an order in which ranks wait for each other forever.
@@ -239,7 +239,7 @@ class _Run:
         return PipelineTrace(end, tuple(RankTrace(b, c, end - b - c, peak, host) for b, c, peak, host in rows))
 
     def _advance(self, rank: int) -> None:
-        """Run the rank's next operation, or let it wait for what it is handed."""
+        """Run the rank's next operation, or let it wait for a neighbour's tensors."""
         at, n = self._at[rank]
         task = self._order[rank][at]
         if n == 0 and not self._ready(task, rank):
@@ -260,7 +260,7 @@ class _Run:
             heapq.heappush(self._heap, (self._clock[rank], rank))
 
     def _ready(self, task: Task, rank: int) -> bool:
-        """Whether the rank may begin `task` now; where not, it comes back in time."""
+        """Whether the rank may begin `task` now; if not, it is queued for the time when it may."""
         if task.stage == (len(self._stages) - 1 if task.backward else 0):
             return True
         arrived = self._arrival.get(task)

@@ -1,4 +1,4 @@
-"""Sequences of operations, that is plans: as values, as text and as files; ``parse(str(op)) == op``."""
+"""Sequences of operations (plans): as objects, as text and as files; ``parse(str(op)) == op``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Value(NamedTuple):
         return f"{self.of or ('abar' if self.saved else 'a')} {self.stage}"
 
 
-@cache  # asked for several times in every operation that the interpreter runs
+@cache  # called several times in every operation that the interpreter runs
 def a(i: int) -> Value:
     """a_i, the output of stage i; a_0 is the chain's input."""
     return Value(False, i)
@@ -248,8 +248,8 @@ class Sequence:
     """The operations of one training step, in program order: a plan.
 
     Args:
-        mode: of the solver, or the policy's name.
-        mem_limit: bytes that it was made for, or None.
+        mode: the solver's mode, or the policy's name.
+        mem_limit: the limit in bytes that it was made for, or None.
         resident: values of parameter groups that the device holds between steps, as texts such as ``"w 1"`` or ``"o
             1"``.
         meta, extra: stored with it; rotoff does not read them.

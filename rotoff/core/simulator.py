@@ -1,8 +1,8 @@
-"""The machine: decides which sequences are legal, what they hold, and how long they take.
+"""The machine: decides which sequences are legal, how many bytes they hold, and how long they take.
 
 A value is on the device (arriving or usable), on the host, or both. Program order alone determines memory. Four lanes
 determine time: compute, device to host, host to device, the host's updates. While copies run in both directions each
-runs at its bidirectional bandwidth, where the chain has one. The rules of each operation:
+runs at its bidirectional bandwidth, if the chain has one. The rules of each operation:
 
 ========================  =============================================================================================
 ``F_all i``, ``F_sel``     needs the input of i (``a i-1`` or ``abar i-1``), makes ``abar i``
@@ -22,8 +22,8 @@ An operation that drops a value occupies the compute lane until all copies of th
 `early_stops` names leaves out its `tail_time`.
 
 A stage needs ``w k`` of every group k that it reads. The first ``B`` of a group allocates ``g k``; after the last one
-``g k`` is whole. `steady_step` says what device and host hold of parameters between steps; the step's time is then that
-of a steady one.
+``g k`` is whole. `steady_step` describes where parameters are between steps. The time is then that of a step in the
+steady state of a training loop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Machine:
         self.mem_limit = mem_limit
         self.rest = at_rest(chain) if rest is None else rest
         self.device: dict[Value, int] = {a(0): chain.input_bytes, **self.rest.device}  # value -> bytes charged
-        self.host: dict[Value, int] = dict(self.rest.host)  # valid copies alone
+        self.host: dict[Value, int] = dict(self.rest.host)  # only valid copies
         self.arriving: set[Value] = set(self.rest.arriving)
         self.form: dict[int, int] = {}  # stage -> form in which abar of that stage exists, on either side
         self.next_backward = len(chain)
@@ -66,14 +66,14 @@ class Machine:
         self._whole: set[int] = set()  # groups whose gradient is whole
         self._left: set[int] = set()  # groups whose gradient has been offloaded
         self._updated: set[int] = set()
-        # of parameters, their gradients and states on the device
+        # bytes of parameters, their gradients and states on the device
         self._parameter_bytes = sum(self.rest.device.values())
-        self._ends = [0.0]  # of the compute lane: the start of the first step, the end of each
+        self._ends = [0.0]  # on the compute lane: the start of the first step, then the end of each
         self._clock = {"compute": 0.0}
         self._lanes = Lanes(chain.duplex, chain.bidirectional_shares)
         self._jobs: dict[int, int] = {}  # index of an event -> its job on a lane
         self._copies: dict[Value, int] = {}  # value -> the last copy that reads or writes it
-        self._valid: dict[Value, int] = {}  # value -> what made the host's copy: the copy out, or the host's update
+        self._valid: dict[Value, int] = {}  # value -> the job that made the host's copy: an offload or a host update
         self._moved = {"d2h": 0, "h2d": 0}
 
     # -- what the machine holds

@@ -14,7 +14,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
     _UNITS[f"{_letter}IB"] = 1024**_power
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
-MOST = 10**308  # what is larger is taken as this: it is no float, which every report of a size needs
+MOST = 10**308  # larger sizes are cut to this, since reports need a float
 _HOW = 'give a whole number of bytes or a size such as "6 GiB"'
 
 

@@ -58,8 +58,8 @@ def check_group_value(chain: Chain, v: Value) -> str:
 def at_rest(chain: Chain, ops: Iterable[Op] = (), resident: Iterable[str] = ()) -> AtRest:
     """The state between steps that run `ops` and hold `resident`.
 
-    The host has a valid copy of every value that is not resident, and of a resident one where the step updates it by
-    ``H``, drops or frees it while it is frozen, or where the last of ``offload``, ``prefetch`` and ``U`` on it is not
+    The host has a valid copy of every value that is not resident. It has one of a resident value if the step updates it
+    by ``H``, drops or frees it while it is frozen, or if the last of ``offload``, ``prefetch`` and ``U`` on it is not
     ``U``.
 
     Raises:
@@ -105,7 +105,7 @@ def check_end(
     arriving: Set[Value],
     updated: Set[int],
 ) -> str:
-    """How the end of a step differs from its start, or ""."""
+    """A sentence on how the end of a step differs from its start, or ""."""
     for k, group in enumerate(chain.parameters, start=1):
         if group.grad_bytes and k not in updated:
             return f"the sequence ends without an update of group {k}; add U {k} or H {k}"
@@ -128,7 +128,7 @@ def check_end(
 
 
 class Readers:
-    """The groups that each stage needs: lookups by stage, made once."""
+    """Lookup tables from stages to the values of their parameter groups."""
 
     def __init__(self, chain: Chain) -> None:
         self.weights: dict[int, list[Value]] = {}  # stage -> w of the groups that it reads

@@ -8,7 +8,7 @@ from typing import Any
 from .sequence import Op
 from .sizes import format_bytes
 
-_ROUNDING = 1e-9  # a lane that ends so much later than the step ends with it
+_ROUNDING = 1e-9  # relative tolerance in comparing a lane's end with the step's
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +78,5 @@ class Trace:
 
 
 def figures(trace: Trace) -> dict[str, Any]:
-    """What a sequence's meta says of its step."""
+    """The figures of a step for a sequence's meta."""
     return {name: getattr(trace, name) for name in ("makespan", "peak_bytes", "host_peak_bytes")}

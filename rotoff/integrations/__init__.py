@@ -1,1 +1,1 @@
-"""One line for where people train: callbacks for Hugging Face's Trainer and for Lightning, a module each."""
+"""Callbacks for Hugging Face's Trainer and for Lightning, one module each."""

@@ -1,7 +1,6 @@
-"""Lightning: one callback.
+"""A callback for Lightning::
 
-from rotoff.integrations.lightning import RotoffCallback trainer = Trainer(callbacks=[RotoffCallback("6 GiB",
-module="net")])
+trainer = Trainer(callbacks=[RotoffCallback("6 GiB", module="net")])
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError:  # the older package of the same code
+except ModuleNotFoundError:  # the older name of the package
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 from ..checkpointable import Checkpointable
@@ -20,14 +19,14 @@ from ..tools.config import RotoffConfig, read_limits
 
 
 class RotoffCallback(Callback):  # type: ignore[misc]
-    """Trains a submodule of the LightningModule inside `mem_limit`, or all of it inside `device_limit`, from the start
-    of ``fit`` to its end.
+    """Trains a submodule of the LightningModule inside `mem_limit` or `device_limit`, from the start of ``fit`` to its
+    end.
 
     Args:
-        mem_limit, options: as of `rotoff.attach`; a `RotoffConfig` says all in one.
+        mem_limit, options: as for `rotoff.attach`; a `RotoffConfig` holds all of them.
         module: name of the submodule that ``training_step`` calls, such as "net" or "model.encoder"; by default the
             only child that has parameters.
-        device_limit: in place of `mem_limit`, as of `Checkpointable.compute_sequence`; for the module's own optimizers.
+        device_limit: in place of `mem_limit`, as for `Checkpointable.compute_sequence`, with the trainer's optimizers.
 
     Attributes:
         planned: the `Checkpointable` that plans it, while fitting.

@@ -1,7 +1,6 @@
-"""Hugging Face's ``Trainer``, and all that is made of it, such as TRL's trainers: one callback.
+"""A callback for Hugging Face's ``Trainer`` and trainers based on it, such as TRL's::
 
-from rotoff.integrations.transformers import RotoffCallback trainer = Trainer(model, args, train_dataset=data,
-callbacks=[RotoffCallback("6 GiB")])
+trainer = Trainer(model, args, train_dataset=data, callbacks=[RotoffCallback("6 GiB")])
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from ..tools.config import RotoffConfig, read_limits
 
 
 class RotoffCallback(TrainerCallback):  # type: ignore[misc]
-    """Trains the trainer's model inside `mem_limit`, or all of it inside `device_limit`; give it to the trainer's
-    constructor.
+    """Trains the trainer's model inside `mem_limit` or `device_limit`; pass it to the trainer's constructor.
 
-    The model stays the object that it is: what the trainer saves and loads is what it saves and loads without. With
-    several processes all follow one plan.
+    The model stays the same object, so the trainer saves and loads the same files as without the callback. Several
+    processes follow one plan.
 
     Args:
-        mem_limit, options: as of `rotoff.attach`; a `RotoffConfig` says all in one.
-        device_limit: in place of `mem_limit`, as of `Checkpointable.compute_sequence`; for the trainer's own optimizer.
+        mem_limit, options: as for `rotoff.attach`; a `RotoffConfig` holds all of them.
+        device_limit: in place of `mem_limit`, as for `Checkpointable.compute_sequence`, with the trainer's optimizer.
 
     Attributes:
         planned: the `Checkpointable` that plans the model, once there is a trainer.
@@ -45,7 +43,7 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
             raise OptionError(
-                "gradient_checkpointing recomputes on its own; leave it off, rotoff plans what is recomputed"
+                "gradient_checkpointing is on; turn it off, since rotoff itself plans which stages are recomputed"
             )
         if self._device_limit is not None:
             self.planned, self._options = attach_unplanned(model, self._options)
@@ -57,7 +55,7 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         if self.planned is None:
-            # By now the trainer may have put autocast around the model's forward, and a plan must stand within it.
+            # By now the trainer may have wrapped the model's forward in autocast, and a plan must be inside of it.
             raise OptionError(
                 "RotoffCallback was added to a finished trainer; give it to the constructor: callbacks=[...]"
             )

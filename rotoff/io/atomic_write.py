@@ -1,4 +1,4 @@
-"""Text files that are written whole or not at all, whatever happens meanwhile and whoever reads."""
+"""Atomic writing of text files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to the file at `path`: its readers find what was there before or all of `text`.
+    """Write `text` to the file at `path` atomically: readers find the old content or all of `text`.
 
-    Permissions of a file that was there are kept; links are followed. What is no regular file (a pipe, ``/dev/stdout``)
-    is written to as it comes.
+    The permissions of an existing file are kept; links are followed. Anything but a regular file (a pipe,
+    ``/dev/stdout``) is written directly.
 
     Raises:
-        OSError: if it cannot be written; what was there before still is.
+        OSError: if it cannot be written; the old content is then unchanged.
     """
     target = Path(os.path.realpath(path))
     mode = None
@@ -25,11 +25,11 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             Path(path).write_text(text, encoding="utf-8")
             return
         mode = stat.S_IMODE(found)
-        with target.open("a"):  # a file that must not be written to is not replaced either
+        with target.open("a"):  # do not replace a file without write permission
             pass
     except FileNotFoundError:
         pass
-    # beside it, since files are replaced within one file system only
+    # in the same directory, since files can only be replaced within one file system
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
         with beside.open("x", encoding="utf-8", newline="") as file:

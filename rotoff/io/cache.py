@@ -1,8 +1,8 @@
 """A cache on disk for the next process: solved sequences, and measured models.
 
-Each entry is a JSON file. Its name is the hash of everything that the entry depends on, which is also inside and
-compared. Files are written atomically; one that cannot be read is ignored with a line in the log. Nothing is ever
-unpickled.
+Each entry is a JSON file. Its name is the hash of a key with everything that the entry depends on. The file contains
+the key, too, which is compared. Files are written atomically; one that cannot be read is ignored with a warning in the
+log. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .atomic_write import write_whole
 
 logger = logging.getLogger("rotoff")
 ENVIRONMENT = "ROTOFF_CACHE"  # "off", or the directory
-KEPT = 1000  # entries; the oldest go first
+KEPT = 1000  # most entries; the oldest are deleted first
 _FORMAT = "rotoff.cached"
 _VERSION = 1
 
@@ -35,7 +35,7 @@ def default_directory() -> Path | None:
 
 
 class Cache:
-    """Entries in `directory`; with None, it finds and keeps nothing."""
+    """A cache in `directory`; with None, it finds and keeps nothing."""
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         self.directory = None if directory is None else Path(directory).expanduser()
@@ -63,7 +63,7 @@ class Cache:
         return entry.get("value") if entry.get("key") == _plain(key) else None
 
     def keep(self, kind: str, key: Any, value: Any) -> None:
-        """Keep `value` (of JSON values) for `key`; if that fails, the log says so and nothing else happens."""
+        """Keep `value` (of JSON values) for `key`; if that fails, a warning is logged."""
         if self.directory is None:
             return
         entry = {"format": _FORMAT, "version": _VERSION, "key": key, "value": value}
@@ -97,5 +97,5 @@ def _age(path: Path) -> float:
 
 
 def _plain(key: Any) -> Any:
-    """`key` as it comes back from a file: tuples as lists."""
+    """`key` as JSON returns it: tuples become lists."""
     return json.loads(json.dumps(key))

@@ -22,14 +22,14 @@ def load_json(path: str | os.PathLike[str], build: Callable[[Any], T], error: ty
     """Read the JSON file at `path` and pass it to `build`.
 
     Raises:
-        error: if it is not JSON, or `build` raises one; the sentence begins with the file. OSError: if it cannot be
+        error: if it is not JSON, or `build` raises one; the message begins with the path. OSError: if it cannot be
             read.
     """
     return read_json(lambda: Path(path).read_text(encoding="utf-8"), str(path), build, error)
 
 
 def read_json(read: Callable[[], str], source: str, build: Callable[[Any], T], error: type[Exception]) -> T:
-    """Pass the JSON that `read` returns to `build`; sentences begin with `source`, such as "standard input".
+    """Pass the JSON that `read` returns to `build`; error messages begin with `source`, such as "standard input".
 
     Raises:
         error: if it is not JSON, or `build` raises one. OSError: if it cannot be read.

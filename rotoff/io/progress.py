@@ -1,4 +1,4 @@
-"""One changing line on a terminal, for work that takes longer than a moment."""
+"""A progress bar on one line of the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Bar:
-    """A progress bar on standard error, if that is a terminal and the work takes longer than a moment."""
+    """A progress bar on standard error, if that is a terminal and the work takes longer than 0.4 seconds."""
 
     def __init__(self, what: str) -> None:
         self._what = what

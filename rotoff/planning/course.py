@@ -1,7 +1,7 @@
-"""A course of the forward, with what was measured of it and its plan; and by what inputs are told apart.
+"""One course of a model's forward with its profile and plan, and the signature that distinguishes inputs.
 
-A course is an input signature (shapes, strides, dtypes, what needs gradients, autocast), the answers to what the
-forward asks of its batch, and the model's own state.
+A course depends on the input's signature (shapes, strides, dtypes, `requires_grad`, autocast), on branches that the
+forward takes by the contents of its batch, and on the model's own state.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from ..tensors.convolutions import flags
 from ..tensors.tree import leaves
 from .sizes import Sizes, split
 
-_OTHERS = 64  # other courses that are remembered
-_SEEN = 8  # of those, whose calls are noted
-_TWICE = 2  # times that a step takes the same other course before that is measured, too
+_OTHERS = 64  # other courses whose occurrences are counted
+_SEEN = 8  # steps whose calls are recorded, if the forward is random
+_TWICE = 2  # occurrences of the same other course before it is measured, too
 
 
 @dataclass(eq=False)
 class Specialization:
-    """One course of the forward.
+    """One course of the forward: what was measured, and the plan for it.
 
     Attributes:
-        profile: what was measured of it, or follows from other sizes.
-        captured: its forward, as recorded.
-        plan: None until there is a request for one.
-        hint: what was beside the tensors of its input.
-        measure_again: whether steps have become others than this one.
-        left: whether the last step that was to take it did not.
-        missed: how many steps did not take it, though they were to.
-        patience: after how many of those all courses known are made one.
-        loose: how many times what its steps may take the profile charges, where it follows from other sizes.
-        seen: what steps did that chance has taken elsewhere, to be planned for as well.
+        profile: measured on this course, or interpolated from other input sizes.
+        captured: the recorded forward.
+        plan: None until one is requested.
+        hint: the input's leaves that are no tensors, as text (`constants`).
+        measure_again: whether steps repeatedly took the same other course.
+        left: whether the last step that was expected to take this course took another.
+        missed: how many steps were expected to take this course and took another.
+        patience: how many misses, over all courses of a signature, until they are measured as one course.
+        loose: estimated ratio of the bytes charged to the bytes needed, if the profile is interpolated.
+        seen: recorded forwards of steps that took random branches, to be covered by the next plan as well.
     """
 
     profile: Profile
@@ -60,29 +60,28 @@ class Specialization:
 
     @property
     def planned(self) -> Profile:
-        """The profile as the plan sees it: with the skip connections in place that it keeps there, and the gradients
-        copied that it copies."""
+        """The profile under the plan's choices: which skip connections stay in place, and if gradients are copied."""
         seen = (self.plan.kept, self.plan.compact) if self.plan is not None else ((), False)
         if self._planned is None or self._planned[0] != seen:
             self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]
 
     def become(self, profile: Profile) -> None:
-        """The same course has another `profile`, and no plan by it yet."""
+        """Replace the profile, and discard the plan."""
         self.profile, self.plan, self._planned, self._expected = profile, None, None, None
 
     @property
     def wants_more(self) -> bool:
-        """Whether to note what steps do, since chance takes them elsewhere."""
+        """Whether to record the next step, since the forward is random and has left this course before."""
         return self.captured.tape.random and self.missed > 0 and len(self.seen) < _SEEN
 
     def miss(self, astray: int) -> None:
-        """A step did not take this course, as it was to; `astray` tells the one that it took."""
+        """Count a step that was expected to take this course; `astray` identifies the course that it took."""
         self.left = True
         self.missed += 1
         self._astray[astray] = times = self._astray.get(astray, 0) + 1
         self.measure_again |= times == _TWICE
-        if len(self._astray) > _OTHERS:  # by chance a model may take another one in each step
+        if len(self._astray) > _OTHERS:  # a random forward may take a new course in each step
             del self._astray[next(iter(self._astray))]
 
     @property
@@ -97,12 +96,12 @@ _told_of_parameter = attrgetter("shape", "dtype", "requires_grad")
 
 
 def signature(value: Any, model: nn.Module) -> Any:
-    """What the bytes of a step depend on: the tensors of its input, autocast, and the model's parameters and modes."""
+    """All that a step's bytes depend on: the input's tensors, autocast, the model's parameters and training modes."""
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
     shapes = tuple(map(_shape, tensors))
     types = {"cpu", *(t.device.type for t in tensors)} - {"meta"}  # of which autocast knows nothing
     autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
-    todo, known = [model], {id(model)}  # in a loop of our own, since ``model.modules()`` has a generator for each level
+    todo, known = [model], {id(model)}  # faster than ``model.modules()``, which nests a generator for each level
     for module in todo:
         if module._modules:
             for child in module._modules.values():
@@ -116,14 +115,14 @@ def signature(value: Any, model: nn.Module) -> Any:
 
 
 def family_of(key: Any) -> tuple[Any, Sizes]:
-    """Of a `signature`: all but the sizes, with what else times depend on; and the sizes."""
+    """Split a `signature` into what inputs of all sizes share, with all else that times depend on, and the sizes."""
     shapes, *rest = key
     kinds, sizes = split(shapes)
     return (kinds, *rest, torch.get_num_threads(), torch.get_float32_matmul_precision(), flags()), sizes
 
 
 def constants(value: Any) -> str:
-    """What is beside the tensors of an input, which may or may not decide about the course of the forward."""
+    """The input's leaves that are no tensors, as text; the course may depend on them."""
     return repr([leaf for leaf in leaves(value) if not isinstance(leaf, torch.Tensor)])
 
 

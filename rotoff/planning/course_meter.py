@@ -1,7 +1,6 @@
-"""One course of a model's forward, measured: the forward is recorded and cut into stages, and these are run by
-themselves.
+"""Measures one course of a model's forward: records it, cuts it into stages, and runs each stage alone.
 
-Bytes of keeping everything come first. Where these are enough, no stage is timed and no smaller form is looked for.
+The bytes of keeping everything are measured first. If those suffice, no stage is timed and no smaller form is tried.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ from .distributed import agree_on_profile, refuse_root_shards
 from .options import Options
 
 logger = logging.getLogger("rotoff")
-# Measuring watches calls and allocations of the whole process; so one thread does it at a time.
+# Measuring watches calls and allocations of the whole process, so only one thread may measure at a time.
 _MEASURING = threading.RLock()
-# Devices of which a whole profile is taken from the cache. Others' libraries must run before the first planned step, to
-# have their workspaces, so that stages are run all the same.
+# Devices for which a cached profile replaces all measuring. On others the stages run anyway, so that the libraries have
+# allocated their workspaces before the first planned step.
 KNOWN_WHOLE = frozenset({"cpu"})
 
 
@@ -61,9 +60,9 @@ class Known(NamedTuple):
     """What was measured at other sizes.
 
     Attributes:
-        tape: what the forward did there.
-        names: of the stages.
-        times: those that follow for the new size; None: none do.
+        tape: the recorded forward.
+        names: names of the stages.
+        times: interpolated for the new size; None: not known.
     """
 
     tape: Tape
@@ -77,11 +76,11 @@ class Wanted:
 
     Attributes:
         value: the chain's input.
-        progress, repeats: as of `Checkpointable.measure`.
-        also: what other forwards did, which the stages are for, too.
+        progress, repeats: as for `Checkpointable.measure`.
+        also: tapes of other forwards that the stages must cover, too.
         known: what was measured at other sizes, if anything.
-        taped: of the step whose own forward is recorded, if any.
-        captured: what was recorded before on an input of the same signature; None: the forward is to be recorded.
+        taped: the current step's forward; it is recorded in place of a separate one.
+        captured: an earlier recording on an input of the same signature; None: record the forward now.
     """
 
     value: Any
@@ -97,14 +96,14 @@ class CourseMeter:
     """Measures courses of `model`, in all processes of `group` alike.
 
     Attributes:
-        plain: what runs the model as it is, where that is not a call of it (`rotoff.attach`).
-        device: on which steps run, where that is not the parameters' own.
+        plain: runs the unplanned model, if calling `model` does not (`rotoff.attach`).
+        device: where steps run, if not where the parameters are.
 
     Args:
-        root: the module that is called; `model` where nothing is around it.
-        options: of `Checkpointable`.
-        links: to the host, of which the bandwidth is measured.
-        cache: of profiles.
+        root: the module that the user calls; `model`, if nothing wraps it.
+        options: the options of `Checkpointable`.
+        links: links to the host, whose bandwidth is measured.
+        cache: keeps profiles.
     """
 
     def __init__(
@@ -117,9 +116,9 @@ class CourseMeter:
         self.links = links
         self.cache = cache
         self.group = group
-        self._root = weakref.ref(root)  # which owns this
+        self._root = weakref.ref(root)  # weak, since root owns this object
         self._told_whole = False
-        self._waiting: weakref.finalize[..., Any] | None = None  # for collectives where they are issued
+        self._waiting: weakref.finalize[..., Any] | None = None  # makes each collective wait where it is issued
 
     def device_for(self, value: Any) -> torch.device:
         """Where a step on the chain's input `value` runs."""
@@ -128,13 +127,13 @@ class CourseMeter:
     def measure(
         self, wanted: Wanted, enough: Callable[[Profile], bool] | None = None
     ) -> tuple[strategy.Captured, Profile]:
-        """The course and its profile.
+        """Record and profile a course.
 
         Args:
-            enough: whether a profile without times will do, which is then what this returns; None: it never will.
+            enough: called with a profile without times; if true, that profile is returned. None: always measure times.
 
         Raises:
-            MeasureError: where it cannot be measured here, or in another process of the group.
+            MeasureError: if it cannot be measured here, or in another process of the group.
         """
         began = time.perf_counter()
         if self.device is not None:
@@ -144,7 +143,7 @@ class CourseMeter:
             profile = self._agreed(one.bytes) if enough is not None else None
             if profile is None or not (enough is not None and enough(profile)):
                 profile = whole = self._agreed(one.whole)
-                if self.group is not None:  # all are here now, and so copy at the same time, as they do in training
+                if self.group is not None:  # all processes copy at the same time, as they do in training
                     profile = self._agreed(lambda: one.with_link(whole))
         what = "stages" if profile.timed else "stages' bytes"
         logger.info("rotoff: measured %d %s in %.1f s", len(profile.chain), what, time.perf_counter() - began)
@@ -155,7 +154,7 @@ class CourseMeter:
 
     @contextmanager
     def _surroundings(self, wanted: Wanted) -> Iterator[tuple[Lender | None, Progress | None]]:
-        """Within, the model can be measured; after, it is as it was."""
+        """Prepare the model for measuring within the block, and restore it after."""
         with ExitStack() as stack:
             if wanted.taped is None:
                 stack.enter_context(undone(self.model))
@@ -173,19 +172,19 @@ class CourseMeter:
                 yield lender, wanted.progress or None
 
     def _lender(self) -> AbstractContextManager[Lender | None]:
-        """Brings the parameters that lie elsewhere than steps run while the model is measured."""
+        """A context that brings parameters to the step's device while the model is measured."""
         if self.device is None:
             return nullcontext()
         lender = Lender(self.model.parameters(), self.device, 0)
         return lender if lender else nullcontext()
 
     def record(self, value: Any, taped: TapedForward) -> Tape:
-        """What the forward of a step does on `value`; nothing is measured."""
+        """Record the forward of a step on `value` without measuring it."""
         with _MEASURING, without_checkpoints(), self._lender():
             return self.captured(Wanted(value, taped=taped)).tape
 
     def captured(self, wanted: Wanted) -> strategy.Captured:
-        """The stages of the model's forward, recorded."""
+        """Record the model's forward and cut it into stages."""
         taped, value, device = wanted.taped, wanted.value, self.device_for(wanted.value)
         forward: Callable[..., Any] = self.plain or self.model
         like = None if wanted.known is None else wanted.known.tape
@@ -217,7 +216,7 @@ class CourseMeter:
         return self.model if root is None else root
 
     def check_sharding(self) -> None:
-        """Raise MeasureError where tensor parallel processes would not follow one plan."""
+        """Raise MeasureError if tensor parallel processes would not follow one plan."""
         if self.group is None and tensor_parallel(self.root, self.model):
             raise MeasureError(
                 "parameters of the model are DTensors, and processes with plans of their own would wait for each other;"
@@ -228,8 +227,7 @@ class CourseMeter:
             self._waiting = weakref.finalize(self, collectives_waited_for().__exit__)
 
     def say_called_again(self, tape: Tape) -> None:
-        """In the log, once: which modules and Functions are run by their own code more often than in the plain
-        model."""
+        """Log once which modules and Functions run their own code more often than in the plain model."""
         names = {module: repr(name) for name, module in self.model.named_modules()}
         functions = {one.function for op in tape.operations for one in tape.inner.get(id(op), (op,))}
         told = sorted({names.get(one, "") if isinstance(one, nn.Module) else own_function(one) for one in functions})
@@ -247,7 +245,7 @@ class CourseMeter:
 
 
 class _Measurement:
-    """One course in the making. progress: None: nobody is told."""
+    """The measurement of one course. progress: called after each stage, unless it is None."""
 
     def __init__(self, of: CourseMeter, wanted: Wanted, lender: Lender | None, progress: Progress | None) -> None:
         self._of = of
@@ -259,7 +257,7 @@ class _Measurement:
 
     @cached_property
     def captured(self) -> strategy.Captured:
-        """The course, recorded when it is first asked for."""
+        """The course, recorded on first use."""
         if self._wanted.captured is not None:
             strategy.check_measurable(self._of.model, self._wanted.value)
             return self._wanted.captured
@@ -277,7 +275,7 @@ class _Measurement:
 
     @cached_property
     def _key(self) -> dict[str, Any] | None:
-        """Of the cache. Processes that measure together must all do the same, so that they look nothing up."""
+        """The cache key; None in a group, whose processes must all measure, whatever one of them has cached."""
         if self._of.group is not None:
             return None
         options = self._of.options
@@ -286,16 +284,16 @@ class _Measurement:
 
     @cached_property
     def _kept(self) -> Profile | None:
-        """Of another process."""
+        """The cached profile, if any."""
         return find_profile(self._of.cache, self._key, self.captured.stages)
 
     @cached_property
     def _kept_holds(self) -> bool:
-        """Whether the bytes of what is kept need no look."""
+        """Whether the cached profile's bytes can be used without measuring them again."""
         return self._device.type in KNOWN_WHOLE and tells_bytes(self.captured.stages)
 
     def bytes(self) -> Profile:
-        """The profile without times, or with them where they are known as well."""
+        """The profile without times, or a cached one with times."""
         captured, kept = self.captured, self._kept
         if kept is not None and self._kept_holds:
             self._say_kept("profile" if kept.timed else "bytes", kept)
@@ -326,7 +324,7 @@ class _Measurement:
         return self._described(profile, interpolated=between is not None)
 
     def _measured(self, times: KnownTimes | None) -> Profile:
-        """Measured now, with these `times` if they are known."""
+        """Measure now; `times`, if given, are not measured again."""
         value, stages, meter = self._wanted.value, self.captured.stages, self._meter()
         with _unchanged(self._of.model, self.captured):
             if self._walk is not None:
@@ -340,7 +338,7 @@ class _Measurement:
         return Meter(bench, read_forms(options.forms), others, self._of.group is None)
 
     def with_link(self, profile: Profile) -> Profile:
-        """`profile` with what the link does now."""
+        """`profile` with the link's bandwidth measured now."""
         rates = link_of(profile.chain.stages, partial(self._of.links.bandwidth, self._device))
         return replace(profile, chain=replace(profile.chain, **rates._asdict()))
 
@@ -362,7 +360,7 @@ class _Measurement:
         logger.info("rotoff: %s of %d stages from the cache in %s", what, len(kept.chain), directory)
 
     def _described(self, profile: Profile, interpolated: bool = False) -> Profile:
-        """`profile` with what a step of this model holds beside its stages."""
+        """Add to `profile` the bytes that a step holds outside of its stages, and the provenance."""
         meta = provenance(self._of.model, self._wanted.value, self._device)
         if interpolated:
             meta["times"] = "interpolated between those measured at other sizes"
@@ -380,7 +378,7 @@ class _Measurement:
 
 @contextmanager
 def _unchanged(model: nn.Module, captured: strategy.Captured) -> Iterator[None]:
-    """After the block the model, and the generators and tensors that its forward uses, are as before it."""
+    """Restore the model, and the generators and tensors that its forward uses, after the block."""
     generators = [generator for generator, _ in captured.tape.generators]
     states = [generator.get_state() for generator in generators]
     try:
@@ -392,8 +390,8 @@ def _unchanged(model: nn.Module, captured: strategy.Captured) -> Iterator[None]:
 
 
 def _with_outside(profile: Profile, course: Course) -> Profile:
-    """`profile`, where the forwards are also charged for what the model's own code runs there and no stage does: parts
-    of the prefix, and what is computed for nothing."""
+    """`profile` whose forwards are also charged for what the model's own code runs outside of all stages: parts of the
+    prefix, and results that nothing uses."""
     beside = max(0, profile.prefix_peak_bytes - profile.made_input_bytes) if profile.prefix else 0
     outside = tuple(
         nbytes + (beside if i in course.beside else 0) for i, nbytes in enumerate(course.dead_bytes, start=1)

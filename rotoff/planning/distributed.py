@@ -1,9 +1,8 @@
-"""What all processes of a group do alike: one profile, the tightest limit, and what the first process decides on them.
+"""Makes all processes of a group use one profile, the smallest limit, and the first process's plan.
 
-Where stages communicate while they run (sharded parameters are gathered), processes that followed different plans would
-wait for each other forever. Processes must come here together: each new input signature in the same step of all of
-them. Here nobody takes a way of his own: all tell all, or the first one tells all, and an error is one of the things
-told.
+If stages communicate while they run (sharded parameters are gathered), processes with different plans would wait for
+each other forever. All processes must call these functions together: each new input signature in the same step. Every
+exchange is an all-gather, or a broadcast of the first process; an error is exchanged like a result.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ T = TypeVar("T")
 
 
 def agree_on_sample(read: Callable[[], T], group: Any) -> T:
-    """What `read` gives here, once it gave something in all processes.
+    """Return this process's result of `read` after it has succeeded in all processes.
 
     Raises:
-        MeasureError: where it raises in another process. What it raises here.
+        MeasureError: if it raises in another process. Whatever it raises here.
     """
     found: list[T] = []
     _from_everyone(lambda: found.append(read()), "take the sample", group)
@@ -36,11 +35,11 @@ def agree_on_sample(read: Callable[[], T], group: Any) -> T:
 
 
 def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
-    """What `measure` gives here, with what is common to all processes (`planning.reduction`).
+    """This process's profile with the costs that all processes have in common (`planning.reduction`).
 
     Raises:
-        MeasureError: where the processes have different stages, or another one could not measure. What `measure` raises
-            here.
+        MeasureError: if the processes have different stages, or another one could not measure. Whatever `measure`
+            raises here.
     """
     found: list[Profile] = []
 
@@ -53,19 +52,19 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
 
 
 def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
-    """The smallest that `mem_limit` gives in any process, in bytes.
+    """The smallest result of `mem_limit` in any process, in bytes.
 
     Raises:
-        LimitError: where it raises in another process. What it raises here.
+        LimitError: if it raises in another process. Whatever it raises here.
     """
     return min(_from_everyone(mem_limit, "take the limit", group, LimitError))
 
 
 def agree_on_sequence(solve: Callable[[], Plan], group: Any) -> Plan:
-    """What `solve` gives in the first process of the group; it may search for as long as a clock says, so one does it.
+    """The first process's result of `solve`. Only one process solves, since the result of a timed search may vary.
 
     Raises:
-        InfeasibleError: in all processes, where the first one's raises it.
+        InfeasibleError: in all processes, if the first one raises it.
     """
     box: list[Any] = [None]
     failure: BaseException | None = None
@@ -88,12 +87,8 @@ def agree_on_sequence(solve: Callable[[], Plan], group: Any) -> Plan:
 
 
 def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
-    """Raise where FSDP2 shards parameters by a module around the stages: the backward of one stage alone gives them all
-    up.
-
-    Raises:
-        MeasureError: naming such a stage.
-    """
+    """Raise MeasureError if FSDP2 shards a stage's parameters by a module around it: the backward of one stage would
+    then free the gathered parameters of all."""
     if not any(shards(module) for module in root.modules()):
         return
     for stage in stages:
@@ -109,8 +104,7 @@ def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
 def _from_everyone(
     act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError
 ) -> list[T]:
-    """What `act` gives in every process; where it fails in one it fails in all, for nobody may wait for who does not
-    come."""
+    """The results of `act` in all processes; if it fails in one it raises in all, so that none waits forever."""
     failure: Exception | None = None
     mine: tuple[Any, str] = None, ""
     try:

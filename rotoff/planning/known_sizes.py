@@ -1,4 +1,4 @@
-"""What was measured at some sizes of the input, and the courses that follow from it for others."""
+"""Courses measured at some input sizes, and courses interpolated from them for other sizes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .planner import least_limit, make_plan, plan_everything
 from .request import Request
 from .sizes import MeasuredSizes, Sizes, rounded, saved_bytes, volume
 
-_FAMILIES = 8  # kinds of input, and states of the model, of which sizes are kept
+_FAMILIES = 8  # families whose sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
-SEVERAL = 2  # sizes measured before a word is said of it, and forms that no plan uses are left out
-LOOSE = 1.2  # times its own bytes: what a size is charged with before it counts as too much
+SEVERAL = 2  # measured sizes, from which on a warning is logged and times of unused forms are dropped
+LOOSE = 1.2  # bytes charged / bytes needed from which on an interpolated size counts as too loose
 Measured = MeasuredSizes[Specialization]
 
 
 class KnownSizes:
-    """Courses by the sizes of their inputs. A `family` is what inputs of all sizes have in common (`family_of`).
+    """Courses by input size. A `family` is all that inputs of different sizes have in common (`family_of`).
 
     Args:
-        varies: whether what was measured at some sizes is to tell of others; otherwise nothing is known of any.
+        varies: whether to interpolate between sizes; if not, nothing is remembered here.
     """
 
     def __init__(self, varies: bool) -> None:
@@ -38,7 +38,7 @@ class KnownSizes:
         self._rounded: dict[Any, Specialization] = {}  # by family and sizes that were rounded up
 
     def learn(self, course: Specialization, family: Any, sizes: Sizes, seconds: float) -> None:
-        """Remember that `course` was measured at `sizes`, in so many `seconds`."""
+        """Remember that `course` was measured at `sizes`, which took `seconds`."""
         if not self._varies:
             return
         several = self._measured.setdefault(family, MeasuredSizes())
@@ -49,28 +49,24 @@ class KnownSizes:
         self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}  # now better known
 
     def forget(self, courses: Collection[Specialization]) -> None:
-        """Of `courses`, forget those that follow from other sizes."""
+        """Forget those of `courses` that were interpolated."""
         gone = {id(one) for one in courses}
         self._rounded = {of: one for of, one in self._rounded.items() if id(one) not in gone}
 
     def is_measured(self, course: Specialization) -> bool:
-        """Whether `course` was measured; otherwise it follows from other sizes."""
+        """Whether `course` was measured; if not, it was interpolated from other sizes."""
         return not self._varies or any(course is one for several in self._measured.values() for one in several)
 
     def sizes(self, family: Any) -> list[Sizes]:
-        """Those measured of the family."""
+        """The measured sizes of the family."""
         return self._measured[family].sizes if family in self._measured else []
 
     def between(self, family: Any, sizes: Sizes, request: Request) -> Specialization | None:
-        """The planned course for an input of new `sizes`, by what was measured at others.
-
-        Returns:
-            None where that does not tell.
-        """
+        """A planned course for an input of new `sizes`, interpolated from measured ones; None if that is impossible."""
         measured = self._measured.get(family)
         if measured is None or request.planner is not None:
             return None
-        for wanted in dict.fromkeys((rounded(sizes), sizes)):  # which may fit where a rounded one does not
+        for wanted in dict.fromkeys((rounded(sizes), sizes)):  # the exact size may fit when the rounded one does not
             course = self._rounded.get((family, wanted))
             if course is None or lacks_times(course, request):
                 course = self._made(measured, wanted, request)
@@ -87,18 +83,18 @@ class KnownSizes:
             near = measured.near(wanted, timed=True)
             whole = near is not None and fits(near.profile, request)
         if near is None or (len(measured) == 1 and near.loose >= LOOSE and not whole):
-            return None  # two that were measured tell much more than one
+            return None  # a second measured size makes the interpolation much tighter
         course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
         try:
             known = self._plans(measured, course.profile)
             course.plan = make_plan(course.profile, request, near=known, thorough=not known)
         except InfeasibleError:
-            return None  # what it takes may be less than what it is charged with
+            return None  # it may fit all the same, since it may need less than it is charged
         return course
 
     def too_loose(self, course: Specialization, family: Any, sizes: Sizes) -> bool:
-        """Whether it is time to measure the `sizes` of this step: steps have taken longer by as much as that costs,
-        since they were planned for more bytes than they take."""
+        """Whether to measure the `sizes` of this step now: by planning for more bytes than they need, steps have lost
+        as much time as measuring takes."""
         measured = self._measured.get(family)
         if course.loose < LOOSE or course.plan is None or measured is None:
             return False
@@ -116,7 +112,7 @@ class KnownSizes:
         return [(one.profile, one.plan) for one in nearest[:_NEAREST] if one.plan is not None]
 
     def told(self, family: Any, sizes: Sizes) -> Known | None:
-        """What was measured last at other sizes, and the times that it and others tell of for `sizes`."""
+        """The last measured size of the family, and the times interpolated for `sizes`."""
         measured = self._measured.get(family)
         if measured is None:
             return None
@@ -125,8 +121,8 @@ class KnownSizes:
         return Known(last.captured.tape, names, self._times(measured, sizes))
 
     def _times(self, measured: Measured, sizes: Sizes) -> KnownTimes | None:
-        """The times for `sizes`. From the third size on they are only of forms that plans use, where these need more
-        than the plain model."""
+        """The times for `sizes`. From the third size on, only forms that plans have used are included, unless every
+        plan keeps everything."""
         timed = [(at, one) for at, one in zip(measured.sizes, measured, strict=True) if one.profile.timed]
         if not timed:
             return None
@@ -152,11 +148,7 @@ class KnownSizes:
         )
 
     def largest_that_fits(self, low: Sizes, high: Sizes, family: Any, request: Request) -> Sizes | None:
-        """The largest of the sizes from `low` to `high` with a plan within the limit.
-
-        Returns:
-            None where `low` has none.
-        """
+        """The largest of the sizes from `low` to `high` with a plan within the limit; None if `low` has none."""
 
         def at(step: int) -> Sizes:
             return tuple(
@@ -175,7 +167,7 @@ class KnownSizes:
 
 
 def fits(profile: Profile, request: Request) -> bool:
-    """Whether keeping everything is a plan for `request`: it needs no times."""
+    """Whether keeping everything satisfies `request`; then no times are needed."""
     if request.policy is not None or request.planner is not None:
         return False
     everything = plan_everything(profile, request.plain, request.lets_go, request.in_flight)
@@ -183,5 +175,5 @@ def fits(profile: Profile, request: Request) -> bool:
 
 
 def lacks_times(course: Specialization, request: Request) -> bool:
-    """Whether the plan that `course` needs is one by its times, and it has none."""
+    """Whether `course` must be timed before it can be planned for `request`."""
     return course.plan is None and not course.profile.timed and not fits(course.profile, request)

@@ -1,4 +1,4 @@
-"""What a planned step holds, in the terms of the user's limit: as the machine charges it, and as it is expected."""
+"""Bytes of a planned step in the terms of the user's limit: simulated (what the machine charges) and expected."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from .sharing import shared_bytes
 
 
 def reported_bytes(profile: Profile, plan: ExecutionPlan) -> int:
-    """The peak of `plan` that is held against a limit: the machine's, or that of the plain model where everything is
-    kept."""
+    """The peak of `plan` to compare with a limit: the simulated one, or the plain model's if it keeps everything."""
     return expected_bytes(profile, plan) if plan.keeps_all else simulated_bytes(profile, plan)
 
 
@@ -21,22 +20,24 @@ def simulated_bytes(profile: Profile, plan: ExecutionPlan) -> int:
 
 
 def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
-    """What a step is expected to hold at most: the highest of `expected_levels`, or what comes before the chain."""
+    """The expected peak: the highest of `expected_levels`, or the peak of the prefix."""
     return max(*expected_levels(profile, plan), profile.prefix_peak_bytes)
 
 
 def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
-    """Of each operation, the most that a step is expected to hold while it runs: what the machine charges, in the terms
-    of the user's limit, less what is sure not to be there.
+    """The expected peak during each operation: what the machine charges, less what is sure not to be allocated.
 
-    That is in a ``B`` of everything saved what the stage has let go of when it begins, in the user's forward δ_L, which
-    the loss has yet to make, and whatever several values share; of casts of weights, after the forward, those that
-    autocast keeps, and before those that are in an ā as well or not made yet. Of the plain model, values that nobody
-    saved once it has let go of them; and what its own code holds longer than a stage is added.
+    Subtracted are:
+    - in a ``B`` whose stage saved everything: what the stage has freed before it begins;
+    - in the user's forward: δ_L, which the loss has yet to allocate;
+    - bytes that several values share and that are charged more than once;
+    - casts of weights that autocast keeps: all after the forward, before that those also in an ā or not made yet;
+    - in the plain model: values that autograd did not save, once it has freed them, less what it holds longer; and in
+      its forwards what the chain charges for code outside of the stages.
     """
     L = len(profile.chain)
     made, whole = False, set()
-    twice = set(range(1, L + 1))  # stages whose casts are not there, or in their ā as well
+    twice = set(range(1, L + 1))  # stages whose casts are not made yet, or in their ā as well
     levels = []
     carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
     chosen = profile.keeping(plan.kept, plan.compact)
@@ -66,8 +67,8 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
 
 
 def _passed(profile: Profile, op: Op) -> int:
-    """Bytes that the plain model has let go of when its ``F`` or ``B`` of a stage begins, or has once, and that are
-    still charged once more; less those that its ``F`` holds and that are not charged."""
+    """Bytes charged beyond what the plain model holds when `op` begins: values that it has freed already, and values
+    charged twice; less the bytes that it holds in an ``F`` and that are not charged."""
     i = op.stage
     if op.kind is OpKind.B:
         return sum(one.nbytes for one in profile.passing if one.first < i) + sum(profile.twice_bytes[: i - 1])
@@ -76,7 +77,7 @@ def _passed(profile: Profile, op: Op) -> int:
 
 
 def _let_go(profile: Profile, op: Op) -> int:
-    """Bytes of what the model has returned that its caller has let go when a ``B`` begins, and that are charged."""
+    """Bytes charged in a ``B`` for returned outputs that the caller has freed by then."""
     if op.kind is not OpKind.B:
         return 0
     gone = profile.freed_before_backward[op.stage - 1]  # of which the output of the stage may be a part
@@ -85,19 +86,18 @@ def _let_go(profile: Profile, op: Op) -> int:
 
 
 def resting_memory(profile: Profile, plan: ExecutionPlan) -> int:
-    """Bytes that a step holds between forward and backward, in the terms of the user's limit; of a plan for several in
-    flight."""
+    """Bytes that a micro-batch holds between its forward and its backward, if several are in flight."""
     return plan.resting_bytes + _constant(profile, plan)
 
 
 def _constant(profile: Profile, plan: ExecutionPlan) -> int:
-    """What is added to the machine's bytes in each step."""
+    """Bytes of each step that the machine does not charge."""
     constant = profile.unmanaged_bytes + profile.kept_bytes(plan.kept) - profile.resident_input_bytes
     return constant + (0 if plan.keeps_all else profile.snapshot_bytes)
 
 
 def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
-    """The machine's `levels` during the plan's events in the terms of the user's limit, with what rests meanwhile."""
+    """The machine's `levels` in the terms of the user's limit, with the micro-batches that rest meanwhile."""
     constant = _constant(profile, plan) + (plan.in_flight - 1) * resting_memory(profile, plan)
     beside, forms, again = profile.replay_extra(plan.replayed), dict[int, int](), []
     for event in plan.trace.events:

@@ -1,5 +1,4 @@
-"""What the user chooses once for a model: how it is cut, measured and served. One owner for `Checkpointable` and for
-estimates."""
+"""Options that the user chooses once for a model, shared by `Checkpointable` and estimates."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ..tensors.convolutions import read_conv_algorithms
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `rotoff.Checkpointable` of these names, which says what they mean."""
+    """The arguments of `rotoff.Checkpointable` with these names; see there."""
 
     stages: strategy.Wanted = None
     backward_from: BackwardFrom = None
@@ -33,8 +32,7 @@ class Options:
     device: torch.device | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Raise OptionError where one of them is no option of its kind or not one for `model`, MeasureError for an
-        empty model."""
+        """Raise OptionError if an option is invalid or does not suit `model`, MeasureError for an empty model."""
         read_backward_from(self.backward_from)
         read_forms(self.forms)
         read_conv_algorithms(self.conv_algorithms)
@@ -45,10 +43,10 @@ class Options:
 
 
 def read_device(device: Any) -> torch.device | None:
-    """The device meant, with its number.
+    """Read the option `device`; "cuda" gets the current device's index.
 
     Raises:
-        OptionError: where it is none.
+        OptionError: if it names no device.
     """
     if device is None:
         return None

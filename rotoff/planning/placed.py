@@ -1,5 +1,4 @@
-"""Plans under one limit for all that the device holds: parameters, gradients, optimizer states, the batch and the
-step."""
+"""Plans for a `device_limit`: one limit for parameters, gradients, optimizer states, the batch and the step."""
 
 from __future__ import annotations
 
@@ -35,14 +34,14 @@ from .planner import plan_everything
 from .request import Request
 
 logger = logging.getLogger("rotoff")
-TRIES = 4  # plans asked for, each with less memory, until what the machine does not charge fits too
+TRIES = 4  # solver calls, each with a smaller limit, until the bytes that the machine does not charge fit, too
 
 
 @dataclass(frozen=True)
 class PlacedPlanner:
-    """Plans for `model` and what `optimizers` keep of it, where a request's limit is all that the device may hold.
+    """Plans steps of `model` with `optimizers` if a request's limit is for all that the device holds.
 
-    times: of updates, measured before.
+    times: update times measured before.
     """
 
     model: nn.Module
@@ -53,14 +52,14 @@ class PlacedPlanner:
         """The fastest plan found within the request's limit.
 
         Raises:
-            InfeasibleError: where nothing fits; `min_mem_limit` is the smallest limit that works.
+            InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit with a plan.
         """
         began = time.perf_counter()
         whole = self.keep_all_bytes(profile)
         if whole <= request.mem_limit:
             return plan_everything(profile, plain=True)
         request = _within_host(profile, request)
-        ways = (False, True) if profile.device.type == "cpu" else (True,)  # on a CPU, the host takes its processor
+        ways = (False, True) if profile.device.type == "cpu" else (True,)  # a CPU shares its processor with the host
         found = [self.groups(profile, host) for host in ways]
         for asked, groups in itertools.product((request, _quick(request)), found):
             plan = plan_groups(profile, asked, groups, request.mem_limit)
@@ -76,12 +75,12 @@ class PlacedPlanner:
         )
 
     def groups(self, profile: Profile, host: bool) -> FoundGroups:
-        """The model's groups of parameters; host: whether the host may update them."""
+        """Groups of the model's parameters. host: whether the host may update them."""
         probe = OptimizerProbe(self.optimizers, profile.device, self.times)
         return find_groups(self.model, profile.stages, probe, host, profile.device)
 
     def keep_all_bytes(self, profile: Profile) -> int:
-        """The limit at which nothing has to be done: the plain model's step, and the optimizer's."""
+        """The smallest limit at which the plain model and optimizer run unplanned."""
         groups = self.groups(profile, host=False)
         step = reported_bytes(profile, plan_everything(profile, plain=True)) + profile.resident_input_bytes
         update = sum(group.update_transient_bytes for group in groups.costs) + groups.outside_update_bytes
@@ -89,7 +88,7 @@ class PlacedPlanner:
 
 
 def _quick(request: Request) -> Request:
-    """The same without a long search."""
+    """`request` without a long search."""
     return replace(request, options={**request.options, "refine": False})
 
 
@@ -98,7 +97,7 @@ def when(request: Request) -> str:
 
 
 def _within_host(profile: Profile, request: Request) -> Request:
-    """The request with what the host has room for."""
+    """`request` with a host limit of at most the free host memory, if that is known."""
     room = room_for_plan(profile.device) if request.here else None
     if room is None:
         return request
@@ -108,14 +107,14 @@ def _within_host(profile: Profile, request: Request) -> Request:
 
 
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
-    """Bytes on the device throughout that the machine does not know of."""
+    """Bytes that the device holds throughout and that the machine does not charge."""
     return (
         groups.outside_bytes + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes * request.replays
     )
 
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
-    """A plan of `groups` within `asked` bytes in all; None where none was found."""
+    """A plan of `groups` within `asked` bytes in all; None if none was found."""
     chain = replace(profile.with_upkeep().chain, parameters=groups.costs)
     constant = _constant(profile, request, groups)
     limit = room = asked - constant
@@ -138,7 +137,7 @@ def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: 
 
 
 def _without_parameters(chain: Chain, placed: PlacedPlan) -> int:
-    """What a forward without gradients holds at most beside the parameters that it brings."""
+    """Peak of a forward without gradients, without the parameters that it fetches."""
     most = 0
     for i, stage in enumerate(chain.stages, start=1):
         own = stage.output_bytes + stage.forward_transient_bytes + (stage.checkpoint_transient_bytes or 0)
@@ -147,8 +146,8 @@ def _without_parameters(chain: Chain, placed: PlacedPlan) -> int:
 
 
 def _after_backward(chain: Chain, groups: FoundGroups, placed: PlacedPlan, sequence: Sequence, trace: Trace) -> int:
-    """The most that updates after the backward hold. A gradient stays for the caller to look at, unless the host has
-    it, too; the host's updates take from the device what they make for a time, where they are one."""
+    """Peak of the updates after the backward. A gradient stays for the caller to read, unless the host has a copy. On
+    a CPU, the temporaries of the host's updates count, too."""
     last = max((op.kind is OpKind.B, n) for n, op in enumerate(sequence))[1]
     if placed.during:
         return trace.events[-1].memory + groups.outside_update_bytes
@@ -163,8 +162,8 @@ def _after_backward(chain: Chain, groups: FoundGroups, placed: PlacedPlan, seque
 
 
 def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Sequence, during: bool) -> PlacedPlan:
-    """What `sequence` says of parameters. Where host and device are two, a parameter lies where its gradient arrives:
-    on the host, if that updates it or is sent the gradient."""
+    """The placement of parameters that `sequence` implies. Unless the device is a CPU, a parameter lies where its
+    gradient arrives: on the host, if the host updates it or receives the gradient."""
     numbers = frozenset(range(1, len(chain.parameters) + 1))
     rest = at_rest(chain, sequence.ops, sequence.resident)
     resident = frozenset(rest.device)
@@ -189,7 +188,7 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
 
 
 def _least(profile: Profile, request: Request, found: Several[FoundGroups], whole: int) -> int:
-    """The smallest limit for which a plan was found; `whole`: at which nothing has to be done."""
+    """The smallest limit for which a plan was found; `whole` if none was."""
     limits = []
     quick = _quick(request)
     for groups in found:

@@ -1,4 +1,4 @@
-"""From a measured model and what the user asked for to a plan: the limit in the user's terms, and in the machine's."""
+"""Makes a plan from a profile and a request, and converts limits between the user's terms and the machine's."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from .memory_account import expected_bytes, reported_bytes, simulated_bytes
 from .request import Request
 
 logger = logging.getLogger("rotoff")
-GOOD = 1.005  # times the seconds of compute: a plan of other sizes that is taken as it is
-EFFORT = 0.1  # of a step's seconds, for the search where none is
-SHORT = 0.1  # of the effort: what each way gets, before the best ones get all of it
-WORTH = 1.005  # times the seconds of the best way: others that get all of it too
+GOOD = 1.005  # step time / compute time up to which another size's plan is reused without a search
+EFFORT = 0.1  # search time / compute time of a step, if no plan is reused at once
+SHORT = 0.1  # share of the search effort that each variant gets first
+WORTH = 1.005  # step time / best step time up to which a variant then gets the whole effort
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
-PLAIN = "plain_model"  # likewise: whether it is the plain model that runs
-COMPACT = "compact_gradients"  # likewise: whether it is the chain whose waiting gradients are copied
+PLAIN = "plain_model"  # likewise: whether the plain model runs
+COMPACT = "compact_gradients"  # likewise: whether waiting gradients are copied
 
 
 @dataclass(frozen=True)
 class PlanVariant:
-    """One thing to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
+    """One problem to solve for a request: `request` on `chain`, with `more` bytes added to the user's limit.
 
-    kept: the profile's skip connections that stay in place, which `chain` leaves out. compact: whether gradients that
-    wait are copied. forms: of each stage, the identities of its smaller forms.
+    kept: numbers of the profile's skip connections that stay in place; `chain` leaves them out. compact: whether
+    waiting gradients are copied. forms: for each stage, the identities of its smaller forms.
     """
 
     kept: tuple[int, ...]
@@ -69,14 +69,14 @@ class PlanVariant:
         return self.request.solve(self.chain, asked + self.more, -self.more)
 
     def with_host_limit(self, nbytes: int) -> PlanVariant:
-        """The same where no more than `nbytes`, nor than the user asked for, wait on the host."""
+        """This variant with a host limit of `nbytes`, or the user's if that is smaller."""
         options = self.request.options
         if (asked := options.get("host_limit")) is not None:
             nbytes = min(nbytes, parse_host_limit(asked))
         return replace(self, request=replace(self.request, options={**options, "host_limit": nbytes}))
 
     def shortened(self) -> PlanVariant:
-        """The same with a share of the effort."""
+        """This variant with the share `SHORT` of the search effort."""
         effort = SHORT * Budget.of(self.request.options.get("refine", True)).seconds
         if self.request.policy is not None or not effort:
             return self
@@ -89,14 +89,14 @@ Known = tuple[Profile, ExecutionPlan]
 def make_plan(
     profile: Profile, request: Request, group: Any = None, near: Iterable[Known] = (), thorough: bool = True
 ) -> ExecutionPlan:
-    """Plan under what is left of the user's limit once constants are taken off and the batch is added.
+    """Plan within the user's limit, less the constants of a step, plus the batch.
 
-    group: of processes that follow one plan, which the first of them makes, or None. near: plans of the same stages at
-    other sizes. One of them is taken where it is good enough, so that a new size costs little more than a look at
-    these. thorough: whether to search at length where neither these nor a short search hold.
+    group: a process group that follows the first process's plan, or None. near: plans of the same stages at other
+    sizes; one that is good enough is reused, so that a new size needs no search. thorough: whether to search at length
+    if neither these nor a short search give a plan.
 
     Raises:
-        InfeasibleError: where nothing fits, in the terms of the user's limit.
+        InfeasibleError: if nothing fits, in the terms of the user's limit.
     """
     if request.planner is not None:
         return request.planner(profile, request)
@@ -118,10 +118,10 @@ def make_plan(
 
 
 def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Known, ...], thorough: bool) -> Sequence:
-    """All that `make_plan` decides, as a sequence and its meta. room: host bytes that there are for it; None: enough.
+    """All that `make_plan` decides, as a sequence and its meta. room: free host bytes; None: unknown.
 
     Raises:
-        InfeasibleError: where nothing fits, in the terms of the user's limit.
+        InfeasibleError: if nothing fits, in the terms of the user's limit.
     """
     everything = _everything(profile, request)
     if request.policy is None and reported_bytes(profile, everything) <= request.mem_limit:
@@ -136,7 +136,7 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
             raise InfeasibleError("a short search found nothing", min(way.least for way in ways))
         return _best_within(room, profile, request, ways) if found is None else found
     except InfeasibleError as error:
-        if str(error):  # of the host's memory, which says all
+        if str(error):  # about host memory, with a complete message
             raise
         least = max(error.min_mem_limit, profile.prefix_peak_bytes)
         least = least_limit(profile, request) if request.policy is None else least
@@ -146,7 +146,7 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
 def _quickly(
     profile: Profile, request: Request, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None
 ) -> Sequence | None:
-    """One of the plans `near`, or what a short search finds beside it; None where neither holds within the limit."""
+    """The faster of the best plan `near` and a short search's; None if neither fits."""
     reused = _reused(request.mem_limit, ways, near, room)
     kept, compact = near[0][1].kept, near[0][1].compact
     if reused is not None:
@@ -158,7 +158,7 @@ def _quickly(
     quick = [replace(way, request=replace(way.request, options=effort)) for way in ways]
     quick.sort(key=lambda way: (way.kept, way.compact) != (kept, compact))
     found = None
-    for way in quick if reused is None else quick[:1]:  # the first that holds is enough
+    for way in quick if reused is None else quick[:1]:  # the first that fits is enough
         try:
             found = _best_within(room, profile, replace(request, options=effort), [way])
             break
@@ -172,7 +172,7 @@ def _quickly(
 def _reused(
     asked: int, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None
 ) -> tuple[float, Sequence] | None:
-    """The fastest of the plans `near` that holds here, too, and its seconds."""
+    """The fastest of the plans `near` that fits this size, and its seconds; None if none fits."""
     best: tuple[float, Sequence] | None = None
     for (profile, plan), way in product(near, ways):
         if (plan.kept, plan.compact) != (way.kept, way.compact) or asked + way.more <= 0:
@@ -192,7 +192,7 @@ def _reused(
 
 
 def _in_forms_of(ops: tuple[Op, ...], profile: Profile, way: PlanVariant) -> tuple[Op, ...] | None:
-    """`ops`, made for `profile`, with the numbers that their forms have in `way`; None where it lacks one."""
+    """`ops` of a plan for `profile`, with their forms renumbered as in `way`; None if it lacks one."""
     if len(profile.chain) != len(way.chain):
         return None
     found = []
@@ -207,7 +207,7 @@ def _in_forms_of(ops: tuple[Op, ...], profile: Profile, way: PlanVariant) -> tup
 
 
 def _seconds(sequence: Sequence, ways: list[PlanVariant]) -> float:
-    """What the step is expected to take by `sequence`, which was found for one of `ways`."""
+    """Simulated seconds of `sequence`, which was found for one of `ways`."""
     way = next(way for way in ways if (way.kept, way.compact) == _choice(sequence))
     return simulate(way.chain, sequence).makespan
 
@@ -218,17 +218,15 @@ def _choice(sequence: Sequence) -> tuple[tuple[int, ...], bool]:
 
 
 def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
-    """`sequence` with what is `said` of it, where that is anything, in its meta."""
+    """`sequence` with the true or nonempty values of `said` in its meta."""
     return replace(sequence, meta={**sequence.meta, **{name: value for name, value in said.items() if value}})
 
 
 def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False, in_flight: int = 1) -> ExecutionPlan:
-    """The plan that keeps everything, by the account that charges least for it. plain: whether it is the plain model
-    that runs. lets_go, in_flight: as of `Request`."""
+    """The plan that keeps everything, with the choice of skip connections that is charged least. plain: whether the
+    plain model runs. lets_go, in_flight: as for `Request`."""
     chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
-    plans = [  # which replay nothing
-        compile_sequence(chain, keep_all(chain), kept=kept, in_flight=in_flight) for kept, chain in chains.items()
-    ]
+    plans = [compile_sequence(chain, keep_all(chain), kept=kept, in_flight=in_flight) for kept, chain in chains.items()]
     return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain, lets_go=lets_go)
 
 
@@ -248,14 +246,14 @@ def least_time(profile: Profile, request: Request) -> float:
     """Seconds that no step within the request's limit can beat.
 
     Raises:
-        InfeasibleError: where nothing fits.
+        InfeasibleError: if nothing fits.
     """
     ways = _ways(profile, replace(request, mode="joint"))
-    limits: dict[Chain, int] = {}  # for one micro-batch, which has no more than that of several
+    limits: dict[Chain, int] = {}  # for one micro-batch: several in flight have no more each
     for way in ways:
         limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
     everything = _everything(profile, request)
-    if reported_bytes(profile, everything) <= request.mem_limit:  # the plain model, without what the runtime takes
+    if reported_bytes(profile, everything) <= request.mem_limit:  # the plain model, without the runtime's overhead
         return everything.trace.makespan
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
@@ -264,11 +262,11 @@ def least_time(profile: Profile, request: Request) -> float:
 
 
 def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
-    """What to solve. Skip connections are carried, or some of them kept in place; gradients that wait lie where they
-    were made, or are copied, which comes last, since it takes time. A policy of the papers knows carrying only.
+    """The variants to solve. Values carry skip connections, or some of these stay in place; waiting gradients stay
+    where they were made, or are copied (last, since copying takes time). A policy of the papers only carries.
 
-    Snapshots for replays come off the limit, unless nothing is replayed: so joint is also asked for offload alone, or
-    it would be behind that mode by these bytes.
+    Snapshots for replays are taken off the limit, unless nothing is replayed. So joint also tries offload alone, which
+    has these bytes more.
     """
     ways = []
     forms = tuple(tuple(recipe.identity for recipe in behaviour.forms) for behaviour in profile.behaviours)
@@ -287,11 +285,11 @@ def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
 
 
 def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
-    """The fastest sequence of all ways; its meta says which skip connections it keeps in place, and whether it copies
-    gradients. A short search of each way tells which of them are worth the whole effort.
+    """The fastest sequence of all variants, with `KEPT` and `COMPACT` in its meta. A short search of each variant
+    selects those that get the whole effort.
 
     Raises:
-        InfeasibleError: where none fits; `min_mem_limit` is in the user's terms.
+        InfeasibleError: if none fits; `min_mem_limit` is in the user's terms.
     """
     found: list[tuple[float, int, Sequence]] = []
     short = [way.shortened() for way in ways]
@@ -307,8 +305,8 @@ def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
 
 
 def _solved(asked: int, ways: list[PlanVariant]) -> tuple[list[tuple[float, int, Sequence]], list[int]]:
-    """Of each way that fits: the seconds expected of a step, its place among `ways`, its sequence. Of others: the
-    smallest limit, in the user's terms."""
+    """For each variant that fits, (seconds of a step, index in `ways`, sequence); for the others, the smallest limit in
+    the user's terms. Stops when no later variant can be faster."""
     found, least = [], []
     fastest = math.inf
     for n, way in enumerate(ways):
@@ -328,7 +326,7 @@ def _solved(asked: int, ways: list[PlanVariant]) -> tuple[list[tuple[float, int,
 
 
 def _room(profile: Profile, group: Any) -> int | None:
-    """Host bytes that every process of the group has for its plan; None where nothing is known of any."""
+    """The fewest free host bytes of any process of the group; None if none of them is known."""
 
     def room_here() -> int:
         room = room_for_plan(profile.device)
@@ -339,18 +337,18 @@ def _room(profile: Profile, group: Any) -> int | None:
 
 
 def _best_within(room: int | None, profile: Profile, request: Request, ways: list[PlanVariant]) -> Sequence:
-    """`_best`, and where its slab of host memory is above `room` bytes, the best with a host limit.
+    """The result of `_best`; if its slab of host memory exceeds `room` bytes, the best with a host limit.
 
-    A search with the limit from the start would have another result, and another key in the cache, each time that a
-    little more or less of the host is free.
+    With the host limit from the start, the result and its key in the cache would change with every small change of free
+    host memory.
 
     Raises:
-        InfeasibleError: as `_best`, or in a sentence of its own where the room does not suffice.
+        InfeasibleError: as `_best`, or with a message if the room does not suffice.
     """
     found = first = _best(request.mem_limit, ways)
     limit = room
     while room is not None and limit is not None and (needed := request.in_flight * _slab_bytes(profile, found)) > room:
-        if found is not first:  # values lie beside each other with gaps
+        if found is not first:  # the slab is larger than the host limit by gaps between values
             limit = max(0, limit - (needed - room))
         try:
             if request.policy is not None:
@@ -384,22 +382,23 @@ def _infeasible(profile: Profile, request: Request, least: int, ways: list[PlanV
     limit = f"{format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
     if least <= request.mem_limit and (host := request.options.get("host_limit")) is not None:
         found = f"nothing was found {request} within {limit} on the device and host_limit={host!r}"
-        return InfeasibleError(f"{found}; without a host_limit {needs}, so give a larger one", least)
+        return InfeasibleError(f"{found}; without a host_limit {needs}, so give a larger host_limit", least)
     return InfeasibleError(f"{needs} {request}; the limit is {limit}{_binding(profile, least, ways)}", least)
 
 
 def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
-    """Which operation cannot do with less than `least`, where it is a single one."""
+    """The part of the error that names the operation that alone needs `least` bytes; empty if no single one does."""
     for way in ways:
         phase, stage, nbytes = largest_operation(way.chain)
         if nbytes - way.more == least:
-            binds = f". What binds is the {phase} of stage {stage}, {way.chain.stage(stage).name!r}, by itself"
+            stage_name = f"stage {stage} ({way.chain.stage(stage).name})"
+            binds = f". The {phase} of {stage_name} alone needs {format_bytes(least)}"
             if stage < len(way.chain) or not profile.beside_loss_bytes:
                 return binds
             return (
-                f"{binds}, {format_bytes(profile.beside_loss_bytes)} of it for gradients of what is returned beside the"
-                " loss; if no"
-                ' backward starts there, name the output where it does: Checkpointable(model, backward_from="loss")'
+                f"{binds}, {format_bytes(profile.beside_loss_bytes)} of it for gradients of outputs beside the loss;"
+                " if no backward starts from those, name the output that it starts from: Checkpointable(model,"
+                ' backward_from="loss")'
             )
     return ""
 

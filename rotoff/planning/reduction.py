@@ -1,9 +1,8 @@
-"""One profile for all processes of a group: of each cost the largest that any of them measured, of each gain the
-smallest.
+"""One profile for all processes of a group: the largest value that any process measured for each cost, the smallest for
+each saving.
 
-`RULES` says it of every field of a `Profile`, and of what those are made of. A plan within the limit on the common
-profile is within it in each process; and since all of them make it from the same list, they make the same, and decide
-alike by it.
+`RULES` has a rule for every field of a `Profile` and of its parts. A plan within the limit on the common profile is
+within it in each process. All processes reduce the same gathered list, so they get the same profile.
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ from ..profile.memory.eager_memory import FreedEarly, HeldLate
 from ..profile.profile import Compact, Profile
 from ..runtime.overhead import UpkeepTimes
 
-Rule = Callable[[Sequence[Any]], Any]  # of what each process has, in the order of their ranks, to what all shall have
-Identity = tuple[tuple[int, ...], str]  # of a form: `Recipe.identity`
+Rule = Callable[[Sequence[Any]], Any]  # from the values of all processes, in the order of ranks, to the common value
+Identity = tuple[tuple[int, ...], str]  # `Recipe.identity` of a form
 
 
 class Unlike(Exception):
-    """The processes have other things, of which nothing in common can be made."""
+    """The processes' values differ, and no common value can replace them."""
 
 
 def own(values: Sequence[Any]) -> Any:
-    """What stays each process's own, and is not told to the others: what runs there. No bytes of a plan may depend on
-    it."""
+    """A field that each process keeps for itself and does not send, such as its modules. No plan may depend on it."""
     raise AssertionError("nothing in common is made of what is each process's own")
 
 
 def first(values: Sequence[Any]) -> Any:
-    """That of the first process: words for people."""
+    """The first process's value, for descriptive fields."""
     return values[0]
 
 
@@ -45,7 +43,7 @@ def same(values: Sequence[Any]) -> Any:
 
 
 def each(rule: Rule) -> Rule:
-    """`rule` for each of several, one by one."""
+    """`rule` for each element of tuples of equal length."""
 
     def agreed(values: Sequence[Any]) -> Any:
         same([len(value) for value in values])
@@ -55,7 +53,7 @@ def each(rule: Rule) -> Rule:
 
 
 def parts(kind: type) -> Rule:
-    """The rules of `kind`, field by field."""
+    """`RULES` of `kind`, field by field."""
 
     def agreed(values: Sequence[Any]) -> Any:
         return kind(**{name: rule([getattr(value, name) for value in values]) for name, rule in RULES[kind].items()})
@@ -64,8 +62,7 @@ def parts(kind: type) -> Rule:
 
 
 def alike_or(otherwise: Any, rule: Rule) -> Rule:
-    """`rule` where the processes found things that go together; `otherwise` where they did not, or one found
-    nothing."""
+    """`rule`, or `otherwise` if it raises `Unlike` or a process has None."""
 
     def agreed(values: Sequence[Any]) -> Any:
         try:
@@ -77,7 +74,7 @@ def alike_or(otherwise: Any, rule: Rule) -> Rule:
 
 
 def longest(values: Sequence[tuple[HeldLate, ...]]) -> tuple[HeldLate, ...]:
-    """Between the same stages the most bytes that any process holds there."""
+    """For each span of stages, the most bytes that any process holds there."""
     most: dict[tuple[int, int], int] = {}
     for lingering in values:
         for one in lingering:
@@ -98,7 +95,7 @@ RULES: dict[type, dict[str, Rule]] = {
         **named(max, f"forward_time backward_time output_bytes saved_bytes grad_bytes {TRANSIENTS}"),
         "checkpoint_transient_bytes": max,
         "tail_time": min,
-        "forms": each(parts(Form)),  # of which all have the same by then: `_with_forms`
+        "forms": each(parts(Form)),  # the forms that all processes have: `_with_forms`
         "extra": first,
     },
     ParameterGroup: {
@@ -137,7 +134,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "no_forms": first,
         "rng_bytes": max,
         "freed_before_backward": each(min),
-        # of other bytes elsewhere it could be taken off the chain by too much, and off the limit by too little
+        # if bytes or places differed, too much could be taken off the chain, and too little off the limit
         "skips": alike_or((), same),
         "passing": alike_or((), each(parts(FreedEarly))),
         "returned": alike_or((), each(parts(FreedEarly))),
@@ -159,7 +156,7 @@ RULES: dict[type, dict[str, Rule]] = {
 
 
 def check_rules(rules: dict[type, dict[str, Rule]]) -> None:
-    """Raise TypeError where `rules` say nothing of a field, or something of one that is not there."""
+    """Raise TypeError if `rules` lack a field, or name one that does not exist."""
     for kind, said in rules.items():
         names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(getattr(kind, "_fields", ()))
         if unlike := sorted(set(names) ^ set(said)):
@@ -168,12 +165,12 @@ def check_rules(rules: dict[type, dict[str, Rule]]) -> None:
             )
 
 
-check_rules(RULES)  # when this is imported, so that nobody runs with a field that processes may differ in
+check_rules(RULES)  # on import, so that a new field without a rule is noticed at once
 
 
 class Told:
-    """What a process tells the others of its `profile`: all that is not its own, and which forms of each stage it
-    found."""
+    """The part of a process's `profile` that it sends to the others: all fields but `own` ones, and the identities of
+    each stage's forms."""
 
     def __init__(self, profile: Profile) -> None:
         self.costs = {name: getattr(profile, name) for name, rule in RULES[Profile].items() if rule is not own}
@@ -181,10 +178,10 @@ class Told:
 
 
 def common_profile(mine: Profile, everyone: Sequence[Told]) -> Profile:
-    """`mine` with what all processes agree on of what they told, `everyone` in the order of ranks.
+    """`mine` with the costs reduced over `everyone`, in the order of ranks.
 
     Raises:
-        MeasureError: where the processes have different stages.
+        MeasureError: if the processes have different stages.
     """
     names = [[stage.name for stage in told.costs["chain"].stages] for told in everyone]
     if any(other != names[0] for other in names):
@@ -205,7 +202,7 @@ def common_profile(mine: Profile, everyone: Sequence[Told]) -> Profile:
 
 
 def _with_forms(told: Told, wanted: Sequence[Sequence[Identity]]) -> dict[str, Any]:
-    """What `told` has with the forms `wanted` of each stage alone, in that order."""
+    """The costs in `told` with only the forms `wanted` of each stage, in that order."""
 
     def only(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         rows = zip(stages, told.forms, wanted, strict=True)

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and the sequence that the solver or the cache has for it."""
+"""A request for a plan, and the sequence that the solver or the cache gives for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("rotoff")
 
 
 def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
-    """Raise OptionError where these are no options of a request."""
+    """Raise OptionError if one of these options is invalid."""
     if mode not in ("joint", "remat", "offload"):
         raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
     parse_slots(mem_slots)
@@ -40,19 +40,19 @@ def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[s
 
 @dataclass(frozen=True)
 class Request:
-    """What `compute_sequence` was asked for."""
+    """The arguments of a `compute_sequence` call, with all else that the plan depends on."""
 
     mem_limit: int
     mode: str
     mem_slots: int
     options: dict[str, Any]
     policy: str | None = None  # a system of the papers, instead of the mode
-    plain: bool = True  # whether the plain model may run where everything fits
-    lets_go: bool = False  # whether the loop holds nothing of what the model returns but where its backward starts
-    here: bool = False  # whether the plan is to run on this host, whose memory it must fit then
+    plain: bool = True  # whether the plain model may run if everything fits
+    lets_go: bool = False  # whether the caller drops all returned outputs but those that its backward starts from
+    here: bool = False  # whether the plan must fit this host's memory
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
-    planner: Callable[[Profile, Request], ExecutionPlan] | None = None  # where the limit is of all the device holds
+    planner: Callable[[Profile, Request], ExecutionPlan] | None = None  # plans in place of the solver (`device_limit`)
 
     def __str__(self) -> str:
         told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
@@ -64,7 +64,7 @@ class Request:
         return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
 
     def solve(self, chain: Chain, limit: int, beside: int = 0) -> Sequence:
-        """The sequence asked for, within `limit` bytes in the machine's terms. beside: as of `solve_in_flight`."""
+        """The requested sequence within `limit` bytes in the machine's terms. beside: as for `solve_in_flight`."""
         key = self._key(chain, limit, beside)
         if key is not None and (known := _known_sequence(self.cache, key, chain, limit)) is not None:
             return known
@@ -74,7 +74,7 @@ class Request:
         return sequence
 
     def _key(self, chain: Chain, limit: int, beside: int) -> dict[str, Any] | None:
-        """All that a sequence depends on; None where an option cannot be compared, such as a function."""
+        """All that a sequence depends on; None if an option cannot be compared, such as a function."""
         content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
         asked = {"mode": self.mode, "slots": self.mem_slots, "policy": self.policy, "options": self.options}
         if self.in_flight > 1:
@@ -98,7 +98,7 @@ class Request:
 
 
 def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:
-    """A sequence kept for `key`, if the machine accepts it."""
+    """The cached sequence for `key`, if the machine accepts it."""
     found = cache.find("plan", key)
     if found is None:
         return None

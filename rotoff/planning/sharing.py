@@ -1,9 +1,9 @@
-"""Bytes that the machine charges more than once: those of a skip connection that values carry.
+"""Bytes of skip connections that the machine charges more than once.
 
-Each value that carries it is charged, since each may go to the host alone. But for as long as it is only handed on, all
-have it in one storage; one that comes back from the host has it in a storage of its own, and a run of the stage that
-makes it makes another. What operations need beside values was measured with a stage's input and output sharing, so
-nothing is taken off between those two, nor for what a ``B`` lets go of piece by piece.
+Each value that carries a skip is charged for it, since each may be offloaded alone. While stages only pass the skip on,
+these values share one storage. A prefetched value has the skip in a storage of its own, and so has each new run of the
+stage that makes it. The transient bytes were measured with a stage's input and output sharing the skip, so nothing is
+subtracted between those two, nor for values that a ``B`` frees piece by piece.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ..core.sequence import FORWARDS, Op, OpKind, Value
 from ..core.simulator import Machine
 from ..profile.memory.skips import Skip
 
-Storages = Mapping[Skip, int]  # in which of a skip's storages a value has it
+Storages = Mapping[Skip, int]  # the storage of each skip in a value, by number
 
 
 def shared_bytes(chain: Chain, skips: Collection[Skip], operations: Collection[Op]) -> list[int]:
-    """For each operation, bytes that are charged to several values on the device and lie there once, at least.
+    """For each operation, a lower bound of the bytes that are charged more than once on the device.
 
-    skips: of those that values carry in `chain`. operations: a legal sequence.
+    skips: the skips that values carry in `chain`. operations: a legal sequence.
     """
-    if not skips:  # of most models; the machine need not run again
+    if not skips:  # as in most models; saves a run of the machine
         return [0] * len(operations)
     machine, new = Machine(chain), count()
-    lying: dict[Value, Storages] = {}  # of values on the device
+    lying: dict[Value, Storages] = {}  # for each value on the device
     found = []
     for op in operations:
         within = [skip for skip in skips if skip.first <= op.stage <= skip.last]
@@ -49,6 +49,6 @@ def shared_bytes(chain: Chain, skips: Collection[Skip], operations: Collection[O
 
 
 def _twice(skip: Skip, held: Collection[Storages]) -> int:
-    """Bytes charged beyond those of the storages that there are."""
+    """Bytes charged for `skip` beyond the storages that exist."""
     storages = [one[skip] for one in held if skip in one]
     return skip.nbytes * (len(storages) - len(set(storages)))

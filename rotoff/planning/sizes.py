@@ -1,7 +1,7 @@
-"""What was measured at some sizes of the input, and what that says of the others.
+"""Profiles at measured input sizes, and upper bounds for other sizes by interpolation.
 
-A plan made for sizes that are a little larger serves all that are not, so sizes are rounded up before they are looked
-up: to one of eight steps from each power of two to the next.
+A plan for slightly larger sizes also serves all smaller ones, so sizes are rounded up before they are looked up: to one
+of eight steps from each power of two to the next.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..profile.profile import Profile
 from ..tensors.tree import flatten
 
 STEPS = 8  # from one power of two to the next
-GRAIN = 16  # of which sizes are rounded to multiples, from twice as much on, since models pad to such
-IMAGE, DEEP = 4, 32  # likewise of the last dimensions of tensors with so many, which deep networks divide by this
-MEASURED = 16  # that are kept
-SQUARE = 2  # of a size, at most, in the bytes of a tensor
-MONOMIALS = 1000  # that bytes may be made of, at most
+GRAIN = 16  # sizes from 2 * GRAIN on are rounded up to multiples of it, since models pad to such
+IMAGE, DEEP = 4, 32  # from IMAGE dimensions on, DEEP replaces GRAIN for shape[2:]: deep networks divide these by 32
+MEASURED = 16  # measured sizes that are kept
+SQUARE = 2  # highest power of a size in the bytes of a tensor
+MONOMIALS = 1000  # most monomials in the polynomial for bytes
 EXACT = 1e-9
 PIVOTS = 200
 
-Sizes = tuple[tuple[int, ...], ...]  # of each tensor of the input
+Sizes = tuple[tuple[int, ...], ...]  # the shape of each tensor of the input
 Array = npt.NDArray[np.float64]
 
 
 class HasProfile(Protocol):
-    """What was measured."""
+    """Anything that has a profile."""
 
     @property
     def profile(self) -> Profile: ...
@@ -42,8 +42,11 @@ Of = TypeVar("Of", bound=HasProfile)
 
 
 class Near(NamedTuple, Generic[Of]):
-    """profile: that charges no less than the sizes asked for take. like: what was measured at those of its sizes that
-    take most. loose: how many times what they may take it charges."""
+    """An interpolated profile.
+
+    profile: charges at least the bytes that the requested sizes need. like: the measured course with the most bytes
+    among those it was interpolated from. loose: estimated ratio of the bytes charged to the bytes needed.
+    """
 
     profile: Profile
     like: Of
@@ -51,16 +54,15 @@ class Near(NamedTuple, Generic[Of]):
 
 
 def split(shapes: Sequence[Sequence[Any]]) -> tuple[Any, Sizes]:
-    """What inputs of all sizes have in common, and the sizes.
+    """Split `shapes` into what inputs of all sizes have in common, and the sizes.
 
-    shapes: of each tensor (shape, dtype, device, requires_grad, strides unless contiguous), as
-    `course.signature` tells them.
+    shapes: for each tensor (shape, dtype, device, requires_grad, strides unless contiguous), as in `course.signature`.
     """
     return tuple(_all_but_sizes(*one) for one in shapes), tuple(tuple(one[0]) for one in shapes)
 
 
 def rounded(sizes: Sizes) -> Sizes:
-    """The sizes that stand for `sizes`, none smaller; those that are the same stay so."""
+    """Round each size up; equal sizes stay equal."""
     deep = {size for shape in sizes if len(shape) >= IMAGE for size in shape[2:]}
     return tuple(tuple(_rounded(size, DEEP if size in deep else GRAIN) for size in shape) for shape in sizes)
 
@@ -73,13 +75,13 @@ def _rounded(size: int, grain: int) -> int:
 
 
 class MeasuredSizes(Generic[Of]):
-    """What was measured of one model at inputs that differ in sizes alone."""
+    """Measurements of one model on inputs that differ only in size."""
 
     def __init__(self) -> None:
-        self.owed = 0.0  # seconds that steps took longer, since plans were made for more than they take
-        self.price = 0.0  # seconds for an element of the largest tensor, to measure one more
+        self.owed = 0.0  # seconds that steps lost, since they were planned for more bytes than they need
+        self.price = 0.0  # seconds of measuring per element of the largest tensor
         self._rows: dict[Sizes, Of] = {}
-        self._alike: list[dict[Sizes, Of]] = []  # of the same step each
+        self._alike: list[dict[Sizes, Of]] = []  # groups whose profiles can be interpolated
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -89,7 +91,7 @@ class MeasuredSizes(Generic[Of]):
 
     @property
     def sizes(self) -> list[Sizes]:
-        """Those measured, the last one last."""
+        """The measured sizes, oldest first."""
         return list(self._rows)
 
     @property
@@ -97,7 +99,7 @@ class MeasuredSizes(Generic[Of]):
         return next(reversed(self._rows.values()))
 
     def add(self, sizes: Sizes, measured: Of) -> None:
-        """Remember what was `measured` at `sizes`."""
+        """Add a measurement; forget the oldest beyond `MEASURED`."""
         for rows in (self._rows, *self._alike):
             rows.pop(sizes, None)
         self._rows[sizes] = measured
@@ -114,8 +116,8 @@ class MeasuredSizes(Generic[Of]):
         self._alike = [rows for rows in self._alike if rows]
 
     def near(self, wanted: Sizes, timed: bool = False) -> Near[Of] | None:
-        """The profile that charges least for `wanted` and all smaller ones; None where what was measured does not
-        tell. timed: whether it needs times."""
+        """The interpolated profile that charges least for `wanted` and all smaller sizes; None if there is none.
+        timed: whether it must have times."""
         every = [rows for rows in self._alike if next(iter(rows.values())).profile.timed or not timed]
         found = [one for rows in every if (one := self._near(rows, wanted)) is not None]
         return min(found, key=lambda one: saved_bytes(one.profile), default=None)
@@ -127,7 +129,7 @@ class MeasuredSizes(Generic[Of]):
             return None
         longer = volume(wanted) / sum(w * volume(at) for w, at in zip(weights, fit, strict=True))
         every = [(rows[at], Share(w, longer * w)) for w, at in zip(weights, fit, strict=True)]
-        if sum(weights) < 1 + EXACT:  # else those without a weight tell what is the same at all sizes
+        if sum(weights) < 1 + EXACT:  # else profiles of weight 0 are needed to find the bytes that no size changes
             every = [(one, share) for one, share in every if share.bytes]
         every.sort(key=lambda pair: -saved_bytes(pair[0].profile) * bool(pair[1].bytes))
         charged = sum(saved_bytes(one.profile) * share.bytes for one, share in every)
@@ -139,7 +141,7 @@ class MeasuredSizes(Generic[Of]):
 
 
 def saved_bytes(profile: Profile) -> int:
-    """What its stages save in all."""
+    """Bytes that all stages save together."""
     return sum(stage.saved_bytes for stage in profile.chain.stages)
 
 
@@ -152,24 +154,26 @@ def _alike(one: Profile, other: Profile) -> bool:
 
 
 def _alone(sizes: Sizes, wanted: Sizes) -> bool:
-    """Whether one of `sizes` is 1, which is often handled in a way of its own, and that of `wanted` is not."""
+    """Whether one of `sizes` is 1, for which models often have a special case, and that of `wanted` is not."""
     return any(a == 1 != b for one, other in zip(sizes, wanted, strict=True) for a, b in zip(one, other, strict=True))
 
 
 def covering(points: Sequence[Sizes], costs: Sequence[float], wanted: Sizes) -> list[float] | None:
-    """Weights of `points` so that the sum of what these take is never below what `wanted` takes, whatever that is of
-    all that bytes may be: no more than a polynomial with no negative coefficient, at most the square of each size of a
-    tensor (attention's matrix). Of those, the weights of which the `costs` come to least; None where `wanted` has a
-    size that none of the points says anything of.
+    """Weights of `points` whose weighted bytes bound the bytes at `wanted` from above, with the least total `costs`.
 
-    By duality of linear programs: weights are enough for every such polynomial where they are for each monomial. Sizes
-    are counted from half of the smallest, so that dimensions may also be less by a constant, as behind a convolution.
+    The bound holds if bytes are a polynomial of the sizes with nonnegative coefficients, of degree at most `SQUARE` in
+    each size of a tensor (attention's matrix). Weights suffice for every such polynomial if they do for each monomial;
+    the least ones solve a linear program. Sizes are counted from half of the smallest, so that a dimension may also
+    shrink by a constant, as behind a convolution.
+
+    Returns:
+        None if `wanted` has a larger size in a dimension that does not vary over the points, or for too many monomials.
     """
     columns = [
         [shape[d] for shape in shapes] for shapes in zip(*points, wanted, strict=True) for d in range(len(shapes[0]))
     ]
     tensors = [n for n, shape in enumerate(wanted) for _ in shape]
-    degrees: dict[tuple[float, ...], Counter[int]] = {}  # sizes that vary together, and in how many dimensions of each
+    degrees: dict[tuple[float, ...], Counter[int]] = {}  # sizes that vary together: tensor -> number of dimensions
     floors: dict[tuple[float, ...], float] = {}
     for tensor, column in zip(tensors, columns, strict=True):
         least, most = min(column), max(column)
@@ -216,7 +220,8 @@ def covers(high: Sizes, sizes: Sizes) -> bool:
 
 
 def halves(value: Any) -> list[Any]:
-    """Inputs like `value` of half its batch, and, where it has whole numbers in rows (tokens), of half their length."""
+    """`value` cut to half its batch and, if it has integer tensors of 2 or more dimensions (tokens), to half of their
+    length."""
     tensors, rebuild = flatten(value)
     batch = tensors[0].shape[0] if tensors[0].dim() else 1
     length = next((t.shape[1] for t in tensors if t.dim() >= 2 and not t.is_floating_point()), 1)
@@ -232,13 +237,13 @@ def halves(value: Any) -> list[Any]:
 
 
 def volume(sizes: Sizes) -> int:
-    """Elements of the largest tensor, 1 at least."""
+    """Elements of the largest tensor, at least 1."""
     return max(1, *(math.prod(shape) for shape in sizes))
 
 
 def _all_but_sizes(shape: Sequence[int], *more: Any) -> Any:
-    """What a tensor has in common with one of another size. Of its strides: the order of the dimensions in memory,
-    which ones lie close on the next, and which are expanded."""
+    """All that a tensor has in common with one of another size. Of the strides: the order of the dimensions in memory,
+    which of them are dense, and which are expanded."""
     strides = more[3] if len(more) > 3 else ()
     order = sorted(range(len(strides)), key=lambda d: -strides[d])
     ends = [*(shape[d] * strides[d] for d in order[1:]), 1]

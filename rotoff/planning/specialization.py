@@ -1,7 +1,5 @@
-"""Which course a step takes: what is known of a model, for each course that its forward has taken, and its plan.
-
-A new course is measured and planned on sight; those seen last are kept.
-"""
+"""Selects the course and the plan for each step. A new course is measured and planned on first use; the courses used
+last are kept."""
 
 from __future__ import annotations
 
@@ -37,18 +35,18 @@ from .request import Request
 from .sizes import Sizes, covers, halves
 
 logger = logging.getLogger("rotoff")
-_OF_ONE_SIGNATURE = 8  # courses that are kept
-_STAGES = 20_000  # of all courses that are kept, a few kilobytes each
+_OF_ONE_SIGNATURE = 8  # courses kept for each signature
+_STAGES = 20_000  # most stages of all kept courses, a few kilobytes each
 
 
 class Sample(NamedTuple):
     """An input of a step, on which times can be measured later.
 
     Attributes:
-        value: the chain's input, out of its graph.
+        value: the chain's input, detached.
         key: its signature.
-        autocast: what was set around the step.
-        cached: whether autocast kept its casts.
+        autocast: the autocast state around the step.
+        cached: whether autocast's cache was enabled.
     """
 
     value: Any
@@ -58,7 +56,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, key: Any) -> Sample:
-        """`value`, out of its graph, with what is set now."""
+        """A sample of `value`, detached, with the current autocast state."""
         tensors, rebuild = flatten(value)
         alone = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         return cls(rebuild(alone), key, autocast_now(), torch.is_autocast_cache_enabled())
@@ -68,11 +66,11 @@ class PlannedSize(NamedTuple):
     """The plan for one size of input.
 
     Attributes:
-        shapes: of the input's tensors.
-        measured: whether its bytes were measured; otherwise they follow from other sizes.
-        memory: bytes that the step is expected to hold at most, in the terms of `mem_limit`.
-        makespan: seconds that the step is expected to take. None where everything is kept and nobody asked for times.
-        overhead: of these seconds, those over keeping everything, as a share. None in the same case.
+        shapes: shapes of the input's tensors.
+        measured: whether its bytes were measured; if not, they were interpolated from other sizes.
+        memory: expected peak of the step in bytes, in the terms of `mem_limit`.
+        makespan: expected seconds of the step. None if everything is kept and times were never requested.
+        overhead: expected seconds beyond those of keeping everything, as a share of the latter. None in the same case.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -85,17 +83,17 @@ class PlannedSize(NamedTuple):
 class Specializations:
     """The courses of `model`, measured and planned alike by all processes of `group`, if any.
 
-    Where keeping everything fits the request, a course has no times: `timed` measures them when they are asked for.
+    If keeping everything fits the request, a course has no times; `timed` measures them when they are needed.
 
     Attributes:
-        request: what is asked of every plan; None: nothing yet.
+        request: the request for every plan; None: none yet.
         latest: the course measured, planned or taken last.
-        lets_go: as of `Request`, as the last backward showed.
-        update_times: of optimizers, measured by `PlacedPlanner`.
-        meter: what measures courses.
+        lets_go: as for `Request`, as the last backward showed.
+        update_times: optimizers' update times, measured by `PlacedPlanner`.
+        meter: measures courses.
 
     Args:
-        root, model, options, links, group, cache: as of `CourseMeter`.
+        root, model, options, links, group, cache: as for `CourseMeter`.
     """
 
     def __init__(
@@ -118,10 +116,10 @@ class Specializations:
         self._known: OrderedDict[Any, deque[Specialization]] = OrderedDict()
         self._sample: Sample | None = None  # of the latest course, while that has no times
         self._warned = self._told_sizes = False
-        self._ceiling: tuple[Any, Sizes] | None = None  # the largest input that was announced
+        self._ceiling: tuple[Any, Sizes] | None = None  # family and sizes of ``up_to``
 
     def __iter__(self) -> Iterator[Specialization]:
-        """Every course that is kept."""
+        """All kept courses."""
         return (course for courses in self._known.values() for course in courses)
 
     def measure(
@@ -137,11 +135,11 @@ class Specializations:
         """Measure the course for the chain's input `value`.
 
         Args:
-            progress, repeats: as of `Checkpointable.measure`.
-            timed: whether times are measured; otherwise they may follow from other sizes.
-            also: courses of which this one is, too, and whose place it takes.
-            taped: of the step whose own forward is recorded, if any.
-            request: where keeping everything fits it, no times are needed.
+            progress, repeats: as for `Checkpointable.measure`.
+            timed: whether times must be measured; if not, they may be interpolated from other sizes.
+            also: courses that the new one must cover and replaces.
+            taped: the current step's forward; it is recorded in place of a separate one.
+            request: if keeping everything fits it, no times are measured.
         """
         began = time.perf_counter()
         tapes = [tape for one in also for tape in (one.captured.tape, *one.seen)]
@@ -162,26 +160,23 @@ class Specializations:
         return course
 
     def _learn(self, course: Specialization, key: Any, seconds: float) -> None:
-        """Remember that `course` was measured, in so many `seconds`, on an input of the signature `key`."""
+        """Remember that `course` was measured on an input of the signature `key`, which took `seconds`."""
         self._sizes.learn(course, *family_of(key), seconds)
         self._drop()
 
     def _now(self, course: Specialization, value: Any, key: Any) -> None:
-        """`course` is the latest, and `value` an input for it, of the signature `key`."""
+        """Make `course` the latest; `value`, of the signature `key`, is an input for it."""
         self.latest = course
         self._sample = None if course.profile.timed else Sample.of(value, key)
 
     def timed(self, latest: Specialization, together: bool = False) -> Specialization:
-        """The `latest` course, with times.
-
-        Where keeping everything fits and nobody asked for times before, they are measured now, on the input of the last
-        step.
+        """The `latest` course with times, which are measured now on the input of the last step if it has none.
 
         Args:
-            together: whether all processes of a group come here.
+            together: whether all processes of the group make this call.
 
         Raises:
-            MeasureError: in a group whose processes may not all come here.
+            MeasureError: in a group, unless `together` or the course has times.
         """
         if latest.profile.timed:
             return latest
@@ -194,7 +189,7 @@ class Specializations:
         return self._time_again(latest, self._sample)
 
     def _time_again(self, course: Specialization, sample: Sample) -> Specialization:
-        """`time` outside of a step."""
+        """`time` outside of a step, with the sample's autocast state, and generators restored."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
         generators = Generators(self.meter.device_for(sample.value))
         with autocast_as(sample.autocast, sample.cached), ReplayState(generators, (), (), modes).again():
@@ -207,7 +202,7 @@ class Specializations:
             value: the chain's input, of the signature `key`.
 
         Returns:
-            The course for that input now.
+            The new course for that input.
         """
         planned = course.plan is not None
         if self._sizes.is_measured(course):
@@ -216,7 +211,7 @@ class Specializations:
             self._learn(course, key, time.perf_counter() - began)
             self._now(course, value, key)
             found = course
-        else:  # it follows from other sizes
+        else:  # it was interpolated
             self._known.pop(key, None)
             found = self.measure(value)
         if planned and self.request is not None:
@@ -224,12 +219,12 @@ class Specializations:
         return found
 
     def _drop(self) -> None:
-        """Of all that is known keep what was used last."""
+        """Drop the signatures used least recently beyond `_STAGES` stages."""
         while len(self._known) > 1 and sum({id(one): len(one.profile.chain) for one in self}.values()) > _STAGES:
             self._sizes.forget(self._known.popitem(last=False)[1])
 
     def _between_sizes(self, key: Any) -> Specialization | None:
-        """The course for an input of new sizes, by what was measured at others; None where that does not tell."""
+        """The course for an input of new sizes, interpolated from others; None if that is impossible."""
         assert self.request is not None
         course = self._sizes.between(*family_of(key), self.request)
         if course is not None:
@@ -238,10 +233,10 @@ class Specializations:
         return course
 
     def measure_up_to(self, value: Any, request: Request) -> None:
-        """Measure on the largest input `value`, and on halves of it, so that smaller ones are known as well.
+        """Measure the largest input `value` and halves of it, so that sizes in between can be interpolated.
 
         Raises:
-            InfeasibleError: where it does not fit; says which smaller inputs do.
+            InfeasibleError: if it does not fit; the message names smaller inputs that do.
         """
         largest = self.measure(value, request=request)
         key = signature(value, self._model)
@@ -251,7 +246,7 @@ class Specializations:
         vague = [stage.name for stage in largest.profile.stages if stage.varying]
         if vague:
             logger.warning(
-                "rotoff: bytes of %s depend on data; what is promised for smaller inputs leaves them out",
+                "rotoff: bytes of %s depend on the data; plans for smaller inputs do not include them",
                 ", ".join(vague),
             )
         if largest.profile.timed and (least := least_limit(largest.profile, request)) > request.mem_limit:
@@ -270,10 +265,10 @@ class Specializations:
         self._ceiling = family, sizes
 
     def _measured_smaller(self, value: Any, largest: Specialization, request: Request) -> bool:
-        """Whether a smaller input could be measured, and takes no more than the `largest`."""
+        """Measure a smaller input. Whether that worked and no stage takes more bytes than with the `largest`."""
         try:
             found = self.measure(value, timed=False, request=None if largest.profile.timed else request)
-        except MeasureError as error:  # it need not be one that the model takes
+        except MeasureError as error:  # the model need not accept this size
             logger.info("rotoff: an input of half the size is not measured, since %s", error)
             return False
         pairs = zip(found.profile.chain.stages, largest.profile.chain.stages, strict=False)
@@ -286,8 +281,8 @@ class Specializations:
         return not more
 
     def ask(self, request: Request) -> None:
-        """Plan the latest course for `request`, and the others when they are taken; nothing changes where that
-        fails."""
+        """Plan the latest course for `request`, and the others when a step takes them. If that fails, the old request
+        stays."""
         course = self.latest
         if course is not None:
             if self._sample is not None and not fits(course.profile, request):
@@ -299,8 +294,8 @@ class Specializations:
                 course.plan = None
 
     def take(self, value: Any) -> tuple[Specialization | None, TapedForward | None]:
-        """The planned course for the chain's input `value`, None where nothing needs a gradient; and, where it is new,
-        the forward of this step by which it was measured."""
+        """The planned course for the chain's input `value`, None for the plain model; and this step's recorded forward,
+        if it was recorded to measure or extend the course."""
         taped: TapedForward | None = None
 
         def measured_here(also: deque[Specialization] | None = None) -> Specialization:
@@ -314,7 +309,7 @@ class Specializations:
             course = self._taken(value, measured_here)
             if taped is None and course is not None and self._group is None and course.wants_more:
                 taped = TapedForward(self._model, value, self.meter.device_for(value))
-                course.seen.append(self.meter.record(value, taped))  # a plan for these is made when there are more
+                course.seen.append(self.meter.record(value, taped))  # for the next plan
             return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:
@@ -325,17 +320,17 @@ class Specializations:
         assert self.request is not None
         key, hint = signature(value, self._model), constants(value)
         known = self._known.get(key, deque[Specialization]())
-        if len(known) > 1 and known[0].left:  # what was left last is not expected next
+        if len(known) > 1 and known[0].left:  # try another course than the one that the last step left
             known[0].left = False
             known.rotate(-1)
         course = next((one for one in known if one.hint == hint), known[0] if known else None)
-        # processes of a group must all measure or none, and what one of them does is not known to the others
-        can_measure = self._group is not None or not torch.autograd._profiler_enabled()  # of which there can be one
+        # measuring needs the profiler, of which there is one; a group's processes must all measure or none
+        can_measure = self._group is not None or not torch.autograd._profiler_enabled()
         if course is not None and self._group is None and can_measure:
             if sum(one.missed for one in known) >= course.patience:
                 course = measured_here(known)
             elif course.measure_again and len(known) < _OF_ONE_SIGNATURE:
-                logger.info("rotoff: measuring anew, since the model's forward has become another")
+                logger.info("rotoff: measuring again, since the model's forward makes other calls than before")
                 course.measure_again = False
                 course = measured_here()
         if (
@@ -373,7 +368,8 @@ class Specializations:
         return course
 
     def _look_at_loop(self, course: Specialization) -> None:
-        """Plan the course anew where its last backward showed another loop, and keeping everything fits in only one."""
+        """Update `lets_go` from the last backward, and drop the course's plan if that changes whether keeping
+        everything fits."""
         starts = course.captured.starts
         assert self.request is not None
         if starts is None or starts.lets_go is None or self._group is not None or self.request.planner is not None:
@@ -386,24 +382,24 @@ class Specializations:
         if fits(course.profile, self.request) != course.plan.keeps_all:
             if not self.lets_go:
                 logger.warning(
-                    "rotoff: this loop holds outputs beside the one that backward_from names, which the steps before it"
-                    " did not; the last step may have exceeded the limit by them, and the next ones are planned anew"
+                    "rotoff: this loop holds outputs beside the one that backward_from names, and the steps before it"
+                    " did not; the last step may have exceeded the limit by them, and the next steps are planned again"
                 )
             course.plan = None
         else:
             course.plan = replace(course.plan, lets_go=self.lets_go)
 
     def _say_larger(self, key: Any) -> None:
-        """In the log: that an input is larger than announced."""
+        """Log a warning if an input is larger than ``up_to``."""
         family, sizes = family_of(key)
         if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):
             logger.warning(
-                "rotoff: the input %s is larger than up_to, so it is planned now, and measured if need be",
+                "rotoff: the input %s is larger than up_to, so it is planned now, and measured if necessary",
                 [list(one) for one in sizes],
             )
 
     def _say_new(self, key: Any) -> None:
-        """In the log: that an input of a new kind or size is measured; once, how to measure less often."""
+        """Log that an input of a new kind or size is measured and, once, how to measure less often."""
         told = ", ".join(f"{dtype.removeprefix('torch.')} {list(shape)}" for shape, dtype, *_ in key[0])
         logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", told)
         family, sizes = family_of(key)
@@ -420,12 +416,12 @@ class Specializations:
         )
         logger.warning(
             "rotoff: the input's sizes vary (%s). Most are planned from those that were measured; larger ones may have"
-            " to be measured, too, so announce the largest, by compute_sequence(limit, up_to=largest)",
+            " to be measured, too, so pass the largest once, to compute_sequence(limit, up_to=largest)",
             told,
         )
 
     def plans(self) -> list[PlannedSize]:
-        """One row for each signature that has a plan."""
+        """One row for each course that has a plan."""
         found = []
         for key, known in self._known.items():
             sizes = family_of(key)[1]
@@ -440,9 +436,9 @@ class Specializations:
         return found
 
     def followed(self, course: Specialization, step: Step) -> None:
-        """`step` has run its forward, and was expected to take `course`."""
+        """Record whether `step`, which has run its forward, took `course`, and warn once if it took another."""
         if step.astray is None or (course.captured.tape.random and not step.unknown):
-            return  # where calls are left out by chance, the plan has held
+            return  # a random forward that only left out calls has kept the plan
         course.miss(step.astray)
         if not step.unknown or self._warned:
             return
@@ -453,15 +449,15 @@ class Specializations:
             told = f" (its activations took {format_bytes(step.unknown_bytes)}, and the limit is {format_bytes(limit)})"
         logger.warning(
             "rotoff: the model's forward took another course than the planned one. Its result is that of the plain"
-            " model; its bytes may exceed the limit%s until that course is planned, which is done when it comes again",
+            " model; its bytes may exceed the limit%s until that course is planned, which happens when it recurs",
             told,
         )
 
     def _made_one(self, value: Any, known: deque[Specialization], taped: TapedForward | None) -> Specialization:
-        """A course of all that those `known` do, and the forward for `value`, since steps go between them as they like;
-        the first of them, where the limit is too small for that."""
+        """One course that covers all `known` ones and the forward for `value`, since steps keep switching between them;
+        the first of `known`, if the limit is too small for it."""
         assert self.request is not None
-        logger.info("rotoff: measuring for all that the model's forward does, since it goes another way in each step")
+        logger.info("rotoff: measuring all courses of the model's forward as one, since steps switch between them")
         before = list(known)
         course = self.measure(value, timed=False, also=before, taped=taped, request=self.request)
         course.patience = 2 * before[0].patience

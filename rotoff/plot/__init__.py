@@ -1,13 +1,13 @@
-"""Pictures of plans, of the cost of limits, and of profiles: matplotlib figures, as PNG, SVG or PDF.
+"""Pictures of plans, of the cost of limits, and of profiles: matplotlib figures, as PNG, SVG or PDF::
 
-    import rotoff.plot rotoff.plot.save(rotoff.plot.timeline(chain, sequence), "plan.svg")
+    rotoff.plot.save(rotoff.plot.timeline(chain, sequence), "plan.svg")
 
 Needs matplotlib and no torch. Every function returns a ``matplotlib.figure.Figure`` that belongs to no window and no
 global state, so it works in notebooks, threads and on machines without a display.
 """
 
 try:
-    import matplotlib as _matplotlib  # noqa: F401 - here, so that one sentence says what is missing
+    import matplotlib as _matplotlib  # noqa: F401 - here, so that the error below replaces a longer one
 except ModuleNotFoundError as error:
     if error.name != "matplotlib":
         raise

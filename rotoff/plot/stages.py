@@ -8,15 +8,15 @@ from ..core.chain import Chain
 from ..core.sizes import format_bytes
 from . import style
 
-_NAMED = 60  # stages; beyond that names are illegible and numbers stand alone
+_NAMED = 60  # most stages with names on the axis; more would be illegible
 SAVED, OUTPUT, TRANSIENT = "#A6D4F2", "#0A4D80", "#FFFFFF"
 
 
 def stages(chain: Chain, title: str = "") -> Figure:
     """Draw bytes and times of every stage of `chain`, stage 1 at the left.
 
-    Bytes: what the stage saves for its backward, the part of it that is its output, and on top the transient bytes of
-    its operations (the larger of forward's and backward's). Times: forward, and backward on top.
+    Bytes: those saved for the backward, the output's part of them, and on top the transient bytes of its operations
+    (the larger of forward's and backward's). Times: forward, and backward on top.
     """
     L = len(chain)
     places = list(range(1, L + 1))

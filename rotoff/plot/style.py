@@ -1,8 +1,8 @@
 """Colours, hatches and units of pictures, and how they are saved.
 
-What can stand side by side differs in lightness (CIE L*) by 15 and more, and what matters most (work done again, time
-lost) is hatched as well, so that a grey print and every kind of colour-blindness show the same picture. The hues are
-Okabe and Ito's ("Color Universal Design", 2008) or darker and lighter forms of them.
+Colours that can be adjacent differ in lightness (CIE L*) by at least 15, and recomputation and idle time are hatched as
+well, so that pictures stay readable in grey and with every kind of colour blindness. The hues are Okabe and Ito's
+("Color Universal Design", 2008) or darker and lighter forms of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HOST_UPDATE = Look("#CFA5BC", "update on the host")
 LOOKS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, IDLE, OUTWARD, PARAMETERS_OUT, INWARD, PARAMETERS_IN, HOST_UPDATE)
 HELD, PARAMETERS_HELD = "#DCE9F5", "#BFAFBB"  # bytes on the device: all, and those of parameters, gradients and states
 
-# One line each for what is compared: colour, marker, dashes. Markers tell them apart where colours do not.
+# Colour, marker and dashes of each line in a comparison. Markers distinguish lines whose colours look alike.
 SERIES = (
     ("#0A4D80", "o", "-"),
     ("#D55E00", "s", "--"),
@@ -62,17 +62,17 @@ _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 def byte_unit(most: float) -> tuple[str, int]:
-    """The binary unit in which `most` bytes read best, and its size."""
+    """The binary unit for an axis of up to `most` bytes, and its size in bytes."""
     return next(((name, size) for name, size in reversed(_BYTES) if most >= size), _BYTES[0])
 
 
 def time_unit(most: float) -> tuple[str, float]:
-    """The unit in which `most` seconds read best, and its length."""
+    """The unit for an axis of up to `most` seconds, and its length in seconds."""
     return next(((name, size) for name, size in _SECONDS if most >= size), _SECONDS[-1])
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches, with a constrained layout."""
+    """A figure with a constrained layout; sizes in inches."""
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -1,7 +1,7 @@
 """A plan, or a measured step, over time: lanes of work under the curve of bytes.
 
-With parameters, their bytes are below all others, the host's updates have a lane, and work that a steady step leaves to
-the next is drawn at its start.
+With parameters, their bytes are drawn below all others, the host's updates have a lane, and work that continues in the
+next step is drawn at the start of this one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from .style import Look
 
 LANES = ("compute", "d2h", "h2d", "host")
 _NAMES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device", "host": "host"}
-_THIN = 0.004  # of the width
-_LABEL_SHARE = 0.0052  # of the width for each character; a label that does not fit in its box is left out
+_THIN = 0.004  # share of the time axis
+_LABEL_SHARE = 0.0052  # share of the time axis for each character; a label that does not fit in its box is left out
 
 
 @dataclass(frozen=True)
 class Box:
-    """A stretch of time on a lane, in seconds, with what it shows; label: the stage's number, if it is worth
-    writing.
-    """
+    """A span of time on a lane, in seconds; label: the number of the stage or group, if any."""
 
     start: float
     end: float
@@ -48,13 +46,12 @@ def timeline(
     measured: Trace | None = None,
     title: str = "",
 ) -> Figure:
-    """Draw the step of `sequence`: bytes on device and host above its three lanes, with recomputed work and idle time
-    marked.
+    """Draw the step of `sequence`: bytes on device and host above its lanes, with recomputed work and idle time marked.
 
     Args:
         mem_limit: bytes or a size, drawn as a line; by default the limit that the sequence was made for.
         measured: a step that ran, from `Checkpointable.record_step`. Its lanes are below the predicted ones, on the
-            same axis of time. Its bytes (those that the machine charges, at the measured times) are drawn over the
+            same time axis. Its bytes (those that the machine charges, at the measured times) are drawn over the
             predicted ones.
         title: by default mode, step time and peak.
 
@@ -89,7 +86,7 @@ def timeline(
 
 
 def boxes(trace: Trace, lane: str) -> list[Box]:
-    """Contents of the lane: operations and copies, and on the compute lane the idle time between them."""
+    """The boxes of a lane: operations or copies, and on the compute lane the idle time between them."""
     if lane != "compute":
         return [
             Box(start, end, _look(event), f"{event.op.of}{event.op.stage}") for event, start, end in trace.spans(lane)
@@ -174,7 +171,7 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
             if box.end <= box.start:
                 continue
             shown[box.look.words] = box.look
-            thin = box.end - box.start < longest * _THIN and not box.look.hatch  # an edge would hide what it is around
+            thin = box.end - box.start < longest * _THIN and not box.look.hatch  # an edge would cover the box
             groups.setdefault((box.look, thin), []).append(
                 Rectangle((box.start, row - 0.38), box.end - box.start, 0.76)
             )

@@ -19,9 +19,9 @@ from ..solver.bounds import MODES, lower_bound, min_mem_limit
 from . import style
 
 _BOUND_POINTS = 24
-_CUT = 4.0  # the axis ends at so many times what the best mode costs at most,
-_LEAST_CUT = 0.2  # but never lower than this share above keeping everything,
-_LEAST_SPAN = 0.02  # and shows at least this share, so that a difference of nothing looks like nothing
+_CUT = 4.0  # the time axis is cut at this multiple of the best mode's largest overhead,
+_LEAST_CUT = 0.2  # but not below this overhead over keeping everything;
+_LEAST_SPAN = 0.02  # it spans at least this overhead, so that negligible differences look negligible
 
 
 def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
@@ -40,7 +40,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
         raise OptionError("nothing in these rows fits its limit; give larger limits")
     names = list(dict.fromkeys(row.mode for row in made))
     if len(names) > len(style.SERIES):
-        raise OptionError(f"{len(names)} modes in one picture; at most {len(style.SERIES)} can be told apart")
+        raise OptionError(f"there are {len(names)} modes; give at most {len(style.SERIES)} for one picture")
     everything = simulate(chain, keep_all(chain))
     peak, base = everything.peak_bytes, everything.makespan if chain.parameters else chain.compute_time
     figure = style.new_figure(7.2, 5.0)
@@ -64,7 +64,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
 
 
 def _draw_bound(axis: Axes, chain: Chain, least: int, most: int) -> None:
-    """The certified lower bound from the limit `least` to `most`."""
+    """Draw the certified lower bound from the limit `least` to `most`."""
     points = [least + (most - least) * n / (_BOUND_POINTS - 1) for n in range(_BOUND_POINTS)]
     bounds = [lower_bound(chain, int(point)) for point in points]
     axis.fill_between(points, bounds, 0, color="#EFEFEF", linewidth=0)
@@ -73,7 +73,7 @@ def _draw_bound(axis: Axes, chain: Chain, least: int, most: int) -> None:
 
 
 def _draw_mode(axis: Axes, name: str, rows: list[Row], series: tuple[str, str, str]) -> None:
-    """The fastest of the mode's `rows` at each limit."""
+    """Draw the fastest of the mode's `rows` at each limit."""
     colour, marker, dashes = series
     found = sorted((row.limit, row.makespan) for row in rows)
     line = dict(next(group) for _, group in groupby(found, key=lambda pair: pair[0]))
@@ -82,7 +82,7 @@ def _draw_mode(axis: Axes, name: str, rows: list[Row], series: tuple[str, str, s
 
 
 def _mark_smallest(axis: Axes, name: str, limit: int, series: tuple[str, str, str]) -> None:
-    """A mark on the axis, since a smallest limit has no step time of its own."""
+    """Mark the mode's smallest limit on the axis, since it has no step time."""
     colour, marker, _ = series
     hollow: dict[str, Any] = {"marker": marker, "color": colour, "markersize": 6.5, "markerfacecolor": "none"}
     place: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "linestyle": "none"}
@@ -90,9 +90,9 @@ def _mark_smallest(axis: Axes, name: str, limit: int, series: tuple[str, str, st
 
 
 def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
-    """Cut the axis of times where one bad mode would press the others flat. base: seconds of keeping everything."""
+    """Cut the time axis if one slow mode would flatten the others. base: seconds of keeping everything."""
     slowest = max(row.makespan or 0.0 for row in made)
-    best: dict[int, float] = {}  # of each limit
+    best: dict[int, float] = {}  # limit -> seconds of the fastest mode
     for row in made:
         best[row.limit] = min(row.makespan or 0.0, best.get(row.limit, math.inf))
     cut = base + max(_CUT * (max(best.values()) - base), _LEAST_CUT * base)
@@ -107,7 +107,7 @@ def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
 
 
 def _show_overheads(axis: Axes, base: float) -> None:
-    """A second axis of times, as shares over `base` seconds."""
+    """Add a second time axis, as overheads over `base` seconds."""
     right = axis.secondary_yaxis("right", functions=(lambda t: t / base - 1, lambda share: (share + 1) * base))
     right.yaxis.set_major_formatter(
         FuncFormatter(lambda share, _: f"{100 * share:+.3g} %" if abs(share) > 1e-9 else "0 %")

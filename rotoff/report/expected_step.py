@@ -1,8 +1,8 @@
-"""The step that texts and pictures show: what a planned model expects, in the terms of its limit, or the machine's.
+"""The step that texts and pictures show: a planned model's expected figures if there are any, otherwise the simulated.
 
-The machine counts the batch and charges some bytes that a step is known not to hold. Its chain has what the runtime
-takes, which a step that keeps everything is without. `Checkpointable.sequence` carries what is expected in its meta, so
-that ``display()``, the timeline and the log tell the same numbers.
+The machine counts the batch and charges some bytes that a step is known not to hold, and its chain includes the
+runtime's overhead, which a step that keeps everything does not have. `Checkpointable.sequence` stores the expected
+figures in its meta, so that ``display()``, the timeline and the log show the same numbers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ShownStep(NamedTuple):
 def with_expected(
     chain: Chain, plan: Plan, levels: Sequence[int], peak_bytes: int, mem_limit: int | None, keep_all_time: float
 ) -> Plan:
-    """`plan` that says what its model expects: the bytes held during each operation, the user's limit, and the seconds
-    of keeping everything."""
+    """`plan` with the expected figures in its meta: the bytes held during each operation, the user's limit, and the
+    seconds of keeping everything."""
     said = {
-        "machine": _figures(simulate(chain, plan)),  # another plan, or another chain, is not what this is of
+        "machine": _figures(simulate(chain, plan)),  # to recognize another plan or chain
         "mem_limit": mem_limit,
         "peak_bytes": peak_bytes,
         "keep_all_time": keep_all_time,
@@ -48,7 +48,7 @@ def with_expected(
 def shown_step(
     chain: Chain, sequence: Iterable[Op], measured: Trace | None = None, mem_limit: int | str | None = None
 ) -> ShownStep:
-    """What to show of `sequence`.
+    """The step to show for `sequence`.
 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.

@@ -1,4 +1,4 @@
-"""What a sequence does with each stage: keeps, moves or recomputes it. Log, text and pictures use these words."""
+"""Summaries of what a sequence does with each stage (keep, move, recompute), in the words of logs and pictures."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class _Paint:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._on and text.strip() else text
 
     def each(self, text: str) -> str:
-        """Every run of equal characters in its own colour."""
+        """Paint every run of equal characters in its own colour."""
         made, start = [], 0
         for n in range(1, len(text) + 1):
             if n == len(text) or text[n] != text[start]:
@@ -145,7 +145,7 @@ class _Paint:
         return "".join(made)
 
     def bars(self, cells: str) -> str:
-        """A row of the curve: what is of parameters apart from all else."""
+        """Paint a row of the curve, with parameters in their own colour."""
         return "".join(
             self(_PARAMETERS if theirs else "B", "".join(part))
             for theirs, part in groupby(cells, lambda c: c == _PARAMETERS)
@@ -183,7 +183,7 @@ def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[st
                 peaks[column], parameters[column] = event.memory, event.parameter_memory
         clock = end
     for column in range(1, room):
-        if not peaks[column]:  # idle: what was held is still held
+        if not peaks[column]:  # idle: the bytes held do not change
             peaks[column], parameters[column] = peaks[column - 1], parameters[column - 1]
     eighths = [-(-peak * _HEIGHT * 8 // top) for peak in peaks]
     theirs = [round(part * _HEIGHT / top) for part in parameters]
@@ -205,7 +205,7 @@ def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[st
 
 
 def _lane(trace: Trace, lane: str, room: int) -> str:
-    """One character for each column: what fills most of its time."""
+    """One character for each column: the kind of work that fills most of its time."""
     share: list[dict[str, float]] = [{} for _ in range(room)]
     scale = room / trace.makespan if trace.makespan else 0.0
     for event, begun, ended in trace.spans(lane):
@@ -216,7 +216,7 @@ def _lane(trace: Trace, lane: str, room: int) -> str:
         for column in range(int(start), min(room, int(end) + 1)):
             part = min(end, column + 1) - max(start, column)
             share[column][letter] = share[column].get(letter, 0.0) + max(0.0, part)
-        if lane != "compute":  # copies much shorter than a column are seen all the same
+        if lane != "compute":  # show copies that are much shorter than a column, too
             share[min(room - 1, int(start))][letter] = 1.0
     empty = "." if lane == "compute" else " "
     cells = []
@@ -244,7 +244,7 @@ def _axis(makespan: float, room: int) -> str:
 def _letters(
     name: str, found: dict[int, str], letters: dict[str, tuple[str, str]], columns: int, paint: _Paint
 ) -> list[str]:
-    """A letter for each number by what is `found` of it, and the same in words."""
+    """Rows with a letter for each number in `found`, and a legend in words."""
     row, room, rows = "".join(letters[fate][0] for fate in found.values()), columns - _LEFT - 1, []
     for start in range(0, len(row), room):
         mark = f"{start + 1}-{min(len(row), start + room)}"
@@ -258,7 +258,7 @@ def _letters(
 
 
 def _percent(share: float) -> str:
-    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: a plan that costs nothing is not at minus nothing
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: never -0.0
 
 
 def _wrap(text: str, width: int) -> list[str]:

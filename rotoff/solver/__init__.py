@@ -1,6 +1,5 @@
-"""From a chain and a limit to a sequence: dynamic programs propose, a search on exact bytes improves, the machine
-checks.
-"""
+"""Finds a sequence for a chain and a limit: dynamic programs propose plans, a search improves them on exact bytes, and
+the machine checks the result."""
 
 from .plan_codes import keep_all as keep_all
 from .solve import solve as solve

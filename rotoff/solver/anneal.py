@@ -1,6 +1,6 @@
 """Refinement on exact bytes: simulated annealing over plans (`solver.plan_codes`), from the best proposals.
 
-Every step decodes a whole plan in compiled code. Effort is counted in plans, never in seconds, and the random numbers
+Every step decodes a whole plan in compiled code. Effort is counted in plans, not in seconds, and the random numbers
 are seeded, so the same chain, limit and options give the same sequence on every machine.
 """
 
@@ -18,34 +18,33 @@ from ..errors import OptionError
 from .plan_codes import ALL, APART, EARLY, MOVE, evaluator, widened
 from .pool import THREADS, Pool
 
-WIDEST = 24  # columns: deeper recompute trees are kept as they are
+WIDEST = 24  # columns: plans with deeper recompute trees are not searched from
 DEFAULT_SECONDS = 1.0
-USUAL_STAGES, MOST_LONGER = 125, 4.0  # beyond so many stages the default effort grows with them, up to so many times
-OPERATIONS_PER_SECOND = 25e6  # what this class of machine decodes in one thread; only turns seconds into a count
+USUAL_STAGES, MOST_LONGER = 125, 4.0  # the default effort grows with L / USUAL_STAGES, by at most MOST_LONGER
+OPERATIONS_PER_SECOND = 25e6  # assumed decoding rate of one thread; converts seconds into a count
 SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is smaller, and joint searches it again
-# (and, or) of every code: remat never moves, offload runs every stage forward once and keeps all that autograd saves.
+# (and, or) masks of every code: remat never moves; offload runs every forward once and keeps all that autograd saves.
 RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MOVE, ALL)}
 # Temperatures at which the rounds start in each thread, as shares of the keep-all time; each ends a hundred times
-# colder. The first thread polishes the best plan, the second one leaves its valley.
+# colder. The first thread refines the best plan, the second one leaves its local minimum.
 ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
-# A plan over the limit by a share x costs that many keep-all times x more, in each thread: passing through is allowed.
-# As long as nothing fits, the weights grow from round to round, since on a slow link what fits may cost many times
-# more;
-# and what is over by least costs at least a share `NEAREST` more, since a plan one byte over would hold the search for
-# nothing.
+# Penalty in each thread: a plan that exceeds the limit by a share x costs weight * x keep-all times more, so the search
+# may pass through such plans. Until a plan fits, the weights grow by GROWTH each round, since on a slow link a fitting
+# plan may cost many times more. The smallest excess then costs at least NEAREST keep-all times, since otherwise a plan
+# one byte over the limit would hold the search. STRAYED raises the weight of a thread that ended over the limit.
 OVER_WEIGHTS = (5.0, 50.0)
 GROWTH = 10.0
 STRAYED = 3.0
-FLOAT_ERROR = 1e-12  # of a step time, as a share
+FLOAT_ERROR = 1e-12  # relative error of a step time
 NEAREST = 0.1
-COOL_STAGES = 50  # beyond so many stages one of them is less of the step, and so is what a change may cost at first
+COOL_STAGES = 50  # with more stages each is a smaller part of the step, so the start temperatures are lowered
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Effort of the search, in seconds of this class of machine; 0 for none.
+    """Effort of the search, in nominal seconds (`OPERATIONS_PER_SECOND`); 0 for none.
 
-    own: the default, with which long chains are searched longer, because their tables take longer anyway.
+    own: whether it is the default, which is larger for long chains, because their tables take longer anyway.
     """
 
     seconds: float
@@ -66,13 +65,13 @@ class Budget:
         return int(SHARE[mode] * longer * self.seconds * OPERATIONS_PER_SECOND / (3 * len(chain) + 8))
 
     def part(self, share: float) -> Budget:
-        """A share of it."""
+        """The budget times `share`."""
         return replace(self, seconds=share * self.seconds)
 
 
 def least_compute(chain: Chain) -> float:
-    """Seconds of every forward and backward once, each in its fastest form, and of the updates that the host cannot do.
-    No plan takes less."""
+    """A lower bound in seconds for every plan: each forward and backward once, in its fastest form, and the updates
+    that the host cannot do."""
     stages = sum(s.forward_time + min(s.form(k).backward_time for k in range(1 + len(s.forms))) for s in chain.stages)
     return stages + sum(
         group.update_time for group in chain.parameters if group.grad_bytes and group.host_update_time is None
@@ -90,8 +89,8 @@ def refined(
 ) -> np.ndarray | None:
     """The best plan that fits, found from `starts` (which need not fit); None if none was found.
 
-    Every round runs a chain of changes in each thread: one from the best plan so far, one from the next start. The
-    search ends when a plan takes no longer than its compute, which nothing can beat.
+    Every round anneals in each thread: one from the best plan so far, one from the next start. The search ends early
+    when a plan reaches `least_compute`.
     """
     starts = [codes for codes in starts if codes.shape[1] <= WIDEST]
     if not starts or budget.seconds == 0:

@@ -15,10 +15,10 @@ from ..errors import ChainError
 
 @dataclass(frozen=True)
 class Arrays:
-    """A chain as arrays for the kernels; row i is stage i, row 0 stands for a_0; bytes and seconds, exact.
+    """A chain as arrays for the kernels; row i is stage i, row 0 stands for a_0; exact bytes and seconds.
 
-    saved, f_transient, b_transient, u_B have a column for each form; `n_forms` says how many of them are real. u_again:
-    of a forward that stops early (`core.simulator.early_stops`); no plan runs stage L again.
+    saved, f_transient, b_transient, u_B: a column for each form; `n_forms` of them are valid. u_again: seconds of a
+    forward that stops early (`core.simulator.early_stops`); no plan runs stage L again.
     """
 
     out: np.ndarray
@@ -34,7 +34,7 @@ class Arrays:
 
     @property
     def real(self) -> np.ndarray:
-        """Which columns are forms of each stage."""
+        """Mask of the valid columns of each stage."""
         return np.arange(self.u_B.shape[1]) < self.n_forms[:, None]
 
     @property
@@ -44,13 +44,13 @@ class Arrays:
 
     @property
     def entry(self) -> np.ndarray:
-        """Bytes of the smallest of a_i and the forms of ā_i, which stage i + 1 needs as its input; 0 of a_0 and a_L,
+        """Bytes of the smallest value that holds the input of stage i + 1: a_i or a form of ā_i; 0 for a_0 and a_L,
         which the caller holds."""
         smallest = np.where(self.real, self.saved, np.iinfo(np.int64).max).min(axis=1)
         return np.concatenate([[0], np.minimum(self.out, smallest)[1:-1], [0]])
 
 
-MOST_BYTES = 2**54  # all values of a chain together; times 500 slots they still fit 64 bits
+MOST_BYTES = 2**54  # most bytes of all values together; times 500 slots they still fit 64 bits
 
 
 @lru_cache(maxsize=32)

@@ -37,7 +37,7 @@ def check_mode(mode: str) -> None:
 
 
 def parse_modes(modes: Any) -> tuple[str, ...]:
-    """The modes that an option names, one or several; OptionError if there is none or an unknown one."""
+    """Read an option that names one or several modes; OptionError if there is none or an unknown one."""
     wanted = several(modes)
     if not wanted:
         raise OptionError(f"modes is empty; give at least one of {', '.join(map(repr, MODES))}")
@@ -114,12 +114,12 @@ def at_rest_bytes(chain: Chain) -> int:
 
 @lru_cache(maxsize=32)
 def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
-    """`arrays`, with the gradients of groups among those of activations, and updates beside the backward that they
-    follow.
+    """`arrays` with parameter gradients added to those of activations, and updates to the transients of the backward
+    before them.
 
-    While δ_i is held, so are the gradients that began before B i and are not updated: they are added to δ_i. B i itself
-    counts δ_{i-1} too, so what is added to that, but is not there yet, comes off its transients, which may then be
-    below 0.
+    While δ_i is held, so are the parameter gradients allocated before B i and not updated yet: their bytes are added to
+    δ_i. B i also counts δ_{i-1}, so bytes added to that which are not allocated yet are subtracted from its transients,
+    which may then be negative.
     """
     c, L = arrays(chain), len(chain)
     if not chain.parameters:
@@ -143,9 +143,7 @@ def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
 
 @lru_cache(maxsize=4)
 def need_tables(chain: Chain, updates: str = "during") -> tuple[np.ndarray, np.ndarray]:
-    """P and W of `remat_need` in exact bytes: what persistent recompute needs beyond the input of its first
-    stage.
-    """
+    """P and W of `remat_need`: exact bytes that persistent recompute needs beyond the input of its first stage."""
     c = remat_arrays(chain, updates)
     P, W = remat_need(c.out, c.grad, c.ck_transient, c.n_forms, c.saved, c.f_transient, c.b_transient)
     return P, W
@@ -153,7 +151,7 @@ def need_tables(chain: Chain, updates: str = "during") -> tuple[np.ndarray, np.n
 
 @dataclass(frozen=True)
 class HostPlan:
-    """How a step fits the joint minimum: with everything not in use on the host.
+    """A plan at the joint minimum: everything that is not in use is on the host.
 
     form[i]: form in which ā_i is made. output_input[i]: whether B i+1 (and what runs after stage i) takes a_i as its
     input rather than ā_i.
@@ -166,16 +164,16 @@ class HostPlan:
 def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan | None:
     """The forms and inputs with which every single operation fits `mem_limit`, or None.
 
-    Each ā_i^k, and a_i where it serves, is made in the forward phase and moved out; ``B i`` then needs ā_i^k, one form
-    of its input, δ_i, δ_{i-1}, a_0 and (before the last stage) a_L. State of the search over i: (form of ā_i, whether
-    a_i can be made); the smallest makeable input is always the best one, because needs add.
+    Each ā_i^k, and a_i if it is used, is made in the forward phase and offloaded; ``B i`` then needs ā_i^k, one form of
+    its input, δ_i, δ_{i-1}, a_0 and (before the last stage) a_L. State of the search over i: (form of ā_i, whether a_i
+    can be made). The smallest possible input is always the best one, because needs add up.
     """
     c, L = arrays(chain), len(chain)
     room = mem_limit - int(c.out[0])
     read, trained, update = own_needs(chain, updates)
     if update > mem_limit:
         return None
-    # state -> (input bytes left for stage i+1, predecessor); a state is (k, a_i usable)
+    # state -> its predecessor; a state is (k, a_i usable)
     levels: list[dict[tuple[int, bool], tuple[int, bool]]] = [{(0, True): (-1, True)}]
     for i in range(1, L + 1):
         level: dict[tuple[int, bool], tuple[int, bool]] = {}
@@ -228,8 +226,7 @@ def _joint_minimum(chain: Chain, updates: str) -> int:
 
 def largest_operation(chain: Chain) -> tuple[str, int, int]:
     """("forward" or "backward", stage, bytes) of the operation that needs most by itself: its operands in the smallest
-    forms, gradients, transients, and what the caller holds. No sequence of any mode fits less; where `min_mem_limit` is
-    that, it binds."""
+    forms, gradients, transients, and what the caller holds. No sequence of any mode fits less."""
     forward, backward = _needs_alone(chain)
     F, B = int(forward.argmax()), int(backward.argmax())
     if forward[F] > backward[B]:
@@ -238,7 +235,7 @@ def largest_operation(chain: Chain) -> tuple[str, int, int]:
 
 
 def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
-    """Of stages 1 to L, what the forward and the backward need at least while they run."""
+    """Least bytes that the forward and the backward of stages 1 to L need while they run."""
     c, L = arrays(chain), len(chain)
     real, entry, most = c.real, c.entry, np.iinfo(np.int64).max
     ck = np.where(np.arange(L + 1) < L, c.out + c.ck_transient, most)
@@ -250,14 +247,14 @@ def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 
 # -- the bound on time
 
-# With forms the dual has many more corners: a far target and much patience find up to a point more there, little
-# elsewhere.
+# With forms the dual has many more corners: a distant target and much patience gain up to a percentage point there,
+# little elsewhere.
 PATIENCE, SHRINK = 24000, 0.4
-RISES = (0.3, 1.0)  # the first targets; the second where the bound is further off than the first
-# once inputs are paid for: far above the best so far on a slow link, in few bytes
+RISES = (0.3, 1.0)  # first targets of the ascent; the second is tried if the bound rose by more than the first
+# for the ascent with inputs: on a slow link and in few bytes the bound can rise far above the best so far
 INPUT_PATIENCE, INPUT_RISE = 10000, 2.0
-SUM_ERROR = 1e-12  # share by which the ascent's sums may be off: the bound holds in spite of it
-ASCENT_WORK = 1_500_000_000  # steps times intervals times stages: about a second
+SUM_ERROR = 1e-12  # relative error of the ascent's sums, by which the bound is lowered
+ASCENT_WORK = 1_500_000_000  # most steps * intervals * stages: about a second
 
 
 def lower_bound(
@@ -267,10 +264,10 @@ def lower_bound(
     proof).
 
     With parameters it bounds the time of a steady step (`steady_bounds` has the proof). Mode "remat", in which
-    parameters stay on the device, then has a bound of its own. updates: "after" ``B 1`` only, or "during" the step.
-    steps: of how many steps in a row it bounds the mean. 4 bounds the machine's makespan. ``math.inf`` bounds the mean
-    step of a training that goes on, which may be longer: copies can fall behind a little more with every step.
-    Where the directions of the link slow each other down, both bounds count that.
+    parameters stay on the device, then has its own bound. updates: "after" ``B 1`` only, or "during" the step.
+    steps: the bound is for the mean of this many consecutive steps. 4 bounds the machine's makespan. ``math.inf``
+    bounds the mean step of endless training, which may be longer: copies can fall behind a little more with every
+    step. If the directions of the link slow each other down, the bound takes that into account.
 
     Raises:
         LimitError: if `mem_limit` is not a number of bytes. OptionError: for an unknown mode or value of `updates`, or
@@ -298,41 +295,41 @@ def lower_bound(
 def _steady(chain: Chain, limit: int, updates: str, steps: float) -> float:
     activations = chain.without_parameters()
     if steps == PERIODS and min(chain.bidirectional_shares) < 1:
-        steps = PERIODS // 2  # those that the makespan is the mean of
+        steps = PERIODS // 2  # the makespan is the mean of the last two
     found = steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations), steps)
     return max(found, least_compute(chain) * (1 - SUM_ERROR))
 
 
 def least_time_of(chain: Chain, limit: int) -> float:
-    """The bound of a chain's activations.
+    """The lower bound for a chain's activations.
 
-    Proof. Fix a sequence and cut its time where F_1, ..., F_L run first and where B_L, ..., B_1 run; these starts are
-    in that order, and interval k begins with cut k. Interval k lasts at least as long as the compute in it (the
-    operation at its cut, each forward run again in it), and as the link needs for the bytes that it copies in it, out
-    and in. At cut k the device holds what that operation needs itself (operands, gradients, transients; at least
-    the smallest form of each) and whatever else it holds of ā_q, q = 1..L-1. Consider, for each q, the ā_q that B_q
-    uses. Either F_q's first run made it and it stays; or that run made it, it leaves (its bytes pass the link out, and
-    are held until they have) and returns (they pass the link in, and are held from then on); or it is made again (at
-    least u_F − `tail_time` more compute) and stays, or leaves and returns. These are linear constraints on the
-    intervals' lengths, with each ā_q in one of those ways or, to relax, in a mixture of them, so the linear program
-    "least sum of lengths" is below the sequence's time. By weak duality so is its Lagrangian at any prices λ_k ≥ 0 of
-    memory at cut k and p_k, r_k, α_k ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in interval k: Σ α_k
-    work_k − Σ λ_k room_k + Σ_q (the cheapest way of ā_q).
+    Proof. Fix a sequence and cut its time at the first start of each of F_1, ..., F_L and at the start of each of B_L,
+    ..., B_1; the starts are in this order, and interval k begins with cut k. Interval k lasts at least as long as the
+    compute in it (the operation at its cut, and each forward run again in it), and as long as the link needs for the
+    bytes copied in it, out and in. At cut k the device holds what that operation needs itself (operands, gradients,
+    transients; at least the smallest form of each) and possibly more of ā_q, q = 1..L-1. Consider, for each q, the ā_q
+    that B_q uses. Either F_q's first run made it and it stays; or that run made it, it leaves (its bytes are copied
+    out, and held until then) and returns (they are copied in, and held from then on); or it is made again (at least
+    u_F − `tail_time` more compute) and stays, or leaves and returns. These are linear constraints on the intervals'
+    lengths. Relax them so that each ā_q may mix these alternatives; then the linear program "least sum of lengths" is
+    below the sequence's time. By weak duality so is its Lagrangian at any prices λ_k ≥ 0 of memory at cut k and p_k,
+    r_k, α_k ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in interval k: Σ α_k work_k − Σ λ_k room_k +
+    Σ_q (the cheapest alternative of ā_q).
 
-    The link's prices: let copying for a second be worth P out and R in, each alone. At any moment the link copies out,
-    or in, or both, where it does as much of both in a second as it does alone in s_out and s_in of one
-    (`Chain.bidirectional_shares`). So it is paid at most max(P, R, s_out P + s_in R) a second; α is what that leaves of
-    1. Where both shares are 1 that is P + R.
+    The link's prices: let a second of copying alone be worth P out and R in. At any moment the link copies out, or in,
+    or both; a second of both copies as much as s_out seconds out alone and s_in seconds in alone
+    (`Chain.bidirectional_shares`). So a second of the link is worth at most max(P, R, s_out P + s_in R), which is P + R
+    if both shares are 1; α is 1 less this.
 
-    What is made again has inputs. Take m = 2..L-1, and the interval from the start of B_{m+1} to that of B_m, which
-    uses a_{m-1} or ā_{m-1}. Either that is held at the interval's cut, or it arrives in the interval, or F_{m-1} runs
-    in it and so finds its own input there; and so on down to a_0. So for some q < m at least |a_q| bytes are held at
-    the cut, beyond what B_{m+1} needs itself, or arrive in the interval (or q = 0), and F_{q+1}, ..., F_{m-1} run in
-    it. What this pays and what the ways of the ā pay may be the same bytes and seconds, so there each has a part of the
-    price: λ = (λ − λ') + λ', and so r and α. Only what the ways use of ā_m itself in that interval and at its cut is
-    never the input's, and pays the whole price.
+    Values that are made again need inputs. Take m = 2..L-1, and the interval from the start of B_{m+1} to that of B_m,
+    which uses a_{m-1} or ā_{m-1}. Either that is held at the interval's cut, or it arrives in the interval, or F_{m-1}
+    runs in it and so finds its own input there; and so on down to a_0. So for some q < m at least |a_q| bytes are held
+    at the cut, beyond what B_{m+1} needs itself, or arrive in the interval (or q = 0), and F_{q+1}, ..., F_{m-1} run in
+    it. These bytes and seconds may be the same as those of the alternatives of the ā, so each of the two gets a part of
+    the price: λ = (λ − λ') + λ', likewise r and α. Only the bytes of ā_m itself in that interval and at its cut are
+    never an input's, and pay the whole price.
 
-    An ascent from the prices of the turn-around finds the prices. Its quality affects how tight the bound is, never
+    The prices are found by an ascent from those of the turn-around. Its quality affects how tight the bound is, never
     whether it holds.
 
     Raises:
@@ -347,7 +344,7 @@ def least_time_of(chain: Chain, limit: int) -> float:
 def _certified(chain: Chain, limit: int) -> float:
     c, L = arrays(chain), len(chain)
     fastest = c.fastest
-    # In the machine's order, which a sum from the left is: rounding makes no other sequence's time less.
+    # Summed from the left, as the machine does, so that rounding puts no sequence's time below the bound.
     least = float(np.cumsum(np.concatenate([c.u_F[1:], fastest[:0:-1]]))[-1])
     if L == 1 or least == 0:
         return least
@@ -355,7 +352,7 @@ def _certified(chain: Chain, limit: int) -> float:
     needs_F, needs_B = _needs_alone(chain)
     room = np.ascontiguousarray(1 - np.concatenate([needs_F, needs_B[::-1]]) / size)
     work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
-    # A link that hardly moves may as well be faster: any finite rate is enough to keep all copies out.
+    # Cap the time of a copy over a very slow link: any finite rate is enough to keep all copies out.
     rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     slower = np.where(c.real, c.u_B - fastest[:, None], 0.0) / seconds
     stages = (c.u_again / seconds, c.saved / size, slower, c.entry / size, c.n_forms)
@@ -366,7 +363,7 @@ def _certified(chain: Chain, limit: int) -> float:
     for rise, (p0, r0, price) in product(RISES, _turn_around_prices(chain, limit, room[L] * size)):
         if rise > RISES[0] and best < 1 + RISES[0]:
             break
-        prices = np.zeros((6, 2 * L))  # λ, p, r, and what of λ, r and α inputs pay
+        prices = np.zeros((6, 2 * L))  # λ, p, r, and the inputs' parts of λ, r and α
         prices[0, L] = price * size / seconds
         prices[1, :L], prices[2 if chain.duplex else 1, L:] = p0, r0
         ascent = (20 * patience, rise, patience, SHRINK)
@@ -384,13 +381,11 @@ def _certified(chain: Chain, limit: int) -> float:
 
 
 def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[float, float, float]]:
-    """Prices (p before B L, r after it, λ at it) to start from: the best of a grid for the relaxation with that cut
-    only.
-    """
+    """Start prices (p before B L, r after it, λ at it): the best of a grid for the relaxation with only that cut."""
     c, L = arrays(chain), len(chain)
     u_F, saved = c.u_again[1:L], c.saved[1:L].min(axis=1, where=c.real[1:L], initial=1 << 62)
     forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())
-    most = np.finfo(np.float64).max / 1e20  # seconds of a copy over a link that hardly moves; times bytes it is finite
+    most = np.finfo(np.float64).max / 1e20  # cap for seconds of a copy, so that products with bytes stay finite
     with np.errstate(over="ignore"):
         link_out, link_in = (
             np.minimum(saved / bandwidth, most) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth)
@@ -398,7 +393,7 @@ def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[flo
     top = np.array([1.0, 1.0, min(1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth, most)])
     low, high = np.zeros(3), top
     best = np.zeros(3)
-    for _ in range(6):  # the dual is concave, so the best of a grid is never far from the best of all
+    for _ in range(6):  # refine the grid: the dual is concave, so its maximum is near the best grid point
         p, r, lam = np.meshgrid(*(np.linspace(low[x], high[x], 13) for x in range(3)), indexing="ij")
         value = (1 - p) * forward + (1 - r) * backward - lam * room
         for q in range(L - 1):

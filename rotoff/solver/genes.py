@@ -1,9 +1,9 @@
 """Plans of chains with parameters: one row of numbers that the kernel `kernels.place` decodes into a steady step.
 
-First the codes of the stages (`solver.plan_codes`); here the MOVE bit says that the value leaves, in its longest
-absence. Then four numbers for each group: after which of its uses ``w`` leaves (bits), flags (its state leaves; its
-gradient leaves before an update on the device; the host updates it), the stage after whose B the update is issued, and
-a rank among updates issued there.
+First come the codes of the stages (`solver.plan_codes`); here the MOVE bit means that the value is offloaded during its
+longest absence. Then four numbers follow for each group: a mask of the uses after which ``w`` leaves, flags (its state
+leaves; its gradient leaves before an update on the device; the host updates it), the stage after whose B the update is
+issued, and a rank among updates issued there.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ GROUP = np.dtype(
 
 @lru_cache(maxsize=8)
 def group_arrays(chain: Chain) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The groups of `chain` as rows of `GROUP`, and which stage reads which: from where on each stage's groups stand,
-    the groups, and which of their own stages that is.
+    """The groups of `chain` as rows of `GROUP`, and the groups that each stage reads: (first index of each stage, group
+    of each index, place of the stage among the group's stages).
     """
     reads = sorted(
         (stage, k, min(slot, SLOTS - 1))
@@ -54,13 +54,13 @@ def group_arrays(chain: Chain) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray
 
 
 def placer(chain: Chain, limit: int, visits: int, updates: str, host_limit: int | None = None) -> Placer:
-    """Decoder of plans whose stages have `visits` columns of codes."""
+    """A decoder for plans with `visits` columns of codes."""
     most = 16 * len(chain) + 64
     return Placer(chain, arrays(chain), limit, host_limit, visits, most, *group_arrays(chain), updates == "after")
 
 
 def at_home(chain: Chain) -> np.ndarray:
-    """Genes with which every group stays on the device and is updated there as soon as its gradient is whole."""
+    """Genes that keep every group on the device and update it there as soon as its gradient is whole."""
     genes = np.zeros((len(chain.parameters), GENES), dtype=np.int16)
     genes[:, AT] = [min(group.stages) for group in chain.parameters]
     return genes
@@ -100,6 +100,6 @@ def joined(codes: np.ndarray, genes: np.ndarray) -> np.ndarray:
 
 
 def to_sequence(kernel: Placer, plan: np.ndarray) -> Sequence:
-    """The sequence that `plan` stands for."""
+    """Decode `plan` into a sequence."""
     rows, rest = kernel.text(plan)
     return Sequence(to_ops(rows), resident=[str(Value(False, k, OF[of])) for of, k in rest])

@@ -38,9 +38,9 @@ from .steady_bounds import update_moments
 
 
 def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
-    """Operations that hold no more than `plan` was checked for (see `bounds.host_plan`), copy after copy."""
+    """The operations of `plan` (`bounds.host_plan`), with one copy at a time; they fit the limit it was made for."""
     L = len(chain)
-    inputs = [a(i) if plan.output_input[i] else abar(i) for i in range(L)]  # what is brought for B i + 1
+    inputs = [a(i) if plan.output_input[i] else abar(i) for i in range(L)]  # the input that B i + 1 uses
     forwards = [F_sel(i, form) if form else F_all(i) for i, form in enumerate(plan.form)]
     ops: list[Op] = []
     for i in range(1, L):
@@ -49,7 +49,7 @@ def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
             ops += [free(abar(i)), F_ck(i), offload(a(i))]
         if i > 1:
             ops.append(free(inputs[i - 1]))
-    ops += [forwards[L], B(L)]  # which drops its input where that is an output
+    ops += [forwards[L], B(L)]  # B drops its input if that is an a
     for i in range(L - 1, 0, -1):
         if plan.output_input[i]:
             ops += [prefetch(abar(i)), wait(abar(i))]
@@ -65,16 +65,16 @@ def everything_away(chain: Chain) -> HostPlan:
 
 
 def host_step(chain: Chain, plan: HostPlan, updates: str) -> Sequence:
-    """The same for a chain with parameters: they are copied in for every single operation, and none is resident.
+    """`host_sequence` for a chain with parameters: they are copied in for every operation, and none is resident.
 
-    The host updates what it can. The device updates the others one by one, where `bounds.min_mem_limit` says that least
-    is held; the input of the next backward then waits on the host once more.
+    The host updates the groups that it can. The device updates the others one by one, at the moments when it holds
+    least (`update_moments`); the input of the next backward then goes to the host once more.
     """
     activations = host_sequence(chain.without_parameters(), plan)
     readers = Readers(chain)
     moments = update_moments(chain, updates)
     ops: list[Op] = []
-    on: Value | None = None  # of the activations, what the last move of them brought to the device
+    on: Value | None = None  # the activation that was prefetched last
     for op in activations:
         weights = readers.weights.get(op.stage, []) if op.kind in COMPUTES else []
         ops += [step for v in weights for step in (prefetch(v), wait(v))]
@@ -107,9 +107,9 @@ def _update(chain: Chain, k: int) -> list[Op]:
 def all_moving(chain: Chain, mem_limit: int) -> Iterator[np.ndarray]:
     """Plans in which every value may move, for limits at which some ā_i and ā_{i+1} do not fit together.
 
-    There B i+1 takes a_i and not ā_i. Elsewhere a value moves only if it has to make room, so these are far faster than
-    `host_sequence`, and a search can start from them. The first makes a_i again in the backward phase where the
-    forward fits beside ā_i; the second makes it right after ā_i throughout, and so fits more often.
+    For these i, B i+1 takes a_i and not ā_i. Other values move only to make room, so these plans are far faster than
+    `host_sequence`, and a search can start from them. The first plan makes a_i again in the backward phase if the
+    forward fits beside ā_i; the second always makes it right after ā_i, and so fits more often.
     """
     plan = host_plan(chain, mem_limit)
     if plan is None:

@@ -1,10 +1,10 @@
 """Plans for several micro-batches under way at once, as in a pipeline.
 
 A pipeline runs the forwards of several micro-batches before the backward of the first. Between its forward and its
-backward a micro-batch *rests*, and holds what the plan has not moved or dropped by then. With k in flight, one works
-and k - 1 rest, so that a rank holds (k - 1) x resting bytes + the peak of one step. The two are traded: what rests less
-leaves more room to the one that works. Each trade is solved on a chain with one more stage between forward and
-backward, which takes no time, and as many bytes as leave just the resting ones free.
+backward a micro-batch *rests*, and holds the values that the plan has not moved or dropped by then. With k in flight,
+one works and k - 1 rest, so a rank holds (k - 1) x resting bytes + the peak of one step. There is a trade-off: fewer
+resting bytes leave more room for the working micro-batch. Each trade is solved on a chain with one more stage between
+forward and backward, which takes no time and so many bytes that only the resting ones remain free.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .plan_codes import keep_all
 from .search import parse_host_limit
 from .solve import solve
 
-# of the way from the fewest resting bytes to the most that can be; the quickest first
+# Resting bytes to try, as shares of the way from the fewest to the most possible; the fastest plans first.
 SHARES = (1.0, 0.85, 0.6, 0.3, 0.0)
 QUICKLY = 0.01  # `refine` of each of these trades
-SEARCHED = 2  # of these trades, the fastest ones, are searched with all of the effort
-# In which modes trades are solved, and whether ā_L rests whole (`_resting`).
+SEARCHED = 2  # the fastest trades, which are searched again with the whole effort
+# For each mode: the modes in which trades are solved, and whether ā_L rests whole (`_resting`).
 _KINDS = {"joint": (("joint", True), ("remat", False)), "remat": (("remat", False),), "offload": (("offload", True),)}
 
 
@@ -46,8 +46,8 @@ def parse_in_flight(in_flight: Any) -> int:
 
 
 def turn(operations: Sequence[Op], L: int) -> int:
-    """How many of the operations run before a micro-batch rests: all up to the output, and what frees bytes after
-    it."""
+    """How many of the operations run before a micro-batch rests: all up to the last forward, and the moves after it
+    that free bytes."""
     index = next(n for n, op in enumerate(operations) if op.kind in FORWARDS and op.stage == L) + 1
     while index < len(operations) and operations[index].kind in (OpKind.OFFLOAD, OpKind.FREE, OpKind.DROP):
         index += 1
@@ -63,13 +63,13 @@ def resting_bytes(chain: Chain, operations: Sequence[Op]) -> int:
 
 
 def needed_bytes(chain: Chain, operations: Sequence[Op], in_flight: int, beside: int = 0) -> int:
-    """Bytes of `in_flight` micro-batches that each run `operations`. beside: as of `solve_in_flight`."""
+    """Bytes of `in_flight` micro-batches that each run `operations`. beside: as for `solve_in_flight`."""
     resting = (in_flight - 1) * (resting_bytes(chain, operations) + beside) if in_flight > 1 else 0
     return simulate(chain, operations).peak_bytes + resting
 
 
 def least_in_flight(chain: Chain, mode: str, in_flight: int, beside: int = 0) -> int:
-    """The smallest limit that `solve_in_flight` keeps."""
+    """The smallest limit that `solve_in_flight` accepts."""
     if in_flight == 1:
         return min_mem_limit(chain, mode)
     found = [_least(chain, *kind) for kind in _KINDS[mode]]
@@ -80,14 +80,14 @@ def least_in_flight(chain: Chain, mode: str, in_flight: int, beside: int = 0) ->
 def solve_in_flight(
     chain: Chain, mem_limit: int, in_flight: int, beside: int = 0, mode: str = "joint", **options: Any
 ) -> Plan:
-    """The fastest plan found of one micro-batch where `in_flight` of them share `mem_limit` bytes.
+    """The fastest plan found for one micro-batch if `in_flight` of them share `mem_limit` bytes.
 
     Args:
-        chain: without parameters. beside: bytes that a resting micro-batch holds and the chain does not know of.
-        mode, options: of `solve`; a `host_limit` is shared, too.
+        chain: without parameters. beside: bytes that a resting micro-batch holds in addition to the chain's.
+        mode, options: as for `solve`; a `host_limit` is shared, too.
 
     Returns:
-        A sequence whose `mem_limit` is what the working micro-batch may take. Its `meta` has "resting_bytes".
+        A sequence whose `mem_limit` is the share of the working micro-batch. Its `meta` has "resting_bytes".
 
     Raises:
         InfeasibleError: if nothing fits; its `min_mem_limit` does.
@@ -108,7 +108,7 @@ def solve_in_flight(
     most = (mem_limit - others * beside) // in_flight
     fastest = chain.compute_time * (1 + FLOAT_ERROR)
     trades = {}
-    for kind in (*_KINDS[mode], *([("joint", False)] if mode == "joint" else [])):  # whose plans may turn out illegal
+    for kind in (*_KINDS[mode], *([("joint", False)] if mode == "joint" else [])):  # the last one's may be illegal
         fewest = _least(chain, *kind)[0]
         for share in SHARES:
             rest = fewest + int(share * max(0, most - fewest))
@@ -129,7 +129,7 @@ def solve_in_flight(
 
 @dataclass(frozen=True)
 class _Shared:
-    """A limit that one micro-batch at work shares with `others` that rest. beside, options: of `solve_in_flight`."""
+    """A limit that a working micro-batch shares with `others` that rest. beside, options: as for `solve_in_flight`."""
 
     chain: Chain
     mem_limit: int
@@ -138,7 +138,7 @@ class _Shared:
     options: dict[str, Any]
 
     def left(self, ops: Sequence[Op]) -> int:
-        """Bytes for the micro-batch that works."""
+        """Bytes left for the working micro-batch if all run `ops`."""
         return self.mem_limit - self.others * (resting_bytes(self.chain, ops) + self.beside)
 
     def traded(self, kind: tuple[str, bool], rest: int, refine: bool | float) -> tuple[float, tuple[Op, ...]]:
@@ -155,7 +155,7 @@ class _Shared:
             return math.inf, ()
 
     def told(self, ops: Iterable[Op], mode: str, source: str) -> Plan:
-        """The sequence, and what the machine says of it."""
+        """`ops` as a sequence with the machine's figures in its meta."""
         made, chain = tuple(ops), self.chain
         active = self.left(made)
         trace = simulate(chain, made, active)
@@ -164,8 +164,8 @@ class _Shared:
 
 
 def _resting(chain: Chain, nbytes: int, whole: bool) -> Chain:
-    """`chain` with a last stage that takes `nbytes` beside what rests; its output stands for a_L, which the caller
-    keeps. whole: whether ā_L rests, which no operation may move, so that a_L is no better; else a_L may rest alone."""
+    """`chain` with another last stage that takes `nbytes` beside the resting values; its output stands for a_L, which
+    the caller keeps. whole: whether all of ā_L rests, since no operation may move it; if not, a_L may rest alone."""
     output, last = chain.output_bytes(len(chain)), chain.stages[-1]
     taken = max(0, nbytes - output)
     rest = Stage("rest", 0.0, 0.0, output, output, grad_bytes=0, forward_transient_bytes=taken)
@@ -175,7 +175,7 @@ def _resting(chain: Chain, nbytes: int, whole: bool) -> Chain:
 
 
 def _least(chain: Chain, mode: str, whole: bool) -> tuple[int, int]:
-    """(resting bytes, bytes of the one that works) of the plans in which least rests."""
+    """(resting bytes, bytes of the working micro-batch) of the plans with the fewest resting bytes."""
     much = 4 * sum(stage.saved_bytes + stage.backward_transient_bytes for stage in chain.stages) + chain.input_bytes
     much += 4 * max(stage.forward_transient_bytes + (stage.checkpoint_transient_bytes or 0) for stage in chain.stages)
     output = chain.output_bytes(len(chain))

@@ -27,7 +27,7 @@ from .slots import ROUNDINGS, clock, discretize, needed
 TABLE_BYTES = 4 << 30
 QUICK_WORK = 1.5e7
 QUICK_REACH = 32
-# slots in one step: links that let more through hide every copy, and sums of more would lose what is held
+# most slots that the link copies in one step: a faster link hides every copy, and larger sums would lose the low digits
 MOST_DRAINED = 1e12
 
 
@@ -93,8 +93,8 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
 
 
 def fill(table: Costs) -> Joint:
-    """Both tables, in two threads; OC only at the states that its answer can reach. Python runs between rows, so that
-    Ctrl-C works."""
+    """Fill both tables in two threads; OC only at the states that its answer can reach. Python runs between rows, so
+    that Ctrl-C works."""
     L, N, X = table.L, table.N, table.K + 1
     C = np.full((max(1, table.row[L + 1] + L + 1), N + 1, N + 1), math.inf)
     OC = np.empty((L + 1, X, N + 1, N + 1, N + 1))  # only states that can be reached are ever read
@@ -142,7 +142,7 @@ def solve_slots(
 ) -> tuple[float, np.ndarray | None]:
     """(cost in seconds, plan) of OC_0(1, 0, 0, 0) at N slots; (infinity, None) if nothing fits.
 
-    reach: the most stages that are recomputed from one input; None for any number.
+    reach: most stages that are recomputed from one input; None for any number.
     """
     if mem_limit <= chain.input_bytes:
         return math.inf, None
@@ -153,7 +153,7 @@ def solve_slots(
 
 
 def _forwards(t: Costs, kernel: Joint) -> list[tuple[int, int]]:
-    """The forwards of an optimum in program order, as (stage, code); what moves is marked where it is made."""
+    """The forwards of an optimum in program order, as (stage, code); a value that moves has MOVE where it is made."""
     done: list[tuple[int, int]] = []
     waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
     i, x, A, A_F, A_B = 1, 0, 0, 0, 0
@@ -187,7 +187,7 @@ def _forwards(t: Costs, kernel: Joint) -> list[tuple[int, int]]:
 
 
 def quick(chain: Chain) -> tuple[int, int]:
-    """(slots, reach) with which the tables take about a tenth of a second: enough if a search follows."""
+    """(slots, reach) for tables that take about a tenth of a second: enough if a search follows."""
     reach = min(len(chain), QUICK_REACH)
     return max(4, round(math.pow(QUICK_WORK / (len(chain) * reach), 1 / 3))), reach
 

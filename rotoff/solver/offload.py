@@ -1,4 +1,4 @@
-"""Pure offload: every stage runs forward once and some ā go to the host. These plans propose which ones."""
+"""Mode offload: every stage runs forward once and some ā go to the host. Proposes which ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from .plan_codes import ALL, MOVE, empty
 
 
 def everything(chain: Chain) -> np.ndarray:
-    """Every ā may move, and moves only if it has to: this plan fits wherever any plan of this mode does."""
+    """Every ā may move, and moves only if it has to: this plan fits whenever any plan of this mode does."""
     codes = empty(chain)
     codes[1:] = ALL | MOVE
     return codes
 
 
 def proposals(chain: Chain) -> Iterator[np.ndarray]:
-    """Plans that move the ā of the first stages (they are needed last), or of those that take the least link time a
-    byte held.
+    """Plans that move the ā of the first stages (they are needed last), or of stages with the longest forward per byte.
 
     Sources: Euro-Par 2020 for the order of needs; the prefix is its GREEDY with the set chosen by size.
     """

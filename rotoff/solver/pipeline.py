@@ -1,8 +1,8 @@
 """Plans for all ranks of a pipeline, judged by `core.pipeline.simulate_pipeline`.
 
 The chain of a whole model is cut into stages of nearly equal time. Each is planned for the micro-batches that the
-schedule has in flight there. The rules that people tune by hand compete, and the fastest pipeline in the simulator
-wins, so none of them is faster at equal memory.
+schedule has in flight there. The rules that people tune by hand are tried, too, and the fastest pipeline in the
+simulator wins, so none of these rules is faster at equal memory.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _TRIES = 6
 
 
 class Rule(NamedTuple):
-    """A plan by hand: the operations for the first n stages of a chain treated its way, and the rest kept."""
+    """A rule of thumb: `ops` of a chain applies it to the first n stages and keeps the rest."""
 
     name: str
     ops: Callable[[Chain, int], tuple[Op, ...]]
-    every: bool  # whether each rank must treat as many as the one that needs most
+    every: bool  # whether each rank must treat as many stages as the rank that needs most
 
 
 def cut(chain: Chain, stages: int) -> tuple[Chain, ...]:
-    """`chain` in so many pieces; the slowest of them is as fast as can be.
+    """Cut `chain` into `stages` pieces such that the slowest piece is as fast as possible.
 
     Raises:
-        OptionError: where the chain has fewer stages.
+        OptionError: if the chain has fewer stages.
     """
     L = len(chain)
     if stages > L:
@@ -71,9 +71,9 @@ def cut(chain: Chain, stages: int) -> tuple[Chain, ...]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is planned: the pieces of all stages, what each rank runs, and who shares a link to the host.
+    """A pipeline to plan: the chain of each stage, the tasks of each rank, and how many ranks share a link to the host.
 
-    beside: bytes that each micro-batch holds in a stage and its chain does not know of.
+    beside: bytes that each micro-batch holds in a stage in addition to the chain's.
     """
 
     pieces: tuple[Chain, ...]
@@ -94,12 +94,12 @@ class Pipeline:
         )
 
     def run(self, plans: Sequence[tuple[Op, ...]]) -> PipelineTrace:
-        """The step in which each stage runs its plan."""
+        """Simulate the step in which each stage runs its plan."""
         rows = zip(self.pieces, plans, strict=True)
         return simulate_pipeline([self._stage(*row) for row in rows], self.order, *self._links)
 
     def keep_everything(self) -> PipelineTrace:
-        """The step without any limit, which no other is faster than."""
+        """Simulate the step without limits."""
         return self.run([keep_all(piece).ops for piece in self.pieces])
 
     @property
@@ -110,15 +110,15 @@ class Pipeline:
         return stage_plan(piece, simulate(piece, ops), turn(ops, len(piece)), self.beside)
 
     def shared(self, piece: Chain) -> Chain:
-        """A piece as its plan sees it: with the rank's part of the link, and without names."""
+        """The piece to plan with: the rank's share of the link's bandwidth, and no names."""
         link = {name: getattr(piece, name) for name in ("d2h_bandwidth", "h2d_bandwidth", *BIDIRECTIONAL)}
         slower = {name: rate and rate / self.ranks_per_link for name, rate in link.items()}
         return replace(piece, **slower, stages=tuple(replace(stage, name="") for stage in piece.stages))
 
 
 class PlannedRanks(NamedTuple):
-    """name: "rotoff", or the rule that was the fastest. plans: the operations of each stage. trace: the simulated
-    step. rules: (name, seconds of the step) of every rule; infinity where it does not fit."""
+    """The plan of a pipeline. name: "rotoff", or the rule that was the fastest. plans: the operations of each stage.
+    trace: the simulated step. rules: (name, seconds of the step) of every rule; infinity if it does not fit."""
 
     name: str
     plans: tuple[tuple[Op, ...], ...]
@@ -130,7 +130,7 @@ def plan_pipeline(pipeline: Pipeline, limits: Sequence[int], refine: bool | floa
     """The fastest pipeline found in which each rank holds at most its limit, in bytes.
 
     Raises:
-        InfeasibleError: where a rank has no plan; names the rank.
+        InfeasibleError: if a rank has no plan; names the rank.
     """
     known: dict[tuple[Chain, int, int], tuple[Op, ...]] = {}
     plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)
@@ -152,7 +152,7 @@ def _planned_rank(
     refine: bool | float,
     known: dict[tuple[Chain, int, int], tuple[Op, ...]],
 ) -> list[tuple[Op, ...]]:
-    """`plans` with those of a rank; its stages share the limit."""
+    """`plans` with new ones for the stages of a rank, which share the limit."""
     many, beside, less = most_in_flight(pipeline.order[rank]), pipeline.beside, 0
     for _ in range(_TRIES):
         made = list(plans)
@@ -176,7 +176,7 @@ def _planned_rank(
 
 
 def _held(pipeline: Pipeline, plans: Sequence[tuple[Op, ...]], rank: int) -> int:
-    """The most bytes that a rank holds; program order alone decides."""
+    """The most bytes that a rank holds; program order alone determines them."""
     stages = {s: pipeline._stage(pipeline.pieces[s], plans[s]) for s in pipeline.of_rank(rank)}
     held = most = 0
     for task in pipeline.order[rank]:
@@ -188,7 +188,7 @@ def _held(pipeline: Pipeline, plans: Sequence[tuple[Op, ...]], rank: int) -> int
 
 
 def _by_rule(pipeline: Pipeline, rule: Rule, limits: Sequence[int]) -> tuple[tuple[Op, ...], ...]:
-    """The plans of all stages with as few treated as fit; none where too few do."""
+    """The plans of all stages with the fewest treated stages that fit each rank's limit; empty if none fit."""
     treated = [0] * len(pipeline.pieces)
     for rank, limit in enumerate(limits):
         stages = pipeline.of_rank(rank)
@@ -216,7 +216,7 @@ def _fits(pipeline: Pipeline, plans: dict[int, tuple[Op, ...]], rank: int, limit
 
 
 def _recomputed(chain: Chain, n: int) -> tuple[Op, ...]:
-    """Of the first n stages only the outputs are kept."""
+    """Recompute the first n stages: only their outputs are kept."""
     L = len(chain)
     ops = [F_ck(i) if i <= n else forward(i) for i in range(1, L + 1)]
     for i in range(L, 0, -1):
@@ -225,7 +225,7 @@ def _recomputed(chain: Chain, n: int) -> tuple[Op, ...]:
 
 
 def _selective(chain: Chain, n: int) -> tuple[Op, ...]:
-    """The first n stages keep the form of which the backward takes least longer."""
+    """Keep the first n stages in their smaller form with the fastest backward."""
 
     def kept(i: int) -> Op:
         forms = chain.stage(i).forms
@@ -237,7 +237,7 @@ def _selective(chain: Chain, n: int) -> tuple[Op, ...]:
 
 
 def _offloaded(chain: Chain, n: int) -> tuple[Op, ...]:
-    """The first n stages go to the host, each freed two stages later, and come back two stages ahead."""
+    """Offload ā of the first n stages; each is freed two stages later, and prefetched two stages ahead."""
     L, n = len(chain), min(n, len(chain) - 1)
     ops: list[Op] = []
     for i in range(1, L + 1):
@@ -261,7 +261,7 @@ def _all(rule: Callable[[Chain, int], tuple[Op, ...]]) -> Callable[[Chain, int],
     return lambda chain, _: rule(chain, len(chain))
 
 
-# Megatron's "less on later ranks" is the first one: as few stages recomputed on each rank as fit.
+# The first one is Megatron's: each rank recomputes as few stages as fit.
 RULES = (
     Rule("less recompute on later ranks", _recomputed, False),
     Rule("full recompute", _all(_recomputed), True),

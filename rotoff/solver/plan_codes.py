@@ -1,10 +1,10 @@
-"""Plans: a table of codes that says what each visit of each stage does; `kernels.decode` decodes it on exact bytes.
+"""Plans as tables of codes, one for each visit of each stage; `kernels.decode` decodes them on exact bytes.
 
 ``codes[q, v]`` governs the v-th time that a forward of stage q runs (v from 0; the last column serves later visits
 too):
 
 - ``code >> 4`` is 0 for ``F_ck q``, 1 for ``F_all q``, 1 + k for ``F_sel q k``;
-- bit 0 (MOVE): the value made may be freed while it waits on the host (it is moved only if it has to make room);
+- bit 0 (MOVE): the value made may be offloaded and freed (only if it has to make room);
 - bit 1 (DROP): the input of q is dropped right after (``F_ck`` becomes ``F_none`` if the input is held as ``a``);
 - bit 2 (APART, with MOVE, for an ā): B q+1 takes a_q, made again for it, while ā_q waits on the host;
 - bit 3 (EARLY, with MOVE, for an ā): the same from the start, a_q is made right after ā_q, which leaves at once.
@@ -61,7 +61,7 @@ def from_forwards(chain: Chain, forwards: Iterable[tuple[int, int]]) -> np.ndarr
 
 
 def widened(codes: np.ndarray, visits: int) -> np.ndarray:
-    """The same plan in a table of `visits` columns; it must not have more."""
+    """The same plan in a table of at least `visits` columns."""
     if codes.shape[1] >= visits:
         return codes
     last = np.repeat(codes[:, -1:], visits - codes.shape[1], axis=1)
@@ -69,20 +69,20 @@ def widened(codes: np.ndarray, visits: int) -> np.ndarray:
 
 
 def narrowed(codes: np.ndarray, visits: int) -> np.ndarray:
-    """The plan in a table of exactly `visits` columns; what it says of later visits is lost."""
+    """The plan in a table of exactly `visits` columns; codes of later visits are lost."""
     return np.ascontiguousarray(widened(codes, visits)[:, :visits])
 
 
 def evaluator(
     chain: Chain, mem_limit: int, visits: int, host_limit: int | None = None, most_ops: int | None = None
 ) -> Evaluator:
-    """Decoder of plans with `visits` columns at a limit of `mem_limit` bytes."""
+    """A decoder for plans with `visits` columns at a limit of `mem_limit` bytes."""
     most = most_ops if most_ops is not None else 16 * len(chain) + 64
     return Evaluator(chain, arrays(chain), mem_limit, host_limit, visits, most)
 
 
 def to_ops(rows: Iterable[Iterable[int]]) -> tuple[Op, ...]:
-    """The operations that decoded rows (kind, stage, form, of) stand for; of: -1 for a, 0 for ā, as in `OF` else."""
+    """The operations of decoded rows (kind, stage, form, of). of: -1 for a, 0 for ā, otherwise as in `OF`."""
     ops = []
     for number, stage, form, of in rows:
         kind = KINDS[number]

@@ -1,4 +1,4 @@
-"""What both searches share: the plans found so far, and a round of annealing from them in each thread."""
+"""Code that both searches share: the plans found so far, and a round of annealing from them in each thread."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Pool:
     """Plans found so far.
 
     Args:
-        plans: where the search starts.
-        judge: the seconds of a plan, and its bytes over the limit.
+        plans: the first plans.
+        judge: returns the seconds of a plan, and its bytes over the limit.
         weights: seconds that a byte over the limit costs, in each thread; the first counts for scores.
     """
 
@@ -24,7 +24,7 @@ class Pool:
         self, plans: Sequence[np.ndarray], judge: Callable[[np.ndarray], tuple[float, int]], weights: list[float]
     ) -> None:
         self.weights = weights
-        self.excess: list[int] = []  # bytes over the limit, of each plan
+        self.excess: list[int] = []  # each plan's bytes over the limit
         self._judge = judge
         self._plans: list[np.ndarray] = []
         self._scores: list[tuple[bool, float]] = []
@@ -40,12 +40,12 @@ class Pool:
 
     @property
     def best(self) -> tuple[bool, float]:
-        """Of the best plan, whether it is over the limit, and its seconds with what that costs."""
+        """(whether it exceeds the limit, seconds with the penalty for that) of the best plan."""
         return min(self._scores)
 
     @property
     def fits(self) -> bool:
-        """Whether any plan does."""
+        """Whether any plan fits."""
         return not all(self.excess)
 
     @property
@@ -68,8 +68,8 @@ class Pool:
         heats: Sequence[float],
         rules: np.ndarray,
     ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Change one of the plans `firsts` in each thread, `each` times, from a temperature of `heats` seconds down to
-        a hundredth. For each thread: the plan at its end, and the best one that fits, if any."""
+        """Anneal one of the plans `firsts` in each thread with `each` changes, from a temperature of `heats` seconds
+        down to a hundredth of it. Yields for each thread its last plan, and the best one that fits, if any."""
         jobs = []
         for worker, (kernel, first, hot) in enumerate(zip(kernels, firsts, heats, strict=True)):
             last, best = self._plans[first].copy(), self._plans[first].copy()
@@ -80,7 +80,7 @@ class Pool:
             yield last, best if math.isfinite(self._result(job)) else None
 
     def _result(self, job: Future[float]) -> float:
-        """An interrupt ends the kernels, which hold no lock that Ctrl-C would have to wait for."""
+        """The result of `job`; an interrupt stops the kernels, which run without the GIL."""
         try:
             return job.result()
         except BaseException:

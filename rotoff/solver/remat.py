@@ -22,12 +22,12 @@ from .plan_codes import CK, DROP, from_forwards, select
 from .slots import Slots, discretize
 
 SLOTS = 500
-REACHES = (10**9, 32, 16)  # stages made again from one input, at most
-BARE = 16  # stages made again for an ā that was kept without its input
-# how sizes are rounded, and the share of the limit: some of it is left unused
+REACHES = (10**9, 32, 16)  # most stages made again from one input
+BARE = 16  # most stages made again for an ā that was kept without its input
+# rules of rounding, and the tables' bytes / limit: rounding leaves a part of the limit unused
 INFLATED = (("up", 1.05), ("sums", 1.02))
 FINE = 16  # slots below those of the limit that are tried one by one
-SHARES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)  # of the limit, for plans whose values move where they must
+SHARES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)  # bytes / limit, for plans whose values move if they must
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Needs:
 
 
 def needs(c: Arrays) -> Needs:
-    """What the operations of the recurrences need, before gradients (`held`) are added to forwards."""
+    """Bytes that the operations of the recurrences need; those of forwards without gradients (`held`)."""
     L = len(c.out) - 1
     a_L = c.out[L] * (np.arange(L + 1) < L)
     ck = np.zeros((L + 1, L + 1), dtype=np.int64)
@@ -55,15 +55,13 @@ def needs(c: Arrays) -> Needs:
 
 
 def rows(L: int, reach: int) -> np.ndarray:
-    """Where the rows of segments (i, i) to (i, i + reach - 1), which end before L, begin in a table, less i."""
+    """The first row of the segments (i, i) to (i, i + reach - 1), which end before L, in a table, less i."""
     counts = np.minimum(reach, L - np.arange(1, L + 1))
     return np.concatenate([[0, 0], np.cumsum(counts)]).astype(np.int64) - np.arange(L + 2)
 
 
 def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Remat:
-    """The tables at the given slots, with segments of up to `reach` stages; those of one length are shared by two
-    threads.
-    """
+    """The tables at the given slots, with segments of up to `reach` stages; two threads share those of one length."""
     c, L = arrays(chain), len(chain)
     reach = max(1, min(reach, L - 1))
     kernel = Remat(c, slots, needs(c), rows(L, reach), reach, min(bare, reach))
@@ -80,8 +78,7 @@ def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Remat:
 
 
 def sized(chain: Chain, work: int, reaches: tuple[int, ...] = REACHES) -> tuple[int, int]:
-    """(slots, reach) with which tables take about `work` states times choices; the first reach that leaves `SLOTS`
-    slots.
+    """(slots, reach) for tables with about `work` states times choices; the first reach that leaves `SLOTS` slots.
 
     Most recomputed segments are short, and slots finer than the stages are worth more than long segments.
     """
@@ -99,7 +96,7 @@ def sized(chain: Chain, work: int, reaches: tuple[int, ...] = REACHES) -> tuple[
 
 @dataclass(frozen=True)
 class Tables:
-    """The recurrences of a chain at one discretization, of which any number of slots up to N can be asked."""
+    """The recurrences of a chain at one discretization; they have optima for any number of slots up to N."""
 
     chain: Chain
     slots: Slots
@@ -107,7 +104,7 @@ class Tables:
     reach: int
 
     def plan(self, m: int) -> tuple[float, np.ndarray | None]:
-        """(cost in seconds, plan) of the optimum at m slots; (infinity, None) where nothing fits."""
+        """(cost in seconds, plan) of the optimum at m slots; (infinity, None) if nothing fits."""
         L = len(self.chain)
         cost = self.kernel.choice(Table.FORWARD, 1, L, m)[0]
         return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m)) if math.isfinite(
@@ -116,17 +113,17 @@ class Tables:
 
 
 def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", bare: int = BARE) -> Tables:
-    """The recurrences in which N slots are `mem_limit` bytes; the limit is more than a_0.
+    """The recurrences with N slots for `mem_limit` bytes; the limit must exceed a_0.
 
-    reach: the most stages that are recomputed from one input. bare: the same if an ā is kept without its input, which
-    they make.
+    reach: most stages that are recomputed from one input. bare: most stages that are recomputed to get the input of an
+    ā that was kept without it.
     """
     slots = discretize(arrays(chain), mem_limit, N, rounding)
     return Tables(chain, slots, fill(chain, slots, reach, bare), reach)
 
 
 def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
-    """(cost in seconds, plan) of the recurrences' optimum at N slots; (infinity, None) where nothing fits."""
+    """(cost in seconds, plan) of the recurrences' optimum at N slots; (infinity, None) if nothing fits."""
     if mem_limit <= chain.input_bytes:
         return math.inf, None
     made = tables(chain, mem_limit, N, len(chain), rounding)
@@ -136,7 +133,7 @@ def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> t
 def proposals(
     chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], bool]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(source, plan) of optima by each rounding: at the slots of the limit, and at the most slots at which they fit."""
+    """(source, plan) of optima by each rounding: at the slots of the limit, and at the most slots that fit."""
     for reaches in (REACHES, REACHES[:1]) if limit > chain.input_bytes else ():
         slots, reach = sized(chain, work, reaches)
         found = False
@@ -146,15 +143,15 @@ def proposals(
                 found |= fit
                 yield f"remat-{rounding}", codes
         if found or reach >= len(chain):
-            break  # else in few bytes longer segments may fit, on tables with fewer slots
+            break  # otherwise longer segments may fit, on tables with fewer slots
     smallest = smallest_plan(chain, limit)
     if smallest is not None:
         yield "remat-smallest", smallest
 
 
 def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> Iterator[tuple[np.ndarray, bool]]:
-    """(plan, whether it fits): the first that fits, with falling slots, and the one at the slots of the limit if that
-    does not.
+    """(plan, whether it fits): the first that fits, by falling slots, and the one at the limit's slots if it does not
+    fit.
     """
     m, step, before, N = made.slots.N, 1, math.nan, made.slots.N
     while m > 0:
@@ -213,7 +210,7 @@ def segment_codes(kind: str, i: int, x: int) -> list[tuple[int, int]]:
 
 
 def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.ndarray | None:
-    """A recompute plan on exact bytes, if `bounds.need_tables` says that one fits; it keeps what fits, stage by stage.
+    """A recompute plan on exact bytes that keeps what fits, stage by stage; None if by `bounds.need_tables` none fits.
 
     Parameters stay on the device.
     """
@@ -221,7 +218,7 @@ def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.n
     P, W = need_tables(chain, updates)
     need = needs(c)
     done: list[tuple[int, int]] = []
-    waiting: list[tuple[str, int, int, int]] = []  # what still runs, last first: a segment i..j in m bytes, or a sweep
+    waiting: list[tuple[str, int, int, int]] = []  # a stack of work: a segment i..j in m bytes, or a sweep
     i, m = 1, mem_limit - at_rest_bytes(chain) - int(c.out[0])
     if W[1] > m:
         return None
@@ -248,9 +245,7 @@ def _run(
     done: list[tuple[int, int]],
     waiting: list[tuple[str, int, int, int]],
 ) -> tuple[int, int]:
-    """Append a choice's forwards; `waiting` gets what it leaves for later. Returns where to continue, with how many
-    bytes.
-    """
+    """Append a choice's forwards to `done`, and its later work to `waiting`. Returns the next stage and its bytes."""
     kind, k, x = choice
     if kind == "all":
         done += segment_codes("all", i, x)
@@ -268,10 +263,9 @@ def _run(
 def _first_fit(
     c: Arrays, need: Needs, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int, alone: bool
 ) -> tuple[str, int, int]:
-    """A first choice for i..j that leaves the rest feasible in m bytes. rest[k]: the least that stages k+1..j need.
+    """A first choice for i..j that leaves the rest feasible in m bytes. rest[k]: least bytes of stages k+1..j.
 
-    ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k without its input, which is made
-    again.
+    ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k, and make its input again later.
     """
     for x in range(int(c.n_forms[i])):
         if max(held + need.all[i, x], need.b[i, x]) <= m and (alone or c.saved[i, x] + rest[i] <= m):

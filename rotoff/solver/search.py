@@ -1,4 +1,4 @@
-"""The search of a mode: proposals of every kind, compared on exact bytes; the machine checks the best one."""
+"""The search in a mode: collects proposals, compares and improves them on exact bytes; the machine checks the best."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .plan_codes import MOVE, evaluator, keep_all, select, to_ops
 
 Progress = Callable[[float, float], None]  # fraction done, best step time in seconds
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
-RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest, and the effort for one of them
-FORMS_SHARE = 0.6  # of the effort, for the search with smaller forms after the one without
+RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest: their number and ratio, and the effort for one
+FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after the one without
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def parse_host_limit(host_limit: int | str) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Shared by the searches of all modes. limit, host_limit: bytes; slots: N of the joint dynamic program; known:
-    plans.
+    """The problem that the searches of all modes share. limit, host_limit: bytes. slots: N of the joint dynamic
+    program. known: plans to start from. found: results so far.
     """
 
     chain: Chain
@@ -86,7 +86,7 @@ class Problem:
     budget: Budget
     updates: str = "during"
     known: tuple[np.ndarray, ...] = ()
-    # by mode; whether with forms; whether the directions of the link slow each other down
+    # results by (mode, whether with forms, whether the directions of the link slow each other down)
     found: dict[tuple[str, bool, bool], Candidate | None] = field(default_factory=dict, compare=False)
 
     def fits(self, mode: str) -> bool:
@@ -105,13 +105,13 @@ class Problem:
 
 
 def _best(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
-    """The best plan found. If stages have smaller forms, the result without them competes and the search starts from
-    it, so forms never make a plan slower. The two searches share the effort."""
+    """The best plan found. If stages have smaller forms, a search without them runs first; its result competes and is a
+    start of the second search, so forms never make a plan slower. The two searches share the effort."""
     forms = any(stage.forms for stage in problem.chain.stages)
     key = mode, forms, problem.disturbed
     if key in problem.found:
         return problem.found[key]
-    # As `solve` finds them for themselves, with all of their effort: these very results compete below.
+    # The results of `solve` in the pure modes, with their whole effort; they compete below.
     pure = [name for name in ("offload", "remat") if mode == "joint" and problem.fits(name)]
     rivals = [_best(problem, name, None) for name in pure]
     given, enough = _undisturbed(problem, mode, _best, progress)
@@ -130,8 +130,8 @@ def _fastest(candidates: Iterable[Candidate | None]) -> Candidate | None:
 def _undisturbed(
     problem: Problem, mode: str, search: Search, progress: Progress | None
 ) -> tuple[Candidate | None, bool]:
-    """The plan for a link whose directions do not slow each other down, where they do, as fast as it is here; and
-    whether it is as fast as there, so that there is nothing to gain."""
+    """If the directions of the link slow each other down: the plan for a link whose directions do not, with its time on
+    the real link, and whether that is no longer than on the ideal one, so that no search can gain anything."""
     if mode == "remat" or not problem.disturbed:
         return None, False
     chain = replace(problem.chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
@@ -152,7 +152,7 @@ def _by_forms(problem: Problem, mode: str, forms: bool, progress: Progress | Non
             best = _best(plain, mode, None)
             if best is not None and best.codes is not None and mode != "offload":
                 problem = replace(problem, known=(*problem.known, best.codes))
-        if mode != "offload":  # which keeps all that autograd saves
+        if mode != "offload":  # mode offload keeps all that autograd saves
             share = 1.0 if best is None else FORMS_SHARE
             shorter = replace(problem, budget=problem.budget.part(share))
             other = _searched(shorter, mode, progress)
@@ -162,7 +162,7 @@ def _by_forms(problem: Problem, mode: str, forms: bool, progress: Progress | Non
 
 
 def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
-    """The best of all proposals and of the search from them. A plan that nothing can beat ends the search."""
+    """The best of all proposals and of the search from them. A plan that reaches `least_compute` ends the search."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     least = least_compute(chain) * (1 + FLOAT_ERROR)
     plans: list[np.ndarray] = []
@@ -186,7 +186,7 @@ def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candida
 
 
 def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[Candidate]:
-    """Near the smallest limit, where few plans fit: plans found within fewer bytes, and a search from them."""
+    """For limits near the smallest, where few plans fit: plans found within fewer bytes, and a search from them."""
     least = min_mem_limit(problem.chain, mode)
     rungs = [int(least * STEP**n) for n in range(RUNGS)]
     if mode == "offload" or not least < problem.limit <= STEP * rungs[-1]:
@@ -202,12 +202,12 @@ def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[
 
 
 def _competitors(problem: Problem, mode: str) -> Iterator[tuple[Candidate | None, np.ndarray | None]]:
-    """(candidate, or None if the plan does not fit; plan to search from, or None), the cheapest to make first."""
+    """(candidate, or None if the plan does not fit; plan to search from, or None), the fastest to make first."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     for codes in problem.known:
         yield judged(chain, limit, codes, "known", host), codes
     if mode == "joint":
-        # The very results of the pure modes compete, so that joint is never slower than they are.
+        # The results of the pure modes compete, so that joint is never slower than they are.
         for pure in ("offload", "remat"):
             if limit >= min_mem_limit(chain, pure):
                 yield _best(problem, pure, None), None

@@ -1,17 +1,17 @@
-"""The discretization, stated once: how bytes become slots for the dynamic programs.
+"""The discretization: how bytes become slots for the dynamic programs.
 
 The room of M = mem_limit − |a_0| bytes is cut into N slots of M / N bytes.
 
-- *Sizes held* (|a_i|, |ā_i^k|) become slots by one of two rules. ``"up"``: each size rounded up, which is sound: what
-  fits in slots fits in bytes. ``"sums"``: running sums over the stages are rounded to the nearest slot and differenced,
-  so that what any run of stages keeps is off by one slot at most (Euro-Par 2020, 5.3.2); this is not sound for
-  scattered stages, and what it proposes is judged on exact bytes.
+- *Sizes held* (|a_i|, |ā_i^k|) become slots by one of two rules. ``"up"`` rounds each size up, which is sound: a plan
+  that fits in slots fits in bytes. ``"sums"`` rounds running sums over the stages to the nearest slot and takes
+  differences, so that the total of consecutive stages is off by at most one slot (Euro-Par 2020, 5.3.2). This is not
+  sound for scattered stages, so its proposals are checked on exact bytes.
 - *Needs* of an operation are summed in exact bytes and rounded up once. Only inside an idle time that spans several
-  operations do they stay real.
-- *Backlogs* (A_F, A_B, Δ) are whole slots, drained by clocks: what a stage's time lets through is the difference of
-  running sums of β times time, rounded to the nearest slot, so that many short stages drain what they should. An idle
-  time drains the slots that it waits for. A recomputed segment i..j drains by the clock of its u_F + u_B, plus β times
-  what it lasts beyond that, rounded to the nearest.
+  operations they stay real numbers.
+- *Backlogs* (A_F, A_B, Δ) are whole slots, drained by clocks: a stage drains the difference of running sums of β times
+  time, rounded to the nearest slot, so that rounding errors of many short stages do not add up. An idle time drains the
+  slots that it waits for. A recomputed segment i..j drains by the clock of its u_F + u_B, plus β times its time beyond
+  that, rounded to the nearest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDINGS = ("up", "sums")
 
 @dataclass(frozen=True)
 class Slots:
-    """Sizes held in slots: out[i] of a_i, saved[i, k] of ā_i^k. room: bytes that the N slots stand for."""
+    """Sizes held in slots: out[i] of a_i, saved[i, k] of ā_i^k. room: bytes of all N slots."""
 
     N: int
     room: int
@@ -40,7 +40,7 @@ class Slots:
 def discretize(c: Arrays, mem_limit: int, N: int, rounding: str) -> Slots:
     """The sizes of a chain in slots at a limit of `mem_limit` bytes, by the rule `rounding`.
 
-    N: slots asked for; at petabytes there may be fewer, since the kernels multiply bytes by slots in 64 bits.
+    N: requested slots; at petabytes there may be fewer, since the kernels multiply bytes by slots in 64 bits.
     """
     room = mem_limit - int(c.out[0])
     N = min(N, (2**63 - 1) // max(room, 1))
@@ -55,7 +55,7 @@ def _up(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
 
 
 def _sums(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
-    total, before, made = 0, 0, [0]  # a_0 is charged apart
+    total, before, made = 0, 0, [0]  # a_0 is charged separately
     for size in sizes[1:]:
         total += int(size)
         after = (2 * total * N + room) // (2 * max(room, 1))
@@ -65,13 +65,13 @@ def _sums(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
 
 
 def needed(sizes: np.ndarray, slots: Slots) -> np.ndarray:
-    """Needs in slots, rounded up; those above the room become N + 1, which fits nowhere."""
+    """Needs in slots, rounded up; those above the room become N + 1, which never fits."""
     up = -(-np.minimum(sizes, slots.room + 1) * slots.N // slots.room)
     return np.ascontiguousarray(np.where(sizes > slots.room, slots.N + 1, up).astype(np.int32))
 
 
 def clock(times: np.ndarray, beta: float) -> np.ndarray:
-    """Slots let through since the start, at the end of each stage: β times the running time, rounded to the nearest."""
+    """Slots drained up to the end of each stage: β times the running sum of `times`, rounded to the nearest."""
     return np.floor(np.minimum(beta * np.cumsum(times), 1e9) + 0.5).astype(np.int32)
 
 

@@ -45,11 +45,11 @@ def solve(
         host_limit: bytes that may be on the host at any time; None for no limit.
         progress: called during the search with (fraction done, best step time in seconds).
         updates: when groups of parameters are updated: "during" the step (the default), at the best moment, or "after"
-            ``B 1``, for a caller who then runs ``optimizer.step()``. Parameters, gradients and states move in modes
+            ``B 1``, for callers that then run ``optimizer.step()``. Parameters, gradients and states move in modes
             "joint" and "offload", and stay in "remat".
         policy: the name of a system of the papers ("greedy", "dynprog", "vdnn", ...: see `rotoff.solver.policies`). It
-            replaces the mode; all arguments after `mem_limit` except `options` belong to modes.
-        options: of the policy.
+            replaces the mode; the arguments of modes, except `updates`, then keep their defaults.
+        options: options of the policy.
 
     Returns:
         A `Sequence` that passes ``simulate(chain, sequence, mem_limit, updates)``, with `mode` (or the policy's name),
@@ -57,8 +57,7 @@ def solve(
         the plan.
 
     Raises:
-        InfeasibleError: if nothing fits. Its `min_mem_limit` fits (with a `host_limit`: without that, or none was
-            found).
+        InfeasibleError: if nothing fits. Its `min_mem_limit` fits (with a `host_limit`: if that is left out).
         LimitError, OptionError: for a bad argument.
     """
     check_chain(chain)
@@ -68,7 +67,7 @@ def solve(
         check_alone(policy, given)
         return run(policy, chain, limit, options if updates is None else {**options, "updates": updates})
     if options:
-        raise OptionError(f"{next(iter(options))} is not an argument of solve; options of a policy need policy=")
+        raise OptionError(f"{next(iter(options))} is not an argument of solve; an option of a policy needs policy=")
     host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
     when = "during" if updates is None else updates
@@ -85,12 +84,12 @@ def check_alone(policy: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not defaults[name] and value != defaults[name]:
             raise OptionError(
-                f"{name} is {value!r}, but policy {policy!r} decides alone; leave out {name} or the policy"
+                f"{name} is {value!r}, and policy {policy!r} does not use it; leave out {name} or the policy"
             )
 
 
 def check_mode_options(options: Mapping[str, Any]) -> None:
-    """Raise OptionError or LimitError if `options` are not options of `solve` for a mode (mode and slots aside)."""
+    """Raise OptionError or LimitError for `options` that `solve` does not accept with a mode."""
     for name in options:
         if name not in _OF_MODES:
             raise OptionError(f"{name} is not an option; a mode has {', '.join(_OF_MODES)}, and others need policy=")

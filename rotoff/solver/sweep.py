@@ -25,14 +25,14 @@ from .policies import check_policy, run
 from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit
 from .slots import parse_slots
 
-STEPS = 12  # limits where none are given
+STEPS = 12  # number of limits, if none are given
 
 
 @dataclass(frozen=True)
 class Row:
     """One limit in one mode; makespan and what depends on it are None if nothing fits.
 
-    mode: or the policy.
+    mode: the mode or the policy.
     limit, peak_bytes, host_peak_bytes: bytes.
     makespan, bound: seconds.
     overhead: makespan over the keep-all time, less 1.
@@ -96,8 +96,8 @@ def sweep(
 ) -> Sweep:
     """Plan for several limits and modes, to see what memory costs in time.
 
-    Limits are planned in rising order, and each plan is known to the next limit. So step times never rise with the
-    limit, and once a limit costs nothing, larger ones are not searched.
+    Limits are planned in rising order, and each search starts from the plan of the limit before. So step times never
+    rise with the limit, and once a limit costs nothing, larger ones are not searched.
 
     Args:
         limits: bytes or sizes, or one of them; by default evenly spaced from the smallest limit of any mode to the
@@ -105,7 +105,7 @@ def sweep(
         modes: any of "joint", "remat", "offload", or one of them.
         mem_slots, refine, host_limit, updates: as for `solve`; policies that place parameters get `updates` too.
         progress: called with (fraction done, row) after each row.
-        policies: systems of the papers to compare with the modes, such as "vdnn"; each limit is planned by itself.
+        policies: systems of the papers to compare with the modes, such as "vdnn"; each limit is planned separately.
     """
     check_chain(chain)
     wanted = parse_modes(modes)
@@ -123,7 +123,7 @@ def sweep(
     slots, budget = parse_slots(mem_slots), Budget.of(refine)
     problems = [Problem(chain, limit, host, slots, budget, updates) for limit in sizes]
     made: dict[str, list[tuple[Row, Sequence | None]]] = {}
-    # joint after the modes it holds
+    # joint last, since it uses the results of the others
     names = dict.fromkeys((*sorted(wanted, key=lambda mode: mode == "joint"), *systems))
     bests: dict[str, list[Candidate | None]] = {}
     for name in names:

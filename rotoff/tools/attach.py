@@ -35,8 +35,7 @@ def attach(
     the model without a plan; attach it again after loading.
 
     Args:
-        mem_limit, mode: as for `Checkpointable.compute_sequence`; or a `RotoffConfig`, of which `options` may change
-            some.
+        mem_limit, mode: as for `Checkpointable.compute_sequence`; or a `RotoffConfig`, whose fields `options` override.
         options: as for `Checkpointable.compute_sequence`, such as ``device_limit`` and ``optimizer``, and for
             `Checkpointable` itself, such as ``stages`` or ``forms``.
 
@@ -61,8 +60,8 @@ def attach(
 
 
 def attach_unplanned(model: nn.Module, options: dict[str, Any]) -> tuple[Checkpointable, dict[str, Any]]:
-    """`attach` without a limit, for who has no optimizer yet; also returns those of the `options` that are for
-    `Checkpointable.compute_sequence`, which is to be called before the first forward."""
+    """`attach` without a limit, for callers that have no optimizer yet. Also returns the `options` to pass to
+    `Checkpointable.compute_sequence`, which must be called before the first forward."""
     wrapper = {name: option for name, option in options.items() if name in _OF_THE_WRAPPER}
     rest = {name: option for name, option in options.items() if name not in _OF_THE_WRAPPER}
     return attach(model, NO_LIMIT, **wrapper), rest
@@ -76,7 +75,7 @@ def detach(model: nn.Module) -> None:
 
 
 def attached(model: nn.Module) -> Checkpointable | None:
-    """What plans `model`, or None where it is not attached."""
+    """The `Checkpointable` that plans `model`, or None if it is not attached."""
     attachment = model.__dict__.get(ATTACHED)
     return None if attachment is None else attachment.planned
 
@@ -98,9 +97,10 @@ class _Attachment:
 
     @property
     def planned(self) -> Checkpointable:
-        """What plans the model; for a copy made when it is first asked for, since the copy is not whole before."""
+        """The `Checkpointable` that plans the model. A deep copy makes its own on first use, since the copied model is
+        incomplete during the copy."""
         if self._planned is None:
-            mark = self.model.__dict__.pop(ATTACHED, None)  # by which a model that is planned already is refused
+            mark = self.model.__dict__.pop(ATTACHED, None)  # Checkpointable refuses a model with this mark
             try:
                 self._planned = Checkpointable(self.model, **self._wrapper)
             finally:
@@ -120,11 +120,11 @@ class _Attachment:
         return self._within(self.planned.forward, args, kwargs)
 
     def its_own(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, as are the calls of the model in it."""
+        """Run the model's own forward; calls of the model within it run its own forward, too."""
         return self._within(self.original, args, kwargs)
 
     def _within(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`run`, in which a call of the model, as measuring makes it, means its own forward."""
+        """Call `run`; calls of the model within it (measuring makes some) run its own forward."""
         before, self._inside = self._inside, True
         try:
             return run(*args, **kwargs)
@@ -139,17 +139,17 @@ class _Attachment:
         self.planned.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing: a pickled method is its class's, so that a model that is loaded runs its own forward."""
+        """Pickle as None. The planned ``forward`` is pickled by name, so a loaded model has its class's forward."""
         return _nothing, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
-        """For the copy of the model that is being made: the same request, measured and planned anew."""
+        """An attachment for the model's deep copy, with the same request; it is measured and planned again."""
         model = memo[id(self.model)]
         twin = object.__new__(_Attachment)
         memo[id(self)] = twin
         request = self.planned._courses.request
         twin.model, twin._planned = model, None
-        twin._request = request if request is None or request.planner is None else None  # whose optimizer is this one's
+        twin._request = request if request is None or request.planner is None else None  # it holds this optimizer
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
         twin.original = (
             MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
@@ -162,7 +162,7 @@ def _nothing() -> None:
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs the attachment of whatever model it is called on, with the signature of `original`."""
+    """A method with the signature of `original` that runs the attachment of the model it is called on."""
 
     @functools.wraps(getattr(original, "__func__", original))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

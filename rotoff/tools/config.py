@@ -1,4 +1,4 @@
-"""`RotoffConfig`: all that training within a limit needs to know, as one value that a file can hold."""
+"""`RotoffConfig`: all settings of training within a limit, as one value that can be read from a file."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..errors import OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class RotoffConfig:
-    """One argument for where people train: ``rotoff.attach(model, config)`` and the trainers' callbacks take it.
+    """All settings as one argument of `rotoff.attach` and of the trainers' callbacks.
 
-    Use it to keep the settings in a YAML or JSON file beside those of the trainer. Fields are the arguments of these
-    names of `Checkpointable` and of its `compute_sequence`.
+    Use it to keep the settings in a YAML or JSON file beside those of the trainer. The fields are arguments of
+    `Checkpointable` and its `compute_sequence`.
 
     Args:
-        mem_limit: bytes or a size that a step may allocate, or "auto"; the default, unless there is a device_limit.
+        mem_limit: bytes or a size that a step may allocate, or "auto". None: "auto", unless device_limit is given.
         device_limit: bytes or a size for all that the device holds; `attach` then needs the optimizer as well.
         offload_dtype: as text, such as "float16".
         process_group: True: all processes follow one plan; the callbacks decide this by themselves.
         options: further arguments of `rotoff.solve`, such as ``{"refine": 2}``.
 
     Raises:
-        LimitError: for a limit that is no number of bytes. OptionError: for another offload_dtype.
+        LimitError: for a limit that is no number of bytes. OptionError: for an offload_dtype that names no dtype.
     """
 
     mem_limit: int | str | None = None
@@ -63,7 +63,7 @@ class RotoffConfig:
             getattr(torch, str(self.offload_dtype), None), torch.dtype
         ):
             raise OptionError(
-                f"offload_dtype is {self.offload_dtype!r}; write the name of a type of torch, such as float16"
+                f"offload_dtype is {self.offload_dtype!r}; give the name of a torch dtype, such as float16"
             )
 
     @classmethod
@@ -71,7 +71,7 @@ class RotoffConfig:
         """The configuration that a dict describes.
 
         Raises:
-            OptionError: for anything but a dict, and for names that are no fields.
+            OptionError: for anything but a dict, and for unknown fields.
         """
         known = [one.name for one in fields(cls)]
         if not isinstance(data, Mapping):
@@ -82,11 +82,10 @@ class RotoffConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RotoffConfig:
-        """Read a YAML or JSON file; settings for rotoff may be the whole file, or its part ``rotoff:``.
+        """Read a YAML (with PyYAML) or JSON file. The settings may be the whole file, or its part ``rotoff:``.
 
         Raises:
-            OptionError: if the file is neither, or names what is no field. OSError: if it cannot be read. Reading YAML
-                needs PyYAML.
+            OptionError: if the file is neither, or has unknown fields. OSError: if it cannot be read.
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
@@ -96,13 +95,13 @@ class RotoffConfig:
             raise OptionError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults; `from_dict` is the reverse."""
+        """The fields that differ from the defaults; `from_dict` is the reverse."""
         default = type(self)()
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in given.items() if value != getattr(default, name)}
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `rotoff.attach` that it means."""
+        """The keyword arguments for `rotoff.attach`."""
         given = self.to_dict()
         given.setdefault("mem_limit", None if self.device_limit is not None else "auto")
         if self.offload_dtype is not None:
@@ -124,7 +123,7 @@ def _yaml(text: str) -> Any:
 def read_limits(
     mem_limit: int | str | RotoffConfig, device_limit: int | str | None, options: dict[str, Any]
 ) -> tuple[int | str | RotoffConfig, int | str | None, dict[str, Any]]:
-    """The same, where a configuration with a device limit is told apart into its limit and its options."""
+    """The same arguments; a configuration with a device_limit is split into that limit and its options."""
     if not isinstance(mem_limit, RotoffConfig) or mem_limit.device_limit is None:
         return mem_limit, device_limit, options
     given = {**mem_limit.arguments(), **options}

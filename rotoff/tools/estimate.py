@@ -1,4 +1,4 @@
-"""`estimate`: the chain of a model on a device that is not there."""
+"""`estimate`: the chain of a model on a device, without that device."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
     operation counts and the device's data sheet; the chain's ``meta`` says so.
 
     Args:
-        model, sample, kwargs: the model and its arguments; one dict is of named arguments. Tensors may be real, on
-            ``meta``, or fake, and stay unchanged. Autocast counts if it is on for the CPU or CUDA. A `Checkpointable`
-            is estimated with its ``stages=``, ``forms=`` and ``backward_from=``.
+        model, sample, kwargs: the model and its arguments; a single dict holds named arguments. Tensors may be real, on
+            ``meta``, or fake, and stay unchanged. Autocast is respected if it is on for the CPU or CUDA. A
+            `Checkpointable` is estimated with its ``stages=``, ``forms=`` and ``backward_from=``.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
 
     Raises:
-        OptionError: for an unknown device; the sentence names the known ones.
+        OptionError: for an unknown device; the message names the known ones.
         MeasureError: if the model's stages cannot be found, or its forward depends on its tensors' contents.
     """
     return estimated(model, sample, kwargs, find(device)).chain
 
 
 def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
-    """What measuring `model`, a `Checkpointable` or a bare one, would find on `device`."""
+    """The estimated profile of `model`, a `Checkpointable` or a plain module, on `device`."""
     args, kwargs = read_sample(model._model if isinstance(model, Checkpointable) else model, args, kwargs)
     if not isinstance(model, Checkpointable):
         refuse_planned(model)
         return estimate_profile(model, args, kwargs, device)
-    refuse_planned(model._model)  # by rotoff.attach, whose forward is no model's own
+    refuse_planned(model._model)  # rotoff.attach replaces the model's own forward
     options = model._options
     return estimate_profile(model._model, args, kwargs, device, options.stages, options.forms, options.backward_from)

@@ -1,4 +1,4 @@
-"""The inverse questions: the largest batch, the longest context, the deepest model, the cheapest device."""
+"""Finds the largest batch, the longest context, the deepest model or the cheapest device that works."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .estimate import estimated
 from .mode_comparison import PlannedModes, plan, planned_modes, resident_bytes, usable_bytes
 
 MOST = 2**20
-GROWTH = 16  # times the largest that works: the next to try, at most, while nothing is refused
-PATIENCE = 2  # answers in a row that do not halve what is open
+GROWTH = 16  # next size / largest that works, at most, while none has been refused
+PATIENCE = 2  # answers in a row that do not halve the open interval, before the middle is tried
 
 
 @dataclass(frozen=True)
 class Largest:
-    """What `largest` found; prints as sentences.
+    """The result of `largest`; prints as sentences.
 
-    size: the largest that works; 0 if none does.
-    refused: the smallest size that is known not to; None where all that were asked for work.
-    proven: whether no plan can make `refused` work, on the estimated chain; otherwise none was found.
-    binds: why not, as a sentence.
-    planned: of `size`; None if none works.
-    tried: every size that was looked at, and whether it works.
+    size: the largest size that works; 0 if none does.
+    refused: the smallest size that is known not to work; None if all up to `most` work.
+    proven: whether no plan can make `refused` work, on the estimated chain; if not, none was found.
+    binds: why `refused` does not work, as a sentence.
+    planned: the plan of `size`; None if no size works.
+    tried: every size that was tried, and whether it works.
     """
 
     size: int
@@ -52,8 +52,8 @@ class Largest:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Whether a size works. margins: bytes, and seconds where they were asked for, that are left; below 0 it does not
-    work. why: makes the sentence that says why not. proven: whether no plan can make it work."""
+    """Whether a size works. margins: bytes and, if a step time was given, seconds that are left; it works if none is
+    negative. why: makes the sentence that says why not. proven: whether no plan can make it work."""
 
     margins: dict[str, float]
     planned: Callable[[], PlannedModes]
@@ -83,7 +83,7 @@ class _Question:
         limit = room if self.mem_limit is None else min(room, self.mem_limit)
         planned = partial(planned_modes, profile, self.device, self.mem_limit, resident, (), ("joint",), self.mem_slots)
         if limit <= 0:
-            why = f"what is resident takes {format_bytes(sum(resident.values()))} of {self.device.name}'s memory"
+            why = f"resident bytes take {format_bytes(sum(resident.values()))} of {self.device.name}'s memory"
             return _Answer({"bytes": limit - 1}, planned, lambda: why)
         request = Request(limit, "joint", self.mem_slots, {})
         margins: dict[str, float] = {"bytes": limit - least_limit(profile, request)}
@@ -125,21 +125,21 @@ def largest(
     A larger size must need more.
 
     Args:
-        build: called with a size, returns (model, sample), as the command line's function does; it may change the
-            sample (batch, context) or the model (depth). Make both on the device "meta".
-        device, mem_limit, optimizer, mem_slots: as for `rotoff.plan`; what is resident counts.
-        step_time: seconds that a step may take, by the estimate.
-        step: sizes are multiples of it. most: the largest that is asked for.
+        build: called with a size, returns (model, sample), as the command line's function does; the size may be that of
+            the sample (batch, context) or of the model (depth). Make both on the device "meta".
+        device, mem_limit, optimizer, mem_slots: as for `rotoff.plan`; resident bytes count.
+        step_time: most estimated seconds of a step.
+        step: sizes are multiples of it. most: the largest size to try.
 
     Raises:
-        OptionError: for sizes that are no whole numbers from 1, or a `build` that returns something else. Else as
-            `rotoff.plan`.
+        OptionError: for sizes that are no whole numbers from 1, or a `build` that returns something else. Others: as
+            for `rotoff.plan`.
     """
     for name, value in (("step", step), ("most", most)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise OptionError(f"{name} is {value!r}; give a whole number from 1")
     if most < step:
-        raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger one")
+        raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     question = _Question(build, find(device), asked, optimizer, step_time, mem_slots)
     tried = _searched(lambda times: question.ask(times * step), most // step)
@@ -156,10 +156,10 @@ def largest(
 
 
 def _searched(ask: Callable[[int], _Answer], last: int) -> dict[int, _Answer]:
-    """Answers, among them those of the largest number up to `last` that works and of the next.
+    """Answers by number, among them those of the largest number up to `last` that works and of the next one.
 
-    What is left of bytes and seconds falls about as a line or a parabola, so the next number is where a line through
-    two answers meets 0; where that closes in slowly, the middle.
+    Margins fall about as a line or a parabola, so the next number is where a line through two answers meets 0; if that
+    converges slowly, the middle of the open interval.
     """
     tried = {1: ask(1)}
     low, high = (1, last + 1) if tried[1].works else (0, 1)
@@ -176,8 +176,7 @@ def _searched(ask: Callable[[int], _Answer], last: int) -> dict[int, _Answer]:
 
 
 def _roots(tried: dict[int, _Answer]) -> Iterator[int]:
-    """For each margin: the largest number at which it is not below 0 yet, by the line through the two answers that are
-    nearest to that."""
+    """For each margin, the largest number at which the line through its two answers nearest to 0 is not negative."""
     for name in {name for answer in tried.values() for name in answer.margins}:
         known = [
             (abs(found), n, found) for n, answer in tried.items() if (found := answer.margins.get(name)) is not None
@@ -198,15 +197,15 @@ def cheapest(
     optimizer: str = "adam",
     **kwargs: Any,
 ) -> PlannedModes:
-    """The first device of a list on which the model trains, with its plan; give the list from the cheapest on.
+    """The first device of a list on which the model trains, with its plan; list the cheapest first.
 
     Args:
         model, sample, mem_limit, optimizer, kwargs: as for `rotoff.plan`.
         devices: names or `Device`, in the order of your preference.
-        step_time: seconds that a step may take, by the estimate.
+        step_time: most estimated seconds of a step.
 
     Raises:
-        InfeasibleError: if it trains on none of them; the sentence has a reason for each. OptionError: for an unknown
+        InfeasibleError: if it trains on none of them; the message has a reason for each. OptionError: for an unknown
             device.
     """
     targets = [find(device) for device in devices]
@@ -230,11 +229,11 @@ def cheapest(
             )
         else:
             return found
-    raise InfeasibleError(f"none of {len(targets)} devices will do. " + ". ".join(reasons), min(least, default=0))
+    raise InfeasibleError(f"none of {len(targets)} devices works. " + ". ".join(reasons), min(least, default=0))
 
 
 def read_built(made: Any, n: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model and the arguments of what ``build(n)`` has `made`.
+    """The model and its arguments from `made`, the result of ``build(n)``.
 
     Raises:
         OptionError: if that is not (model, sample).

@@ -27,13 +27,13 @@ from .estimate import estimated
 from .pipeline_plan import Asked, PlannedPipeline, planned_pipeline
 from .whole_device import HEAD, PlacedStep, placed_step, with_parameters
 
-OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # numbers kept for each parameter
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states per parameter element
 _WAYS_ON = (
     "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or"
     " adapters on frozen parameters, or shard the model over several devices (FSDP2)"
 )
 HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
-MARGIN = 0.06  # of the device's memory: context, libraries' workspaces and what the allocator cannot use
+MARGIN = 0.06  # share of the device's memory for the context, libraries' workspaces and fragmentation
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PlannedMode:
 
     step_time: estimated seconds.
     overhead: step_time over that of keeping everything, less 1.
-    peak_bytes: on the device, counted like the limit.
+    peak_bytes: the most on the device, without resident bytes, as the limit.
     host_bytes: the most on the host.
     bound_time: seconds that no sequence within the limit can beat.
     min_mem_limit: the smallest limit that works in this mode.
@@ -62,11 +62,11 @@ class PlannedModes:
     """Rows of `PlannedMode`; prints as a table.
 
     chain: the estimated chain.
-    mem_limit: bytes that a step may allocate; 0 if what is resident fills the device.
+    mem_limit: bytes that a step may allocate; 0 if resident bytes fill the device.
     keep_all_bytes: the peak of keeping everything.
     resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; the limit does not count
         them.
-    device_bytes: of the device's memory.
+    device_bytes: size of the device's memory.
     placed: training within the device's memory where parameters, gradients and optimizer states move too, with updates
         "after" the backward and "during" it; empty if a `mem_limit` was given.
     """
@@ -105,7 +105,7 @@ class PlannedModes:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, what of, and what to do where it does not."""
+        """Whether the training fits, of which bytes it consists, and what to change if it does not fit."""
         least = min(self.rows, key=lambda row: row.min_mem_limit)
         usable, limit = usable_bytes(self.device_bytes), format_bytes(self.mem_limit)
         left = usable - sum(self.resident_bytes.values())
@@ -132,7 +132,7 @@ class PlannedModes:
 
     @property
     def works(self) -> bool:
-        """Whether there is a plan that the device has the memory for."""
+        """Whether there is a plan that fits the device's memory."""
         return (self.fits and self.keeps_limit) or any(row.step_time is not None for row in self.placed)
 
     @property
@@ -141,7 +141,7 @@ class PlannedModes:
         return any(row.step_time is not None for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; the chain is left out."""
+        """The result for JSON, without the chain."""
         return {
             "format": "rotoff.planned_modes",
             "version": 1,
@@ -215,20 +215,20 @@ def plan(
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
         mem_limit: bytes that one step may allocate beyond parameters, their gradients, optimizer states and the batch,
-            as for `Checkpointable`. None: all that the device has beyond those, less a margin.
+            as for `Checkpointable`. None: the device's memory less those and a margin.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
         modes: any of "joint", "remat", "offload", or one of them.
         mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
-        pipeline: the ranks of a pipeline, each with such a device. The result then has a row for each rank, and the
-            step time of all of them, bubbles included. The sample is the whole batch, of which each tensor is split
-            into `microbatches` along its first dimension; `mem_limit` is that of each rank.
+        pipeline: number of ranks of a pipeline, each with such a device. The result then has a row for each rank, and
+            the step time of the pipeline, bubbles included. The sample is the whole batch; each of its tensors is split
+            into `microbatches` along its first dimension. `mem_limit` is for each rank.
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: neighbours that
             share a link to the host.
 
     Raises:
-        OptionError: for an unknown device, mode or optimizer; the sentence names the known ones.
+        OptionError: for an unknown device, mode or optimizer; the message names the known ones.
         LimitError: if `mem_limit` is not a number of bytes, or nothing fits the device.
         MeasureError: if the model cannot be estimated.
     """
@@ -258,7 +258,7 @@ def planned_modes(
     modes: Iterable[str],
     mem_slots: int,
 ) -> PlannedModes:
-    """One row for each of `modes`, within `asked` bytes or what the device has beyond what is `resident`."""
+    """One row for each of `modes`, within `asked` bytes, or within the usable memory less `resident` bytes."""
     limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
     if limit <= 0 and all(row.step_time is None for row in placed):
         raise _too_small(target, resident, placed)
@@ -286,7 +286,7 @@ def _check_optimizer(optimizer: str, host_bandwidth: float) -> None:
 
 
 def _placed_steps(chain: Chain, constant: int, usable: int, batch: int | None) -> tuple[PlacedStep, ...]:
-    """Training within `usable` bytes in all, with updates after the backward and during it."""
+    """Training within `usable` bytes in total, with updates after the backward and during it."""
     with ThreadPoolExecutor() as threads:
         jobs = [threads.submit(placed_step, chain, constant, usable, MARGIN, batch, when) for when in reversed(WHEN)]
         return tuple(job.result() for job in jobs)

@@ -1,4 +1,4 @@
-"""The pipeline half of `rotoff.plan`: what each rank of a pipeline needs and how long a step takes, with no device."""
+"""`rotoff.plan` for a pipeline: the bytes of each rank and the time of a step, without the devices."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from ..solver.pipeline import Pipeline, cut, plan_pipeline
 from .estimate import estimated
 from .whole_device import with_parameters
 
-SHARES = (0.75, 0.5, 0.35, 0.25)  # of the most that keeping everything takes on a rank, for the table
+SHARES = (0.75, 0.5, 0.35, 0.25)  # limits in the table, as shares of the highest peak of keeping everything
 
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """One rank. stages: names of its first and last stage. in_flight: micro-batches. resident_bytes: parameters,
-    gradients and optimizer states. mem_limit: for all that its micro-batches allocate; min_mem_limit: the smallest that
-    works; keep_all_bytes: what keeping everything takes. peak_bytes, host_bytes: the most held. idle_time: seconds in
-    which it has nothing to do."""
+    """One rank of a pipeline.
+
+    stages: names of its first and last stage. in_flight: most micro-batches in flight. resident_bytes: parameters,
+    gradients and optimizer states. mem_limit: bytes that all its micro-batches may allocate; min_mem_limit: the
+    smallest that works; keep_all_bytes: the peak of keeping everything. peak_bytes, host_bytes: the most held on device
+    and host. idle_time: seconds in which it has nothing to do."""
 
     stages: tuple[str, str]
     in_flight: int
@@ -44,9 +46,9 @@ class PlannedRank:
 class PlannedPipeline:
     """A row for each rank; prints as a table.
 
-    step_time: estimated seconds of one step of all micro-batches. keep_all_time: of one without limits. bubble: the
-    share of the ranks' time in which they have nothing to do. table: (limit of each rank in bytes, seconds
-    of a step; None where a rank has no plan).
+    step_time: estimated seconds of one step of all micro-batches. keep_all_time: the same without limits. bubble: the
+    share of the ranks' time in which they have nothing to do. table: rows of (limit of each rank in bytes, seconds of a
+    step or None if a rank has no plan).
     """
 
     schedule: str
@@ -66,11 +68,11 @@ class PlannedPipeline:
 
     @property
     def works(self) -> bool:
-        """Whether every rank has a plan; where not, there is no such row."""
+        """Always true: `rotoff.plan` raises InfeasibleError if a rank has no plan."""
         return True
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result for JSON."""
         return {"format": "rotoff.planned_pipeline", "version": 1, **asdict(self)}
 
     def __str__(self) -> str:
@@ -95,7 +97,7 @@ class PlannedPipeline:
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `rotoff.plan` for a pipeline, which says what they mean."""
+    """The pipeline arguments of `rotoff.plan`; see there."""
 
     ranks: int
     micro_batches: int
@@ -118,8 +120,8 @@ def planned_pipeline(
     """`rotoff.plan` for a pipeline. usable: bytes of the device for training.
 
     Raises:
-        OptionError: for a schedule or numbers that do not go together. LimitError, InfeasibleError: where a rank has no
-            room for its step; names the rank.
+        OptionError: for an invalid schedule or numbers that it does not support. LimitError, InfeasibleError: if the
+            step of a rank does not fit; the message names the rank.
     """
     order = orders(asked.schedule, asked.ranks, asked.micro_batches, asked.chunks)
     args, named = tree_map(lambda leaf: _first(leaf, asked.micro_batches), (sample, kwargs))
@@ -182,7 +184,7 @@ def _first(leaf: Any, micro_batches: int) -> Any:
 
 
 def _resident(chain: Chain, pipeline: Pipeline) -> list[int]:
-    """Bytes of parameters, gradients and states on each rank; those that stages of several ranks read are on all."""
+    """Bytes of parameters, gradients and states on each rank; groups read on several ranks count on each."""
     ends, last = [], 0
     for piece in pipeline.pieces:
         last += len(piece)

@@ -1,6 +1,6 @@
-"""`attach_schedule` plans what a process runs of a pipeline of ``torch.distributed.pipelining``.
+"""`attach_schedule` plans the stages that a process runs in a pipeline of ``torch.distributed.pipelining``.
 
-How many micro-batches are in flight follows from the schedule's own order. Stages of one process share its limit.
+The schedule's order determines how many micro-batches are in flight. The stages of one process share its limit.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from ..runtime.execution_plan import ExecutionPlan
 from .attach import attach
 
 WHOLE = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleLoopedBFS"
-_TRIES = 8  # until stages that share a limit fit it together; each takes what was too much off the limit of all
+_TRIES = 8  # attempts to make stages fit their common limit; each lowers every stage's limit by the excess
 _KINDS = {"FORWARD": False, "FULL_BACKWARD": True}
 
 
 def attach_schedule(
     schedule: Any, mem_limit: int | str = "auto", mode: str = "joint", **options: Any
 ) -> list[Checkpointable]:
-    """Run the stages that this process has of a pipeline inside `mem_limit`; returns what plans each.
+    """Run this process's stages of a pipeline inside `mem_limit`; returns the `Checkpointable` of each stage.
 
-    Call it in every process, once the schedule is made and before its first ``step``. Every process has a plan of its
-    own, so limits may differ. The limit covers all micro-batches in flight, and all stages of the process::
+    Call it in every process, after the schedule is made and before its first ``step``. Every process has its own plan,
+    so limits may differ. The limit covers all micro-batches in flight, and all stages of the process::
 
         stage = PipelineStage(module, rank, ranks, device)
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
         rotoff.attach_schedule(schedule, "6 GiB")
 
-    Stages are measured and planned in the first step. The loss is not counted, unless the last stage computes it; nor
-    are outputs that ``step`` collects on the last rank, which ``return_outputs=False`` spares, nor the buffers in which
-    neighbours' tensors arrive.
+    Stages are measured and planned in the first step. Not counted are the loss (unless the last stage computes it), the
+    outputs that ``step`` collects on the last rank (avoid them with ``return_outputs=False``), and the buffers for
+    tensors received from neighbours.
 
     Args:
-        schedule: of ``torch.distributed.pipelining``: ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or
-            ScheduleLoopedBFS.
+        schedule: a ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS of
+            ``torch.distributed.pipelining``.
         mem_limit, mode, options: as for `rotoff.attach`.
 
     Raises:
-        OptionError: for a schedule that splits the backward (zero bubble), or none at all.
+        OptionError: for a schedule that splits the backward (zero bubble), and for anything that is no schedule.
     """
     stages, order = _read(schedule)
     if "in_flight" in options:
-        raise OptionError(f"in_flight is {options['in_flight']!r}; the schedule says it, so leave it out")
+        raise OptionError(f"in_flight is {options['in_flight']!r}; the schedule determines it, so leave it out")
     many = most_in_flight(order)
     planned = [attach(_module(stage), mem_limit, mode, in_flight=many, **options) for stage in stages]
     numbered = {stage.stage_index: one for stage, one in zip(stages, planned, strict=True)}
@@ -62,7 +62,7 @@ def attach_schedule(
 
 
 def _read(schedule: Any) -> tuple[list[Any], Order]:
-    """The stages of this process, and what it runs."""
+    """The stages of this process, and the order of its tasks."""
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if stages[0] is None:
         raise OptionError(f"the schedule is {schedule!r}; give one of torch.distributed.pipelining, such as {WHOLE}")
@@ -75,25 +75,24 @@ def _read(schedule: Any) -> tuple[list[Any], Order]:
             continue
         if action.computation_type.name not in _KINDS:
             raise OptionError(
-                f"{name} splits the backward ({action}), and rotoff keeps nothing for a second pass over one;"
-                f" take {WHOLE}"
+                f"{name} splits the backward ({action}), and rotoff's saved tensors allow only one pass; use {WHOLE}"
             )
         found.append(Task(action.stage_index, _KINDS[action.computation_type.name], action.microbatch_index))
     if not any(task.backward for task in found):
-        raise OptionError(f"{name} runs no backward, so there is nothing to plan; take {WHOLE}")
+        raise OptionError(f"{name} runs no backward, so there is nothing to plan; use {WHOLE}")
     return stages, tuple(found)
 
 
 def _module(stage: Any) -> nn.Module:
-    """The model within what data parallelism puts around it."""
+    """The stage's model without a DistributedDataParallel wrapper."""
     module: nn.Module = stage.submod
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
 class _Sharing:
-    """The stages of one process, by number: planned together as soon as each has been measured.
+    """Plans the stages of one process together as soon as each has been measured.
 
-    Outputs and gradients that PyTorch's schedules have sent count, too: they keep all of them to the end of a step, and
+    Outputs and gradients that were sent count, too: PyTorch's schedules hold all of them to the end of a step, and
     Schedule1F1B one of each.
     """
 
@@ -104,7 +103,7 @@ class _Sharing:
         ]
 
     def _plan_together(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Before a forward: plan all of them if that is possible now."""
+        """A forward pre-hook: plan all stages once all have been measured."""
         if not torch.is_grad_enabled() or any(one._courses.latest is None for one in self._planned.values()):
             return
         for hook in self._hooks:

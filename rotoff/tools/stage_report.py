@@ -14,12 +14,11 @@ from ..core.sizes import format_bytes
 class FoundStage(NamedTuple):
     """One row of `FoundStages`.
 
-    number: in the chain, from 1; 0 for what runs before the chain, without gradients.
+    number: place in the chain, from 1; 0 for stages before the chain, which need no gradients.
     module: the modules in which it begins and ends.
-    output_bytes, saved_bytes: of its output, and of everything that its backward needs.
+    output_bytes, saved_bytes: bytes of its output, and of everything that its backward needs.
     forward_time, backward_time: seconds.
-    forms: bytes of what its backward needs in each smaller form; `Checkpointable.profile` has the details in
-        ``.forms``.
+    forms: saved bytes of each smaller form; ``Checkpointable.profile.forms`` has the details.
     """
 
     number: int
@@ -32,7 +31,7 @@ class FoundStage(NamedTuple):
 
 
 class FoundSkip(NamedTuple):
-    """A skip connection: `nbytes` that stage `first` makes and the outputs of all stages to `last` carry.
+    """A skip connection: `nbytes` that stage `first` makes and all stages up to `last` pass on in their outputs.
 
     kept: whether the plan keeps it in place; None without a plan.
     """
@@ -65,7 +64,7 @@ class FoundStages:
         return self.rows[index]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result for JSON."""
         rows, skips = [row._asdict() for row in self.rows], [skip._asdict() for skip in self.skips]
         return {"strategy": self.strategy, "stages": rows, "skips": skips}
 
@@ -89,12 +88,12 @@ def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> F
     """Cut `model` into stages for `sample` and `kwargs`, and measure each one, to see what rotoff plans for.
 
     Args:
-        model: as for `Checkpointable`; or a `Checkpointable` made with ``stages=``, to see what those become. If it has
-            a limit, it is planned too, and the skip connections say whether they are kept in place.
+        model: as for `Checkpointable`; or a `Checkpointable`, to see the effect of its ``stages=``. If it has a limit,
+            it is planned too, and the result says which skip connections are kept in place.
         repeats: timed runs of each stage.
 
     Raises:
-        MeasureError: if the model cannot be cut; the sentence says what was tried and how to name stages by hand.
+        MeasureError: if the model cannot be cut; the message says what was tried and how to name stages by hand.
     """
     wrapped = model if isinstance(model, Checkpointable) else Checkpointable(model)
     wrapped.measure(*sample, repeats=repeats, **kwargs)

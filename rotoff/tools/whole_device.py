@@ -1,7 +1,7 @@
-"""Training on a device that holds all of it: parameters, gradients, optimizer states and the step in one plan.
+"""The part of `rotoff.plan` that also places parameters, gradients and optimizer states.
 
-The second half of `rotoff.plan`. Groups of parameters and the bytes of their states are those that `Checkpointable`
-would find; the seconds of an update are what it reads and writes over the rate of the memory where it runs.
+Groups of parameters and the bytes of their states are those that `Checkpointable` would find. The time of an update is
+the bytes that it reads and writes, divided by the bandwidth of the memory where it runs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-EFFORT = 0.2  # `refine` of solve: two plans of a model of 7 billion parameters in some seconds
+EFFORT = 0.2  # `refine` of solve: two plans for a model with 7 billion parameters take some seconds
 MOST_BATCHES = 1 << 20
 
 
 @dataclass(frozen=True)
 class PlacedStep:
-    """One training step of which the plan places everything; fields that depend on a plan are None if nothing fits.
+    """One training step whose plan places parameters, too; fields that depend on a plan are None if nothing fits.
 
     updates: "after" the backward, as ``optimizer.step()`` does, or "during" it.
     step_time: estimated seconds, updates included.
@@ -48,8 +48,8 @@ class PlacedStep:
     peak_bytes, host_bytes: the most on the device and on the host.
     bound_time: seconds that no sequence within the device's memory can beat.
     min_device_bytes: the smallest device memory that works.
-    largest_batch: the largest batch that fits if all of a step's bytes grow with it, kernels' workspaces too, so that a
-        larger one may fit as well; None if the sample has no batch or nothing fits.
+    largest_batch: the largest batch that fits if all bytes of a step, including kernels' workspaces, grow with it; a
+        larger one may fit as well. None if the sample has no batch or nothing fits.
     """
 
     updates: str
@@ -79,7 +79,7 @@ HEAD = (
 
 
 class _OfStages(nn.Module):
-    """A model of which no more is known than its stages."""
+    """The parameters and buffers of stages, as a model for `find_groups`."""
 
     def __init__(self, stages: Sequence[StageModule]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _OfStages(nn.Module):
 
 
 def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandwidth: float) -> tuple[Chain, int]:
-    """The profile's chain with its groups of parameters, and the bytes on the device that the chain does not know."""
+    """The profile's chain with its groups of parameters, and the bytes on the device that the chain does not have."""
     model = _OfStages((*profile.prefix, *profile.stages))
     trained = [p for p in model.parameters() if p.requires_grad]
     probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), {})
@@ -115,9 +115,9 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
 
 
 def placed_step(chain: Chain, constant: int, usable: int, margin: float, batch: int | None, updates: str) -> PlacedStep:
-    """The step of `chain` within `usable` bytes, `constant` of which the chain does not know.
+    """The step of `chain` within `usable` bytes, `constant` of which are not in the chain.
 
-    margin: the share of a device that is not usable. batch: of the sample.
+    margin: the share of a device that is not usable. batch: the sample's batch size, if it has one.
     """
     least = int((min_mem_limit(chain, "joint", updates) + constant) / (1 - margin)) + 1
     limit, unit = usable - constant, chain.compute_time
@@ -126,7 +126,7 @@ def placed_step(chain: Chain, constant: int, usable: int, margin: float, batch: 
         if limit <= 0:
             raise InfeasibleError("nothing is left", least)
         if simulate(chain, sequence, updates=updates).peak_bytes <= limit:
-            bound = unit  # as training does: nothing moves, even where an update on the host would be faster
+            bound = unit  # nothing moves, even if an update on the host would be faster
         else:
             sequence = solve(chain, limit, updates=updates, refine=EFFORT)
             bound = lower_bound(chain, limit, updates=updates)
@@ -161,7 +161,7 @@ def _largest_batch(chain: Chain, limit: int, batch: int, updates: str) -> int | 
 
 
 def _scaled(chain: Chain, share: float) -> Chain:
-    """The chain of another batch: every number of its stages in proportion."""
+    """The chain of another batch size: all bytes and seconds of its stages times `share`."""
 
     def sizes(one: Chain | Stage | Form) -> dict[str, Any]:
         return {name: round(value * share) for name, value in vars(one).items() if name.endswith("_bytes")}

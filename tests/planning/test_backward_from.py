@@ -214,7 +214,7 @@ def test_an_estimate_and_a_model_planned_where_it_stands_know_it_too(ids: torch.
 def test_an_error_says_what_it_would_save(ids: torch.Tensor) -> None:
     model = wrapped(made()).measure(ids, labels=ids)
     with pytest.raises(
-        rotoff.InfeasibleError, match=r'1\.10 MiB of it for gradients of what .* backward_from="loss"'
+        rotoff.InfeasibleError, match=r'1\.10 MiB of it for gradients of outputs .* backward_from="loss"'
     ) as refused:
         model.compute_sequence(LOGITS)
     model = wrapped(made(), backward_from="loss").measure(ids, labels=ids)

@@ -62,7 +62,7 @@ def test_smaller_limits_are_reached_and_kept_with_the_plain_models_bits(
     plain = Skipping()
     plain.load_state_dict(wrapped.state_dict())
     plain(x).backward()
-    with pytest.raises(rotoff.InfeasibleError, match="What binds is the backward of stage"):
+    with pytest.raises(rotoff.InfeasibleError, match=r"The backward of stage .* alone needs"):
         wrapped.compute_sequence(least // 2)
     for mode in ("joint", "remat"):
         limit = least_limit(wrapped.profile, replace(request, mode=mode))

@@ -87,7 +87,7 @@ def test_commands_that_need_torch_say_so(command: str, tmp_path: Path) -> None:
     code = f"import sys; sys.modules['torch'] = None; from rotoff.cli import main; sys.exit(main(['{command}', 'a:b']))"
     ran = python(code, tmp_path, SOURCE.parent)
     assert ran.returncode == 2
-    assert ran.stderr == f"rotoff {command}: this command looks at a model, which needs torch: pip install torch\n"
+    assert ran.stderr == f"rotoff {command}: this command runs a model and needs torch: pip install torch\n"
 
 
 def test_the_changelog_has_the_version() -> None:

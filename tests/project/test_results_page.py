@@ -69,7 +69,7 @@ def test_an_aim_is_missed_by_the_figure_that_misses_it_alone(changed: dict[str, 
 
 def test_what_is_missed_says_why() -> None:
     grid = data(ratio=1.2)
-    note = "the training step needs at least 9 B; the limit is 1 B. What binds is the backward of stage 1"
+    note = "the training step needs at least 9 B; the limit is 1 B. The backward of stage 1 alone needs 9 B"
     grid["cells"]["gpt/joint@1%"] = record(1, None, 0, status="infeasible", note=note)
     grid["cells"]["gpt/plain-again"] = record(None, 1.002, 1000)
     found = {aim.aim: aim for aim in aims.judge(aims.read(grid), "cpu")}

@@ -591,7 +591,7 @@ REFUSED = {
     "both limits": (lambda m, o: m.compute_sequence(10**6, device_limit=10**6, optimizer=o), "give one of them: mem_limit"),
     "none": (lambda m, o: m.compute_sequence(), "give one of them: mem_limit"),
     "no optimizer": (lambda m, o: m.compute_sequence(device_limit=10**6), "needs the optimizer"),
-    "optimizer": (lambda m, o: m.compute_sequence(10**6, optimizer=o), "goes with device_limit"),
+    "optimizer": (lambda m, o: m.compute_sequence(10**6, optimizer=o), "needs a device_limit"),
     "no such": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer="adamw"), "give a torch.optim.Optimizer"),
     "policy": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, policy="vdnn"), "policy"),
     "updates": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, updates="before"), "'before'"),

@@ -268,7 +268,7 @@ def test_the_tested_versions_are_those_of_the_package() -> None:
     ("free", "host", "verdict", "said"),
     [
         (70, 40, OK, "free of"),
-        (40, 40, ATTENTION, "something else holds the rest"),
+        (40, 40, ATTENTION, "other processes hold the rest"),
         (70, 2, ATTENTION, "ROTOFF_HOST_MEMORY"),
     ],
 )
@@ -367,7 +367,7 @@ def test_a_machine_that_computes_no_step_twice(small: SmallModel, monkeypatch: p
     )
     finding = training.gradients(small)
     assert finding.verdict == FAILED
-    assert "this machine computes no step twice" in finding.sentence
+    assert "no step can be repeated here" in finding.sentence
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 
 Interval k of 0..2L-1 starts with F_{k+1} (k < L) or B_{2L-k}. Prices: λ_k of memory when interval k starts, p_k and r_k
 of the link out and in during it; α_k = 1 − p_k − r_k is left for compute (with one lane for both directions p_k = r_k
-and α_k = 1 − p_k; where the directions slow each other down see `compute_price`). λ, the link in and α have a second
-part λ', r', α' each (with α_k = 1 − p_k − r_k − r'_k in all), that the inputs of what is made again pay: λ_k + λ'_k,
-r_k + r'_k and α_k are what the machine pays. Seconds are in units of the keep-all time, bytes in units of the limit.
+and α_k = 1 − p_k; if the directions slow each other down, see `compute_price`). λ, the link in and α each have a second
+part λ', r', α' (with α_k = 1 − p_k − r_k − r'_k in total), paid by the inputs of values made again: λ_k + λ'_k,
+r_k + r'_k and α_k are the machine's prices. Seconds are in units of the keep-all time, bytes in units of the limit.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ cdef inline double _least(double x, double y) noexcept nogil:
 
 
 cdef inline void _hold(Work *w, Py_ssize_t first, Py_ssize_t last, double size) noexcept nogil:
-    """`size` bytes at the cuts first to last; none where last < first."""
+    """Add `size` bytes at the cuts first to last; none if last < first."""
     if first <= last:
         w.held[first] += size
         w.held[last + 1] -= size
@@ -50,7 +50,7 @@ cdef inline double _least_sum(const double *x, const double *y, double u, double
 
 
 cdef inline Py_ssize_t _least_sum_at(const double *x, const double *y, double u, double s, Py_ssize_t n) noexcept nogil:
-    """The first k of that."""
+    """The first k at which `_least_sum` is attained."""
     cdef double best = INFINITY
     cdef Py_ssize_t k, at = 0
     for k in range(n):
@@ -69,9 +69,9 @@ cdef enum Way:
 
 
 cdef double _inputs(Problem *c, const Second *x, Second *g) noexcept nogil:
-    """What the inputs pay: that of B m is there when B m begins.
+    """The inputs' part of the dual: the input of B m must be there when B m begins.
 
-    It is made since B m + 1 began from the nearest level that was held then, or that came in since.
+    It is made after the start of B m + 1, from the nearest level that was held then or has arrived since.
     """
     cdef Py_ssize_t m, q, k, best_q
     cdef double value = 0.0, seconds, cost, best, price, rate
@@ -103,7 +103,7 @@ cdef double _inputs(Problem *c, const Second *x, Second *g) noexcept nogil:
 
 cdef inline void _computes(Problem *c, Work *w, Py_ssize_t k, double seconds, double *g_p, double *g_r, Second *g,
                            double *part) noexcept nogil:
-    """`seconds` more are paid with α in interval k, or with that of one of its parts."""
+    """Add to the supergradient `seconds` more at the price α of interval k, or of one of its parts."""
     if c.own != NULL:
         part[k] += seconds
         return
@@ -149,7 +149,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             w.leave[k] = w.leave[k + 1]
             w.leave_at[k] = w.leave_at[k + 1]
         w.away[k] = w.leave[k] - total[k]
-    # Arrival in an interval before B_{q+1}: the intervals from F_q on, which are more for each smaller q.
+    # Arrival in an interval before B_{q+1}: the intervals from F_q on; smaller q have more of them.
     in_at = c.L - 1
     lowest = w.alpha[c.L]
     for q in range(c.L - 1, 0, -1):
@@ -165,7 +165,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
         best_way = STAYS
         best_form = 0
         u = c.u_F[q]
-        # At F_{q+1} and B_{q+1} the smallest input is in that operation's need already.
+        # At F_{q+1} and B_{q+1} the operation's own need already contains the smallest input.
         ends = c.entry[q] * lam[first]
         late = c.entry[q] * (lam[last] + s.lam[last])
         for f in range(c.n_forms[q]):
@@ -183,7 +183,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             if out + returned < least:
                 least = out + returned
                 way = MOVES
-            # Made again, whenever it is, costs no less than this; most ways are out by it.
+            # A lower bound of the cost of making it again, at any time; it excludes most ways.
             if lowest * u - late - ends < least:
                 cost = _least(_least_sum(w.alpha + first, w.minus + first, u, size, last - first),
                               w.alpha[first - 1] * u + size * w.minus[first - 1] - ends) + size * until - late
@@ -194,7 +194,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             if cost * u < least:
                 least = cost * u
                 way = AGAIN_LATE
-            # All that it pays in the cuts between is left out but for leaving.
+            # A lower bound: of the costs at the cuts in between, only that of leaving counts.
             cost = returned - late - ends
             if lowest * u + cost < least:
                 cost += _least_sum(w.alpha + first - 1, w.away + first - 1, u, size, last - first + 2)
@@ -276,7 +276,7 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
                     double shrink, Work *w, double *kept) noexcept nogil:
     """Polyak's supergradient steps towards a target above the best value so far; the best value found.
 
-    x: λ, p, r, λ', r', α'; only the first three where nothing is paid for inputs. g: room for their supergradient.
+    x: λ, p, r, λ', r', α'; only the first three if inputs pay nothing. g: buffers for their supergradient.
     """
     cdef Py_ssize_t n = 2 * c.L, k, v, step, stale = 0, count = 3 if c.out == NULL else 6
     cdef Py_ssize_t most
@@ -316,7 +316,7 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
             continue
         norm = 0.0
         for k in range(n):
-            # A price at its bound that is pushed further does not count.
+            # Ignore a price at its bound if the step would push it further.
             if lam[k] > 0.0 or g[0][k] > 0.0:
                 norm += s2 * g[0][k] * g[0][k]
             norm += g[1][k] * g[1][k] + g[2][k] * g[2][k]
@@ -338,7 +338,7 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
             for v in range(4):
                 price[v] = x[of[v]][k] + length * g[of[v]][k] if of[v] < most else 0.0
             lower(price, both)
-            if hinder:  # each brings them nearer to all that are allowed, and none further from another's
+            if hinder:  # each projection brings the prices nearer to all feasible ones
                 lower(price, out)
                 lower(price, back)
             for v in range(4):
@@ -353,11 +353,11 @@ def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t pati
            double out_rate, double in_rate, const double[::1] room, const double[::1] work, const double[::1] u_F,
            const double[:, ::1] saved, const double[:, ::1] slower, const double[::1] entry, const int32_t[::1] n_forms,
            const double[::1] out, double out_share=1.0, double in_share=1.0):
-    """The best dual value within `steps` steps from the prices given, which become those of that value.
+    """The best dual value within `steps` steps from `prices`, which become the prices of that value.
 
     prices: rows λ, p, r, λ', r', α'. goal: a first guess of the rise; it shrinks by `shrink` after `patience` steps
-    without progress towards it. out: bytes of outputs, where inputs are to be paid for; else None. out_share, in_share:
-    as of `Problem`.
+    without progress towards it. out: bytes of outputs, if inputs pay; None otherwise. out_share, in_share: as in
+    `Problem`.
     """
     cdef Problem c
     cdef double best

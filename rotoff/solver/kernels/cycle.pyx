@@ -1,11 +1,11 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""First half of decoding a step with parameters: its operations, which values leave the device between which uses,
-least bytes.
+"""First half of decoding a step with parameters: its operations, the gaps between uses in which values leave the
+device, and the least bytes.
 
-The forwards and backwards are those of the stages' codes (`kernels.operations`); after each B come the updates whose
-genes say so. A value that leaves does so between two of its uses. With each of these gaps at its longest, free right
-after the use before and prefetch right before the use after, every operation holds what it holds at least; what is left
-of the limit there is `room`.
+The forwards and backwards are those of the stages' codes (`kernels.operations`); each B is followed by the updates that
+the genes place there. A value leaves between two of its uses: a gap. If each gap is as long as possible (free right
+after the use before it, prefetch right before the use after it), every operation holds its least bytes; `room` is what
+these leave of the limit.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t
@@ -18,7 +18,7 @@ cdef int64_t HUGE = 4611686018427387904
 
 
 cdef inline void _between(Cycle *s, int32_t first, int32_t last, int64_t size) noexcept nogil:
-    """`size` bytes more at positions `first` to `last`, which may go on in the next step."""
+    """Add `size` bytes at positions `first` to `last`; `last` may lie in the next step."""
     cdef int32_t n = <int32_t>s.n
     if last < first:
         return
@@ -31,8 +31,7 @@ cdef inline void _between(Cycle *s, int32_t first, int32_t last, int64_t size) n
 
 
 cdef int32_t _gap(Cycle *s, int32_t v, int32_t after, int32_t before, int32_t made) noexcept nogil:
-    """v is away between the uses at two positions; `made` is where its copy out is issued, -1 where the host has one.
-    """
+    """Add a gap of v between uses at two positions; `made`: where its copy out is issued, -1 if the host has a copy."""
     cdef int32_t x = <int32_t>s.n_gaps, most = before if before >= 0 else <int32_t>s.n
     s.n_gaps += 1
     s.gap[x] = CycleGap(v, s.value[v].size, after, before, most, after + 1, made >= 0, 0.0, 0.0, 0, 0)
@@ -56,7 +55,7 @@ cdef inline bint _on_host(Groups *p, const int16_t *genes, int32_t k) noexcept n
 
 
 cdef inline int64_t _key(Groups *p, const int16_t *genes, int32_t k) noexcept nogil:
-    """Updates are in the order of these: by place, those on the host first, which nothing shall hold up, by rank and
+    """The sort key of updates: by place, then those on the host first, so that nothing delays them, by rank and
     number."""
     cdef int64_t key = -_stage_of(p, genes, k)
     key = key * 2 + (0 if _on_host(p, genes, k) else 1)
@@ -64,7 +63,7 @@ cdef inline int64_t _key(Groups *p, const int16_t *genes, int32_t k) noexcept no
 
 
 cdef void _sort(Groups *p, Cycle *s, const int16_t *genes) noexcept nogil:
-    """Put the groups that are updated in order; they are nearly so from last time."""
+    """Sort the groups that are updated; they are nearly sorted from the last call."""
     cdef Py_ssize_t x, y
     cdef int32_t k
     cdef int64_t key
@@ -99,7 +98,7 @@ cdef void _positions(Work *w, Groups *p, Cycle *s, const int16_t *genes, Py_ssiz
 
 
 cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
-    """Seconds, and bytes beside the values, at each position; room holds differences from one to the next still."""
+    """Seconds, and bytes beside the values, at each position; `room` still holds differences between positions."""
     cdef int32_t t, i, x
     cdef Py_ssize_t r
     cdef int64_t gradient = 0, need, after
@@ -116,7 +115,7 @@ cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
                 s.at[x].lasts = c.u_B[i * c.K + w.op[t].form]
                 need = c.grad[i] + c.grad[i - 1] + c.b_transient[i * c.K + w.op[t].form]
                 if i == c.L:
-                    # a_L alone may outweigh the ā_L that held it; what follows B L would see that.
+                    # After B L the caller's a_L is charged in place of ā_L.
                     after = c.out[i] + c.grad[i - 1] - w.value[w.op[t].saved_set].size
                     if w.op[t].gone >= 0:
                         after -= w.value[w.op[t].gone].size
@@ -130,7 +129,7 @@ cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
                 if i == c.L and not backward:
                     backward = True
                     gradient = c.grad[i]
-                    if need < gradient:  # held as soon as stage L has run, by any free before B L too
+                    if need < gradient:  # δ_L is held as soon as stage L has run, also during a free before B L
                         need = gradient
         s.least += s.at[x].lasts
         _between(s, x, x, need)
@@ -138,7 +137,7 @@ cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
 
 
 cdef void _activations(Work *w, Cycle *s, Py_ssize_t acts) noexcept nogil:
-    """When each value of a stage is there, and its gaps: the longest where it moves, and any in which it must be away.
+    """When each value of a stage is held, and its gaps: the longest one if it moves, and all in which it must be away.
     """
     cdef int32_t t, v, u, here, longest, after, before, far, x, away, until
     for t in range(<int32_t>acts):
@@ -230,7 +229,7 @@ cdef void _weights(Groups *p, Cycle *s, const int16_t *genes, int32_t k) noexcep
     _between(s, 0, n, p.group[k].w)
     if trained and not host:
         made = s.group[k].update_at
-    # From the last use of the step on, which wraps: the one after the update.
+    # The gap after the last use of the step, which wraps around: the one after the update.
     after, before = s.use[last].pos, s.use[u].pos + n + 1
     if (trained and host) or ((mask >> s.use[last].bit) & 1 and before - after > 1):
         x = _gap(s, v, after, before, made)
@@ -269,8 +268,7 @@ cdef void _gradient_and_state(Groups *p, Cycle *s, const int16_t *genes, int32_t
 
 
 cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil:
-    """Operations, gaps and room of the plan `codes`; the number of positions, or -1 where it has too many operations.
-    """
+    """Operations, gaps and room of the plan `codes`; returns the number of positions, -1 for too many operations."""
     cdef const int16_t *genes = codes + (c.L + 1) * V
     cdef Py_ssize_t acts = operations(c, w, codes, V), x
     cdef int32_t k

@@ -2,13 +2,13 @@
 """A plan decoded on exact bytes: from a table of small codes to operations, their memory and their time.
 
 A plan says, for each stage q and each visit v (the v-th time that a forward of q runs; the last column serves all later
-visits), one code: how q runs (``F_ck`` or ``F_all`` / ``F_sel`` of a form), whether what it makes may move to the host,
+visits), one code: how q runs (``F_ck`` or ``F_all`` / ``F_sel`` of a form), whether its value may move to the host,
 and whether its input is dropped right after. `rotoff.solver.plan_codes` documents the codes. Decoding has four passes:
 
-1. operations (`kernels.operations`): forwards 1..L, then for B i = L..1 whatever forwards are missing;
-2. memory: before each operation, while it does not fit, the movable value needed latest is freed; what an operation
-   uses is brought back;
-3. prefetches rise, in order of need, as early as memory allows;
+1. operations (`kernels.operations`): forwards 1..L, then for B i = L..1 the forwards that are missing, and B i;
+2. memory: before each operation, while it does not fit, the movable value needed latest is freed; values that an
+   operation uses are fetched;
+3. prefetches are moved up, in order of need, as early as memory allows;
 4. time: the three lanes of the machine (`rotoff.core.simulator`), copy by copy.
 
 The arithmetic of passes 2 and 4 is that of `rotoff.core.simulator.Machine`; tests hold them equal.
@@ -35,7 +35,7 @@ cdef inline void _live_remove(Work *w, Py_ssize_t *n_live, int32_t v) noexcept n
 
 cdef void _bring(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live,
                  Py_ssize_t *n_reloads) noexcept nogil:
-    """v is used by operation t: on the device by then."""
+    """Use v in operation t; it must be on the device by then."""
     if v < 0:
         return
     cdef Value *value = &w.value[v]
@@ -59,7 +59,7 @@ cdef void _lose(Work *w, int32_t v, int64_t *held, Py_ssize_t *n_live) noexcept 
 
 
 cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live, Py_ssize_t *n_gaps) noexcept nogil:
-    """v is freed before operation t and comes back before its next use."""
+    """Free v before operation t; it comes back before its next use."""
     _live_remove(w, n_live, v)
     w.value[v].on, w.value[v].moves, w.value[v].gap_of = False, True, <int32_t>n_gaps[0]
     held[0] -= w.value[v].size
@@ -69,7 +69,7 @@ cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_liv
 
 cdef inline void _emit(int32_t *emitted, Result *r, int32_t kind, int32_t stage, int32_t form,
                        int32_t of) noexcept nogil:
-    """A row for what is emitted, where anything is."""
+    """Append a row to `emitted`, unless that is NULL."""
     cdef int32_t *row = emitted + 4 * r.n_emitted
     if emitted != NULL:
         row[0], row[1], row[2], row[3] = kind, stage, form, of
@@ -110,7 +110,7 @@ cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Result *r) noexcept
                 need += gradient
             elif i == c.L:
                 turn = t
-                # δ_L is held as soon as stage L has run, by any free before B L too.
+                # δ_L is held as soon as stage L has run, also during a free before B L.
                 if w.value[op.made].size + c.grad[i] > need:
                     need = w.value[op.made].size + c.grad[i]
         if op.away >= 0:
@@ -156,7 +156,7 @@ cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Result *r) noexcept
 
 
 cdef void _prefetches(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t floor_place) noexcept nogil:
-    """Pass 3: each prefetch rises while what it passes still fits, but not above `floor_place`."""
+    """Pass 3: move each prefetch up while the operations that it passes still fit, but not above `floor_place`."""
     cdef int32_t t, p, g
     cdef Py_ssize_t x
     cdef int64_t size
@@ -177,7 +177,7 @@ cdef inline double _later(double a, double b) noexcept nogil:
 
 
 cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Result *r) noexcept nogil:
-    """Pass 4: when everything happens; rows (kind, stage, form, of) go to `emitted` where that is not NULL."""
+    """Pass 4: the times of all operations; rows (kind, stage, form, of) go to `emitted` unless that is NULL."""
     cdef int32_t v, i, t, g
     cdef Py_ssize_t next_free = 0, next_wait = 0
     cdef int64_t peak = 0, host = 0, host_peak = 0
@@ -251,12 +251,12 @@ cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t
     _lanes(c, w, n, &m, emitted, r)
 
 
-# Two, so that the compiler makes the search's own without the rows.
+# Two functions, so that the compiler specializes the search's one without rows.
 cdef void judge(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Result *r) noexcept nogil:
     """Memory and time of the plan `codes`."""
     _decode(c, w, codes, V, NULL, r)
 
 
 cdef void write(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *emitted, Result *r) noexcept nogil:
-    """The same, and its operations as rows (kind, stage, form, of), as of `rotoff.solver.plan_codes.to_ops`."""
+    """`judge`, which also emits the operations as rows (kind, stage, form, of) for `plan_codes.to_ops`."""
     _decode(c, w, codes, V, emitted, r)

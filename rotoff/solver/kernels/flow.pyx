@@ -1,11 +1,10 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Second half of decoding a step with parameters: when what leaves is freed and what comes back is prefetched, and the
-time it takes.
+"""Second half of decoding a step with parameters: when values are freed and prefetched, and the time of the step.
 
 Out: first in, first out from the moment that a value is made or updated; each free as late as its copy's predicted end
 while room lasts. In: earliest deadline first, scheduled backward around the cycle; each prefetch at its latest start
-while room lasts. What is left goes to earlier prefetches. The lanes of the machine (`rotoff.core.simulator`) then tell
-the times, which are the prediction of the next round. The arithmetic of the lanes is that of
+while room lasts. Remaining room is used for earlier prefetches. The lanes of the machine (`rotoff.core.simulator`) then
+give the times, which are the prediction of the next round. The arithmetic of the lanes is that of
 `rotoff.core.simulator.Machine`; tests hold them equal.
 """
 
@@ -73,7 +72,7 @@ cdef void _frees(Cycle *s) noexcept nogil:
 
 
 cdef void _starts(Chain *c, Cycle *s) noexcept nogil:
-    """The latest starts of the copies in, so that none is late: backward around the cycle, twice to close it."""
+    """The latest starts of the copies in such that none is late: backward around the cycle, twice to close it."""
     cdef Py_ssize_t x, turn
     cdef int32_t g
     cdef double cursor = INF
@@ -90,8 +89,8 @@ cdef void _starts(Chain *c, Cycle *s) noexcept nogil:
 
 
 cdef void _prefetches(Cycle *s) noexcept nogil:
-    """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as what is left
-    allows."""
+    """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as the remaining
+    room allows."""
     cdef int32_t x, g, at, least, n1 = <int32_t>s.n + 1, floor, wraps
     cdef int64_t size
     cdef double start
@@ -130,7 +129,7 @@ cdef inline void _event(Cycle *s, int32_t kind, int32_t subject, int32_t gone, d
 
 
 cdef void _places(Cycle *s) noexcept nogil:
-    """Which frees and prefetches stand at each position of the text; of prefetches those of this step's uses first."""
+    """List the frees and prefetches at each position of the sequence; prefetches for this step's uses come first."""
     cdef int32_t x, g, n1 = <int32_t>s.n + 1, turn
     for x in range(n1):
         s.at[x].freed.head = s.at[x].fetched.head = -1
@@ -192,7 +191,7 @@ cdef void _text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
 
 
 cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
-    """Seconds of a steady step; `before` and `out_end` then say when things happened in the last one."""
+    """Seconds of a steady step; `before` and `out_end` then hold the times of the last one."""
     cdef Py_ssize_t e, period, x
     cdef int32_t v, g, kind, K = <int32_t>p.K
     cdef double compute = 0.0, begin = 0.0, second = 0.0
@@ -243,7 +242,7 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
 
 
 cdef void _work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
-    """What compute, the links and the host have to do in a step, apart."""
+    """The work of compute, the links and the host in a step, each alone."""
     cdef Py_ssize_t g
     cdef int32_t k
     cdef double out = 0.0, back = 0.0, host = 0.0
@@ -260,7 +259,7 @@ cdef void _work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
 
 
 cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int rounds, int *best) noexcept nogil:
-    """Seconds of a steady step, the best of `rounds`, and which; not to be told apart above `enough`."""
+    """Seconds of a steady step, the best of `rounds`, and which round; above `enough` the result is not exact."""
     cdef int32_t g, x, n1 = <int32_t>s.n + 1
     cdef double found = INF, now
     cdef int r
@@ -293,7 +292,7 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
 
 
 cdef inline int64_t _gone(Cycle *s, int32_t v) noexcept nogil:
-    """Bytes that the host is rid of once v is dropped."""
+    """Remove v from the host; returns the bytes that this frees."""
     if v < 0 or not s.on_host[v]:
         return 0
     s.on_host[v] = 0
@@ -301,7 +300,7 @@ cdef inline int64_t _gone(Cycle *s, int32_t v) noexcept nogil:
 
 
 cdef int64_t host_peak(Work *w, Groups *p, Cycle *s) noexcept nogil:
-    """The most bytes that the host holds during a step; what it holds at the start is what it holds at the end."""
+    """The most bytes that the host holds during a step, which starts and ends with the same values there."""
     cdef Py_ssize_t e
     cdef int32_t g, v, x, kind, K = <int32_t>p.K
     cdef int64_t now = 0, peak

@@ -16,9 +16,8 @@ def remat_need(const int64_t[::1] out, const int64_t[::1] grad, const int64_t[::
     """Bytes that recompute needs beyond the input of its first stage: (backward table P, forward column W).
 
     P[i, j] is for "input of i and δ_j held, go to δ_{i-1}", W[i] for "input of i held, nothing run past it yet". P is
-    C_A's feasibility (NeurIPS 2021 supplement, B.3) as a bottleneck recurrence: whatever is held adds to every need.
-    One choice more than the paper's: sweep to k - 1, F_all k, drop a_{k-1} under the kept ā_k, and make it again for B
-    k.
+    C_A's feasibility (NeurIPS 2021 supplement, B.3) as a bottleneck recurrence: held bytes add to every need. It has
+    one choice more than the paper: sweep to k - 1, F_all k, drop a_{k-1} but keep ā_k, and make a_{k-1} again for B k.
     """
     cdef Py_ssize_t L = out.shape[0] - 1
     P_array = np.zeros((L + 2, L + 2), dtype=np.int64)

@@ -1,8 +1,8 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Pass 1 of decoding a plan: the operations that its codes stand for, and which values each makes, uses and drops.
+"""Pass 1 of decoding a plan: the operations of its codes, and the values that each makes, uses and drops.
 
-Forwards 1..L; then for each B i = L..1 whatever forwards are missing, from the nearest value below that exists.
-`kernels.work` says what the rows of operations, values and uses mean; `kernels.decode` goes on from there.
+Forwards 1..L; then for each B i = L..1 the forwards that are missing, from the nearest value below that exists.
+`kernels.work` defines the rows of operations, values and uses; `kernels.decode` has the next passes.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t
@@ -33,7 +33,7 @@ cdef inline void _use(Work *w, Counts *n, int32_t v, int32_t op) noexcept nogil:
 
 
 cdef void _forward(Chain *c, Work *w, Counts *n, int32_t q, int32_t code, bint last, bint must_save) noexcept nogil:
-    """Append one forward of stage q; `last` keeps its input, `must_save` makes ā_q whatever the code says."""
+    """Append one forward of stage q; `last` keeps its input, `must_save` makes ā_q regardless of the code."""
     cdef int32_t kind = code >> KIND, source = w.have[q - 1], form = kind - 1
     cdef bint dropped = (code & DROP) and not last and q > 1
     if must_save and kind == 0:
@@ -73,26 +73,27 @@ cdef void _forward_one(Chain *c, Work *w, Counts *n, int32_t q, int32_t form, bi
 
 
 cdef inline int32_t _nearest(Work *w, int32_t q) noexcept nogil:
-    """The nearest level up to q of which there is a value; 0 for the chain's input."""
+    """The highest level up to q that has a value; 0 for the chain's input."""
     while q > 0 and w.have[q] < 0:
         q -= 1
     return q
 
 
 cdef inline int32_t _next_code(Work *w, const int16_t *codes, Py_ssize_t V, int32_t q) noexcept nogil:
-    """The code of the next visit of stage q, which is counted."""
+    """The code of the next visit of stage q; counts the visit."""
     cdef Py_ssize_t v = w.visits[q]
     w.visits[q] += 1
     return codes[q * V + (v if v < V else V - 1)]
 
 
 cdef inline bint _fits(Work *w, Counts *n, int32_t forwards, int32_t i) noexcept nogil:
-    """Whether there is room for so many more forwards, each of which may be two, and for what B i..1 need at least."""
+    """Whether the arrays have room for so many forwards, each of which may be two, and for the least that B i..1 need.
+    """
     return n.ops + 2 * forwards + 2 * i + 2 <= w.cap
 
 
 cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V) noexcept nogil:
-    """The number of operations, or -1 where there are more than `cap`."""
+    """Returns the number of operations, or -1 if there are more than `cap`."""
     cdef Counts n
     cdef int32_t q, i, t, L = <int32_t>c.L, low, high, source, aside
     n.ops = n.values = n.uses = 0

@@ -54,7 +54,7 @@ cdef class Evaluator:
     """Decodes plans of one chain at one limit.
 
     Args:
-        chain, arrays: the same one, as `rotoff.solver.arrays.arrays`. limit, host_limit: bytes (None for no
+        chain, arrays: a chain and its `rotoff.solver.arrays.arrays`. limit, host_limit: bytes (None for no
             host_limit). visits: columns V of a plan. cap: the most compute operations a plan may decode to.
     """
 
@@ -116,14 +116,14 @@ cdef class Evaluator:
         l.update = self._ints(K + 1)
 
     def evaluate(self, const int16_t[:, ::1] codes):
-        """(makespan in seconds, peak bytes, host peak bytes, bytes over the limits: 0 where the plan fits)."""
+        """(makespan in seconds, peak bytes, host peak bytes, bytes over the limits: 0 if the plan fits)."""
         cdef Result r
         with nogil:
             judge(&self.c, &self.w, &codes[0, 0], self.V, &r)
         return r.makespan, r.peak, r.host_peak, r.over
 
     def operations(self, const int16_t[:, ::1] codes):
-        """The plan's operations as rows (kind, stage, form, of); None where it has too many."""
+        """The plan's operations as rows (kind, stage, form, of); None if it has too many."""
         cdef Result r
         with nogil:
             write(&self.c, &self.w, &codes[0, 0], self.V, &self.emitted[0], &r)
@@ -136,9 +136,9 @@ cdef class Evaluator:
         """Search from `codes` (changed in place to the last plan); the best plan that fits goes to `best`.
 
         Simulated annealing: `evaluations` random changes, temperatures falling geometrically from `hot` to `cold`
-        seconds; a plan over the limits costs `weight` seconds a byte more. masks: what a code is and-ed, then or-ed
-        with (a mode's rules). stop: the search ends soon after stop[0] is set. Returns the best makespan, infinity
-        where no plan fitted.
+        seconds; a plan over the limits costs `weight` seconds a byte more. masks: each code is and-ed with the first,
+        then or-ed with the second (a mode's rules). stop: the search ends soon after stop[0] is set. Returns the best
+        makespan, infinity if no plan fitted.
         """
         cdef double found
         cdef Py_ssize_t n = codes.shape[0] * codes.shape[1]

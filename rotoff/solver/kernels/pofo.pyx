@@ -1,10 +1,9 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Kernel of POFO as published: OC_x and C_A of the NeurIPS 2021 supplement, B.1 to B.3, on sizes rounded up one by one.
+"""Kernel of POFO as published: OC_x and C_A of the NeurIPS 2021 supplement, B.1 to B.3; each size is rounded up.
 
 Symbols: A slots kept; A_F slots still leaving; A_B and D (Δ) slots that must be back; u_F, u_B seconds; β slots a
 second; I_i^x input of stage i (x = 0: a_{i-1}, x = 1: ā_{i-1}); ε idle seconds. Stages count from 1.
-`rotoff.solver.policies.pofo` gives the arrays and backtracks; `rotoff._dp.Joint` is the variant that `solve`
-uses.
+`rotoff.solver.policies.pofo` makes the arrays and backtracks; `rotoff._dp.Joint` is the variant that `solve` uses.
 """
 
 from libc.math cimport INFINITY, ceil
@@ -40,7 +39,7 @@ cdef inline double _over(double slots) noexcept nogil:
 
 
 cdef inline double _C(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D) noexcept nogil:
-    """C_A(i, j, A, Δ); infinite where what is kept and what must come exceed the memory."""
+    """C_A(i, j, A, Δ); infinite if kept and arriving slots exceed the memory."""
     if A + D > c.N:
         return INFINITY
     return c.C[((c.row[i] + j) * (c.N + 1) + A) * (c.N + 1) + D]
@@ -53,7 +52,7 @@ cdef inline double _O(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssi
 
 
 cdef inline Py_ssize_t _left(Py_ssize_t backlog, double drained) noexcept nogil:
-    """What is left of a backlog, rounded up to whole slots: the states are a grid."""
+    """The rest of a backlog, rounded up to whole slots, since states are whole."""
     cdef double rest = backlog - drained
     return <Py_ssize_t>ceil(rest - 1e-9) if rest > 1e-9 else 0
 
@@ -120,7 +119,7 @@ cdef void _forward(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_
         D_F, D_B = c.beta * (u_F + wait_F), c.beta * (u_B + wait_B)
         cost = u_F + wait_F + u_B + wait_B
         if i == L:
-            # B.2: all that is still leaving leaves, all that must be back comes, before the loss and after it.
+            # B.2: finish all copies out before the loss, and all copies back after it.
             best.cost = cost + (_over(F - D_F) + _over(B - D_B)) / c.beta
             best.cut = 0
         else:

@@ -1,9 +1,9 @@
 """The systems of the papers as policies: each is a function (chain, mem_limit in bytes, **options) -> Sequence, in a
 file of its own.
 
-A policy raises `InfeasibleError` where its own rules fit nothing into the limit, whatever other systems could do there;
-its `min_mem_limit` is then the smallest limit that this policy is known to work in. What it returns is judged by the
-one machine in `run`, like any other sequence, and says by ``meta["source"]`` which of the policy's own choices it is.
+A policy raises `InfeasibleError` if nothing fits the limit by its own rules, whatever other systems could do; the
+error's `min_mem_limit` is the smallest limit at which this policy is known to work. `run` checks its sequence on the
+machine, like any other; ``meta["source"]`` names the policy's choices.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ POLICIES: Mapping[str, Policy] = {
     "overlap": overlap,
     "superneurons": superneurons,
 }
-# Those that place parameters, under the best plan for the activations; those above plan activations alone.
+# Policies that place parameters, with the best plan for the activations; those above plan activations alone.
 PLACEMENTS: Mapping[str, Policy] = {
     "zero-offload": zero_offload,
     "torchao-offload": torchao_offload,
@@ -65,7 +65,7 @@ PLACEMENTS: Mapping[str, Policy] = {
     "block-swap": block_swap,
     "by-hand": by_hand,
 }
-# Those that run every forward once, so that nothing has to be restored for a replay.
+# Policies that run every forward once, so that nothing has to be restored for a replay.
 WITHOUT_RECOMPUTE = frozenset({"greedy", "dynprog", "vdnn", "vdnn++", "tflms", "autoswap", "overlap"})
 
 
@@ -73,7 +73,7 @@ def check_policy(name: Any, options: Mapping[str, Any] | None = None) -> Policy:
     """The policy called `name`.
 
     Raises:
-        OptionError: if there is none, or it has no such option; the sentence lists the known ones.
+        OptionError: if there is none, or it has no such option; the message lists the known ones.
     """
     policies = {**POLICIES, **PLACEMENTS}
     policy = policies.get(name) if isinstance(name, str) else None
@@ -88,7 +88,7 @@ def check_policy(name: Any, options: Mapping[str, Any] | None = None) -> Policy:
 
 
 def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> Sequence:
-    """What policy `name` does within `mem_limit` bytes, once the machine has accepted it.
+    """The sequence of policy `name` within `mem_limit` bytes, checked by the machine.
 
     Raises:
         OptionError: for an unknown policy or option. InfeasibleError: if the policy fits nothing.
@@ -99,7 +99,7 @@ def run(name: str, chain: Chain, mem_limit: int, options: Mapping[str, Any]) -> 
             f"policy {name!r} plans only activations; give chain.without_parameters(), or one of"
             f" {', '.join(PLACEMENTS)}"
         )
-    with np.errstate(over="ignore", invalid="ignore"):  # copies that never end, over links that hardly move
+    with np.errstate(over="ignore", invalid="ignore"):  # times of copies over very slow links may overflow
         made = policy(chain, mem_limit, **options)
     meta = {"source": name, **made.meta, **figures(simulate(chain, made, mem_limit))}
     return replace(made, mode=name, mem_limit=mem_limit, meta=meta)

@@ -5,19 +5,18 @@ Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies
 average of 4 priority scores to decide which activations should be offloaded in priority. The best weight combination is
 obtained with Bayesian Optimization."
 
-Where interpreted: the four scores are AutoSwap's own. Of ā_i, absent from the end of its last use in the forward phase
+Interpretation: the four scores are AutoSwap's own. Of ā_i, absent from the end of its last use in the forward phase
 to the start of its first one in the backward phase of a step that keeps everything:
 
 1. duration of absence: the seconds of it, less those of both copies;
-2. area of absence: that duration times the size (over the size where the duration is below 0);
-3. weighted duration of absence: the area of the memory above the limit during it, in byte seconds, at most the size at
-  once;
-4. the same, submodular: counted anew after each choice, of what is then still above the limit.
+2. area of absence: that duration times the size (divided by the size if the duration is negative);
+3. weighted duration of absence: the integral over it of the bytes above the limit, at most the size, in byte seconds;
+4. the same, submodular: computed again after each choice, for the bytes that are then still above the limit.
 
-Each score is divided by the largest one of its kind. ā are taken by falling average until what stays fits at every
-operation; the schedule is ordered and no-wait, as all in that paper. Weights are searched by a seeded plain search
-instead of Bayesian optimization: the corners and the centre of the simplex, then random ones, half of them near the
-best so far.
+Each score is divided by the largest one of its kind. ā are taken by falling average until the remaining ones fit at
+every operation; the schedule is ordered and no-wait, as all in that paper. A seeded random search replaces Bayesian
+optimization of the weights: the corners and the centre of the simplex, then random ones, half of them near the best so
+far.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ class Scores:
         self.fixed = np.stack([_scaled(duration), _scaled(area), _scaled(self._above(np.zeros(2 * L)))])
 
     def _above(self, gone: np.ndarray) -> np.ndarray:
-        """Byte seconds above the limit that each ā would take away, where `gone` bytes are away at each operation."""
+        """Byte seconds above the limit that each ā would remove, if `gone` bytes are away at each operation."""
         above = np.maximum(0, self.need - gone - self.limit)
         return ((np.minimum(above, self.size[:, None]) * self.absent) @ self.seconds).astype(float)
 
     def chosen(self, weights: tuple[float, ...]) -> list[int]:
-        """Stages by falling average score until all operations fit, or all there are."""
+        """The stages of highest average score such that all operations fit, or all stages if none do."""
         average = np.asarray(weights[:3]) @ self.fixed
         gone, left, out = np.zeros(len(self.need)), np.ones(len(self.size), dtype=bool), []
         while left.any() and (self.need - gone > self.limit).any():
@@ -92,7 +91,7 @@ def combinations(trials: int, seed: int) -> Iterator[tuple[tuple[float, ...], bo
 
 
 def best(chain: Chain, mem_limit: int, trials: int, seed: int) -> tuple[Schedule, tuple[float, ...]] | None:
-    """The fastest schedule found within `mem_limit` bytes and its weights; None where none fits."""
+    """The fastest schedule found within `mem_limit` bytes and its weights; None if none fits."""
     scores = Scores(chain, mem_limit)
     known: dict[tuple[int, ...], Schedule | None] = {}
     found: tuple[Schedule, tuple[float, ...]] | None = None
@@ -111,7 +110,7 @@ def autoswap(chain: Chain, mem_limit: int, trials: int = TRIALS, seed: int = 0) 
     """AUTOSWAP's sequence within `mem_limit` bytes.
 
     Args:
-        trials: combinations of weights to try. seed: of the random ones.
+        trials: number of weights to try. seed: for the random ones.
 
     Raises:
         InfeasibleError: if no combination fits. OptionError: for `trials` or `seed` that are no whole numbers.

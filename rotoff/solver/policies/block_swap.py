@@ -1,10 +1,10 @@
-"""BLOCK-SWAP: a number of layers is streamed, the last ones; all others are resident.
+"""BLOCK-SWAP: the last n layers are streamed; all others are resident.
 
-Source: what trainers of image and video models call block swapping (``--blocks_to_swap`` of kohya-ss/sd-scripts and
-musubi-tuner): "the number of blocks to swap" between the device and the host, each brought in while the one before
+Source: block swapping in trainers of image and video models (``--blocks_to_swap`` of kohya-ss/sd-scripts and
+musubi-tuner): "the number of blocks to swap" between the device and the host, each copied in while the one before
 computes.
 
-Where interpreted: a layer is a group of parameters; its state moves with it, and the device updates. The number is the
+Interpretation: a layer is a group of parameters; its state moves with it, and the device updates. The number is the
 user's there; here it is the best one.
 """
 
@@ -20,15 +20,14 @@ from .placed import best_of
 def block_swap(
     chain: Chain, mem_limit: int, updates: str = "during", blocks: int | None = None, effort: bool | float = True
 ) -> Sequence:
-    """Block swapping within `mem_limit` bytes, under the best plan for the activations in what it leaves.
+    """Block swapping within `mem_limit` bytes, with the best plan for the activations in the remaining bytes.
 
     Args:
         updates: "during" or "after". blocks: how many groups are swapped; None for the best number. effort: `refine` of
             `rotoff.solve`, for the activations.
 
     Raises:
-        InfeasibleError: if nothing fits. OptionError: for a number that there is not, or where there is nothing to
-            place.
+        InfeasibleError: if nothing fits. OptionError: for an invalid number, or a chain without parameters.
     """
     K = len(chain.parameters)
     if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= K):

@@ -1,9 +1,9 @@
-"""BY-HAND: the best of some 70 placements that a person would try, as a yardstick for a planner of parameters.
+"""BY-HAND: the best of about 70 placements that a person would try, as a baseline for planners of parameters.
 
 The first r groups are resident; the next z keep their parameters on the device, and the host has their states and
-updates them; all others are streamed one operation ahead, or two. r and z go over a grid of tenths (r over all numbers
-where z is 0), then over the neighbours of the best, as long as one of them is better. Where the host cannot update,
-states come in for it.
+updates them; all others are streamed one operation ahead, or two. r and z run over a grid of tenths (r over all numbers
+if z is 0), then over the neighbours of the best as long as one of them is better. If the host cannot update a group,
+its states are copied in for the update.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ STEPS = 10  # so that there are 66 pairs of r and z
 
 
 def by_hand(chain: Chain, mem_limit: int, updates: str = "during", effort: bool | float = True) -> Sequence:
-    """The best placement by hand within `mem_limit` bytes, under the best plan for the activations in what it leaves.
+    """The best placement by hand within `mem_limit` bytes, with the best plan for the activations in the remaining
+    bytes.
 
     Args:
         updates: "during" or "after". effort: `refine` of `rotoff.solve`, for the activations, once the placement is
             chosen.
 
     Raises:
-        InfeasibleError: if no placement fits. OptionError: if there is nothing to place.
+        InfeasibleError: if no placement fits. OptionError: for a chain without parameters.
     """
     K = len(chain.parameters)
     counts = sorted({round(K * n / STEPS) for n in range(STEPS + 1)})

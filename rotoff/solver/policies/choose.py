@@ -1,5 +1,4 @@
-"""The fastest of several sequences that the machine accepts at a limit; or the smallest limit at which one of them
-fits."""
+"""Selects the fastest of several sequences within a limit; if none fits, the error names the smallest that works."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from .refusal import refusal
 
 
 def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tuple[str, tuple[Op, ...]]]) -> Sequence:
-    """The candidate of least step time within `mem_limit` bytes, then of least peak, then the first.
+    """The candidate with the least step time within `mem_limit` bytes; ties go to the least peak, then to the first.
 
     Args:
-        policy: its name, for the error.
-        candidates: pairs (what it is, operations); the former goes to ``meta["source"]``.
+        policy: name of the policy, for the error.
+        candidates: pairs (description, operations); the description goes to ``meta["source"]``.
 
     Raises:
         InfeasibleError: if none fits; its `min_mem_limit` is the least peak among them.
@@ -50,8 +49,7 @@ def largest_size(chain: Chain) -> int:
 
 
 def too_few_slots(slots: int) -> OptionError:
-    """The error of a program that rounds every size up to a slot and has fewer slots than one operation has
-    operands."""
+    """The error if every size is rounded up to a slot and there are fewer slots than an operation has operands."""
     return OptionError(
         f"slots is {slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or so"
     )

@@ -3,26 +3,24 @@
 Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training*
 (Euro-Par 2020), section 5: equations 1-10, Algorithm 1, and the discretization of 5.3.2 with S = 500 slots.
 
-Symbols, theirs and ours: operation i = 0..L-1 there is stage i+1 here, x_i is ā_i (x_0 = a_0), y_i is δ_i, β is two
-here, β_F out and β_B in. A state of IDLE_i is (M_F, Δ_F, Δ_B) in slots: what the device holds at the end of F_{i-1};
-what is still to be offloaded then (below 0: for how many slots' time the link has been free); what must be prefetched
-before B_{i-1} starts (below 0 likewise). Its value is the smallest idle time in seconds. M_B = |y_i| + Δ_B⁺ + M_F -
+Symbols: operation i = 0..L-1 of the paper is stage i+1 here, x_i is ā_i (x_0 = a_0), y_i is δ_i; β is two numbers here,
+β_F out and β_B in. A state of IDLE_i is (M_F, Δ_F, Δ_B) in slots: bytes on the device at the end of F_{i-1}; bytes
+still to be offloaded then (negative: for how many slots' time the link has been free); bytes that must be prefetched
+before B_{i-1} starts (negative likewise). Its value is the smallest idle time in seconds. M_B = |y_i| + Δ_B⁺ + M_F -
 Δ_F⁺.
 
-Where interpreted:
+Interpretation:
 
-- x_0, the caller's input, never leaves, so slots are cut from the room beside it; a_L is charged in every B but the
-  last.
+- x_0, the caller's input, never leaves, so slots divide the remaining room; a_L is charged in every B but the last.
 - Equation 6 prints ex^F for B's own ex^B; in R_j^B of equation 9 the two gradients of B_j are |y_{j+1}| + |y_j|; M_B of
   equation 10 holds no |y|, since the forward phase has no gradient.
-- A Δ below -S is as good as -S: constraints of an operation at which the whole of a backlog has drained are those of
-  Algorithm 1's own check.
+- A Δ below -S is set to -S: once the whole backlog has drained, the constraints are those of Algorithm 1's own check.
 - In a duplex chain both directions run at once, so that the idle time between the phases is the larger of the two
   backlogs' times and not their sum, and neither waits for the other's end.
 - "If the resulting solution is not feasible" is judged on exact bytes by `lowering.lower`, which also makes the
   schedule.
-- States that idle longer than the smallest prefix of stages that fits the model (GREEDY's, or one more) are left out;
-  the optimum is the same. At or above M_peak nothing is moved.
+- States that idle longer than the smallest prefix of stages that fits (GREEDY's, or one more) are pruned; the optimum
+  is the same. At or above M_peak nothing is moved.
 """
 
 from __future__ import annotations
@@ -168,7 +166,7 @@ def idle_of(p: Slots, out: list[int]) -> float:
 
 
 def optimum(p: Slots, most: float = float("inf")) -> tuple[float, list[int]] | None:
-    """(idle seconds, stages whose ā leave) of the program's optimum; None where nothing fits or all idles longer than
+    """(idle seconds, stages whose ā leave) of the program's optimum; None if nothing fits or all idles longer than
     `most`."""
     L = len(p.u_F)
     state, idle = np.zeros((3, 1), dtype=np.int64), np.zeros(1)

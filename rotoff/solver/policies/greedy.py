@@ -4,7 +4,7 @@ Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies
 (Euro-Par 2020), section 4.2: "the no-wait, eager, ordered schedule which offloads (entirely) the first k activations,
 where k is the smallest index such that Σ_{i≤k} |x_i| ≥ M_peak − M_GPU", the fractional optimum of Theorem 2 rounded up.
 
-Where interpreted: x_0, the caller's input, cannot leave here, so counting begins with ā_1; neither can ā_L. Where
+Interpretation: x_0, the caller's input, cannot leave here, so counting begins with ā_1; neither can ā_L. Where
 copies are issued, δ_L and a_L count from the end of F_L and B_L on (`lowering.moving_needs`), and M_peak is the peak of
 those needs.
 """

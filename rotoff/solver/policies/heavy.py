@@ -1,4 +1,4 @@
-"""Which stages are long computations for their bytes: what papers on convolutional networks call the CONV layers."""
+"""Finds the stages with long computations for their bytes: the CONV layers in papers on convolutional networks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ..arrays import arrays
 
 
 def heavy_stages(chain: Chain) -> list[int]:
-    """Stages named after a convolution, where there are any; else those whose u_F is above the chain's average for
-    |ā_i|."""
+    """Stages whose name contains "conv"; if there are none, those whose u_F / |ā_i| is at least the chain's average."""
     named = [i for i, stage in enumerate(chain.stages, start=1) if "conv" in stage.name.lower()]
     if named:
         return named
@@ -25,7 +24,7 @@ def check_stages(chain: Chain, stages: Any, option: str) -> list[int]:
     """`stages` as a rising list of stages of the chain.
 
     Raises:
-        OptionError: if it is none; `option` is what the caller calls it.
+        OptionError: for anything but stages of the chain; `option` is the argument's name for the message.
     """
     L = len(chain)
     numbers = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else [stages]

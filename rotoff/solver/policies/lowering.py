@@ -1,17 +1,16 @@
-"""From a set of ā that leave the device to operations: every stage runs forward once, and who goes when is settled
-here.
+"""Makes operations for a set of ā that leave the device: decides when each leaves and returns. Every stage runs
+forward once.
 
-The model of Euro-Par 2020 (its x_i is ā_i here, x_0 is a_0, which stays), on the machine's terms: whole values, and two
-lanes where the chain is duplex. A schedule is *ordered* (out by rising stages, back by falling ones) and *no-wait*
-(everything as early as it can be). `lower` walks over the 2L compute operations with the machine's three lanes as
+The model of Euro-Par 2020 (its x_i is ā_i here, x_0 is a_0, which stays), in the machine's terms: whole values, and two
+lanes if the chain is duplex. A schedule is *ordered* (out by rising stages, back by falling ones) and *no-wait*
+(everything as early as possible). `lower` walks over the 2L compute operations with the machine's three lanes as
 clocks:
 
 - ``offload`` follows the forward that makes the value;
 - ``free`` comes before the first operation at which the copy out has ended (it costs nothing then), or as soon as
-  memory asks for it, and compute waits; the value that left first goes first;
-- ``prefetch`` goes by order of need, as early as every operation up to that need fits with it, but not before all of
-  the set has left or the last forward has run; from the first one on, nothing more is freed that memory does not ask
-  for;
+  memory is needed, and compute waits; the value that was offloaded first is freed first;
+- ``prefetch`` goes in order of need, as early as every operation up to that need fits with it, but not before the whole
+  set has left or the last forward has run; after the first prefetch, values are freed only if memory is needed;
 - ``wait`` comes just before the need.
 """
 
@@ -28,7 +27,7 @@ from .needs import needs
 
 @dataclass(frozen=True)
 class Schedule:
-    """Operations in program order, and the seconds that they take by the machine."""
+    """Operations in program order, and their seconds in the machine."""
 
     makespan: float
     ops: tuple[Op, ...]
@@ -56,15 +55,15 @@ def lower(
     ahead: int | None = None,
     delay: bool = True,
 ) -> Schedule | None:
-    """The ordered no-wait schedule that offloads ā_i for each i of `out`; None where it does not fit `mem_limit` bytes.
+    """The ordered no-wait schedule that offloads ā_i for each i of `out`; None if it does not fit `mem_limit` bytes.
 
     Args:
         out: stages from 1 to L - 1.
-        release: "copied" as above; "needed" frees only what memory asks for; "next" frees ā_i right after the forward
+        release: "copied" as above; "needed" frees only if memory is needed; "next" frees ā_i right after the forward
             of stage i+1, and compute waits for the copy.
-        ahead: compute operations between the start of a prefetch and its need (0: just before it), whatever memory
-            says; None for as early as memory allows.
-        delay: whether compute may wait for a copy out where memory asks for it; without, such a schedule does not fit.
+        ahead: compute operations between the start of a prefetch and its need (0: just before it), regardless of
+            memory; None for as early as memory allows.
+        delay: whether compute may wait for a copy out if memory is needed; if not, such a schedule does not fit.
     """
     return _Walk(chain, mem_limit, frozenset(out)).run(release, ahead, delay)
 
@@ -107,7 +106,7 @@ class _Walk:
                 self._prefetch(v)
             self._prefetch_early(t, ahead)
             if need - self.away_bytes > self.limit:
-                return None  # prefetched ahead into memory that is not there
+                return None  # a prefetch ahead exceeds the memory
             self._compute(t, i)
         return Schedule(max(self.compute, self.out_lane, self.in_lane), tuple(self.ops))
 

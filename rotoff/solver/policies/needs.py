@@ -1,4 +1,4 @@
-"""What a step that keeps everything holds, operation by operation: m_F and m_B of Euro-Par 2020, section 3.2.
+"""Bytes of a step that keeps everything during each operation: m_F and m_B of Euro-Par 2020, section 3.2.
 
 Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training*.
 x_i there is ā_i here, x_0 is a_0; F_i and B_i there are those of stage i+1.
@@ -11,7 +11,7 @@ from ..arrays import arrays
 
 
 def needs(chain: Chain) -> tuple[list[int], list[int]]:
-    """m_F and m_B, in bytes: what F_1..F_L and B_1..B_L hold with nothing moved (entry 0 is 0)."""
+    """m_F and m_B: bytes held during F_1..F_L and B_1..B_L with nothing moved (entry 0 is 0)."""
     c, L = arrays(chain), len(chain)
     m_F, m_B, kept = [0] * (L + 1), [0] * (L + 1), int(c.out[0])
     for i in range(1, L + 1):

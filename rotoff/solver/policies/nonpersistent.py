@@ -2,9 +2,9 @@
 again.
 
 Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), where rotor's optimum is among
-the persistent sequences; ``drop`` makes the others expressible. There is no dynamic program for these: this is a
-shortest path through the machine's own states (which values are held, in which form, and the next backward), of which a
-chain of L stages has about 3^L · L. It answers what persistence costs, on chains of up to `MOST_STATES` states.
+the persistent sequences; ``drop`` can express the others. There is no dynamic program for these, so this searches the
+shortest path through the machine's states (which values are held, in which form, and the next backward). A chain of L
+stages has about 3^L · L. It shows the cost of persistence, on chains of up to `MOST_STATES` states.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ..bounds import infeasible
 from .choose import fastest
 
 MOST_STATES = 60_000  # eight stages of one form
-OUTPUT, SAVED = 1, 2  # what is held of a stage: nothing (0), a_i, or ā_i^k (SAVED + k)
+OUTPUT, SAVED = 1, 2  # the value held of a stage: none (0), a_i, or ā_i^k (SAVED + k)
 
 # held[i] for i = 0..L (0 unused), next backward, whether the last forward stopped early, so that this comes next
 State = tuple[tuple[int, ...], int, bool]
 
 
 class States:
-    """The machine without its link: what may follow each state within `mem_limit` bytes."""
+    """The machine without its link: the operations that each state allows within `mem_limit` bytes."""
 
     def __init__(self, chain: Chain, mem_limit: int) -> None:
         c, L = arrays(chain), len(chain)
         self.L, self.limit = L, mem_limit
-        self.size = [[0, int(c.out[i]), *c.saved[i].tolist()] for i in range(L + 1)]  # [i][what is held of stage i]
+        self.size = [[0, int(c.out[i]), *c.saved[i].tolist()] for i in range(L + 1)]  # [i][value held of stage i]
         self.out, self.grad, self.ck = c.out.tolist(), c.grad.tolist(), (c.out + c.ck_transient).tolist()
         self.saves, self.b = (c.saved + c.f_transient).tolist(), c.b_transient.tolist()
         self.u_F, self.u_again, self.u_B = c.u_F.tolist(), c.u_again.tolist(), c.u_B.tolist()
         self.n_forms = c.n_forms.tolist()
 
     def held_bytes(self, held: tuple[int, ...], next_B: int) -> int:
-        """a_0, values, the gradient once a_L is made, and a_L once ā_L is gone."""
+        """Bytes of a_0, of values, of the gradient once a_L is made, and of a_L once ā_L is dropped."""
         L = self.L
         total: int = self.out[0] + sum(size[what] for size, what in zip(self.size, held, strict=True))
         if next_B < L:
@@ -99,7 +99,7 @@ def nonpersistent(chain: Chain, mem_limit: int) -> Sequence:
 
 
 def shortest(states: States) -> tuple[Op, ...] | None:
-    """The path of least seconds from nothing held to ``B 1``; None where there is none (A*, by what must still run)."""
+    """The fastest path from nothing held to ``B 1``; None if there is none (A* with the time that must still run)."""
     L = states.L
     rest_F, rest_B = [0.0], [0.0]
     for i in range(1, L + 1):

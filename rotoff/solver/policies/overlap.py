@@ -1,4 +1,4 @@
-"""Offload of each layer's saved set with a naive overlap: the next forward hides the copy out, the previous backward
+"""OVERLAP: offloads each layer's ā with a simple overlap: the next forward hides the copy out, the previous backward
 the copy back.
 
 Source: Hascoet, Zhuang, Febvre, Ariki, Takiguchi, *Reducing the Memory Cost of Training Convolutional Neural Networks
@@ -7,11 +7,10 @@ buffer "must await both the data transfer to CPU and the next layer computation"
 i needs starts "with the beginning of the backpropagation through" layer i+1, and layer i awaits it. So at most one copy
 is in flight with each operation, and the overhead is Σ max(0, copy − computation) at most.
 
-Where interpreted:
+Interpretation:
 
-- What leaves is ā_i (z_i is in it); ``free abar i`` follows ``F_all i+1``. ``B i`` needs ā_i and its input in ā_{i−1}:
-  what
-  the paper brings in during the backward of layer i+1 is ā_{i−1} here.
+- ā_i leaves (z_i is in it); ``free abar i`` follows ``F_all i+1``. ``B i`` needs ā_i and its input in ā_{i−1}, so the
+  value that the paper copies in during the backward of layer i+1 is ā_{i−1} here.
 - "Different subsets of hidden layers" are searched "extensively" in the paper. Here: the first k stages for every k,
   and for every k the k stages of most forward time per byte; the fastest that fits. `layers` fixes the subset.
 - `parallel` false is the ablation of its table 2: each copy is waited for at once.
@@ -45,7 +44,7 @@ def operations(L: int, layers: Iterable[int], parallel: bool = True) -> tuple[Op
             made.append(free(abar(i - 1)))
         if i in out and parallel:
             made.append(offload(abar(i)))
-    if L - 1 in out:  # the input of B L: nothing runs between the turn and it
+    if L - 1 in out:  # the input of B L, which follows F L at once
         made += [prefetch(abar(L - 1)), wait(abar(L - 1))]
     for i in range(L, 0, -1):
         due = i - 2
@@ -79,7 +78,7 @@ def overlap(chain: Chain, mem_limit: int, layers: Iterable[int] | None = None, p
 
 
 def subsets(chain: Chain) -> Iterator[list[int]]:
-    """None; the first k; the k stages of most forward time per byte."""
+    """The empty set; the first k stages; the k stages with the most forward time per byte."""
     L, c = len(chain), arrays(chain)
     rank = np.argsort(-c.u_F[1:L] / np.maximum(c.saved[1:L, 0], 1), kind="stable") + 1
     yield []

@@ -4,7 +4,7 @@ Sources: the slides *Memory Saving Strategies for Deep Neural Network Training* 
 compared with; ``torch.utils.checkpoint.checkpoint_sequential`` for how L stages are cut; Chen, Xu, Zhang, Guestrin,
 *Training deep nets with sublinear memory cost* (arXiv 1604.06174), section 4.2, for √L segments.
 
-Where interpreted: a segment counts stages, as in PyTorch, and not bytes or seconds. The last segment is kept and not
+Interpretation: a segment counts stages, as in PyTorch, and not bytes or seconds. The last segment is kept and not
 recomputed, as in PyTorch (and in Chen et al.'s cost, which counts one extra forward at most).
 """
 
@@ -26,7 +26,7 @@ def cut_evenly(L: int, segments: int) -> list[int]:
 
 
 def periodic(chain: Chain, mem_limit: int, segments: int | None = None) -> Sequence:
-    """``checkpoint_sequential`` with `segments` segments; the fastest count that fits where None.
+    """``checkpoint_sequential`` with `segments` segments; None: the fastest count that fits.
 
     Raises:
         InfeasibleError: if no count fits. OptionError: for a count below 1 or above the number of stages.

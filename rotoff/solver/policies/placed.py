@@ -1,9 +1,8 @@
-"""What the policies for parameters share: a place for each group, and the best plan for the activations in what is
-left.
+"""Code that the policies for parameters share: placing each group, and planning the activations in the remaining bytes.
 
-What the groups take is read off the machine: the most by which a step that keeps all activations holds more with them
-than without. The activations get the limit less that, and the difference to what the machine then sees, until nothing
-is left over.
+The machine tells the bytes of the groups: the most by which a step that keeps all activations holds more with them than
+without. The activations get the limit less these bytes; the difference between the limit and the resulting peak is then
+added, and they are planned again, at most `ROUNDS` times.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from ..plan_codes import keep_all
 from ..search import Problem, best_candidate
 from .refusal import limit_that_works, refusal
 
-ROUNDS = 3  # of giving what is left over to the activations
+ROUNDS = 3  # of giving unused bytes to the activations
 SLOTS = 50  # of the joint dynamic program
-SHARES = 100  # plans for the activations are made for this many limits at most, so that placements share them
+SHARES = 100  # most limits for which the activations are planned, so that placements share plans
 
 Shape = Callable[[tuple[Op, ...]], tuple[Op, ...]]
 
 
 class Placed:
-    """Placements of one chain, each under the best plan for the activations in what it leaves of a limit.
+    """Placements of one chain, each with the best plan for the activations in the remaining bytes of a limit.
 
     Args:
-        updates: "during" or "after". refine: as for `rotoff.solve`, of the activations' plans. shape: what becomes of
-            the operations that `place` makes; by default nothing.
+        updates: "during" or "after". refine: as for `rotoff.solve`, for the activations' plans. shape: changes the
+            operations that `place` makes; by default they stay.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Placed:
         return best
 
     def everything(self, places: Sequence[Place], ahead: int = 1) -> tuple[Plan, Trace]:
-        """One placement of a step that keeps all activations, whatever it takes."""
+        """One placement of a step that keeps all activations, without a limit."""
         return self._placed(self._keep_all, places, ahead)
 
     def _placed(self, ops: tuple[Op, ...], places: Sequence[Place], ahead: int) -> tuple[Plan, Trace]:
@@ -99,12 +98,12 @@ def best_of(
     shape: Shape | None = None,
     ahead: Sequence[int] = (1,),
 ) -> Plan:
-    """The fastest of `placements`, by what they are called, within `mem_limit` bytes.
+    """The fastest of `placements` (by name) within `mem_limit` bytes.
 
     Several are compared without refinement, and with the first of `ahead` alone.
 
     Raises:
-        OptionError: if there are no parameters to place. InfeasibleError: if no placement fits.
+        OptionError: for a chain without parameters. InfeasibleError: if no placement fits.
     """
     if not chain.parameters:
         raise OptionError(f"policy {policy!r} places parameters, and the chain has none")

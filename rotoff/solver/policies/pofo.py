@@ -5,20 +5,19 @@ Source: the supplement of the NeurIPS 2021 paper on combining both, B.1 (forward
 what is kept stays until its backward; only stage inputs move, out in the forward phase and back in the backward phase;
 one bandwidth β both ways; memory is released while it leaves and taken while it comes; "N = 50 values is enough".
 
-Where interpreted:
+Interpretation:
 
-- Slots are M_GPU / N bytes and *every* size is rounded up by itself: values, gradients, transients, and what is left of
-  the backlogs A_F, A_B and Δ after each step (the supplement says "discretized" and no more; this keeps every state
-  sound).
+- Slots are M_GPU / N bytes and *every* size is rounded up separately: values, gradients, transients, and the rest of
+  the backlogs A_F, A_B and Δ after each step (the supplement only says "discretized"; this keeps every state sound).
 - a_0 is the input I of stage 1, is kept and never moves. a_L stays with the caller, so it is added to the gradient in
   every backward-phase need but stage L's own. β is the slower direction's.
 - No smaller forms of stages: the paper has none.
-- The program's answer says what is kept, moved and recomputed. It becomes operations by the decoder that `solve` uses,
-  whole values at exact bytes on a link of both directions; a value that the program moves leaves only if its room is
-  needed. The machine's time is therefore not the program's (`predicted_time` in the sequence's meta).
+- The program decides which values are kept, moved and recomputed. The decoder of `solve` makes operations of this, with
+  whole values at exact bytes on a link with two directions; a value that the program moves leaves only if its room is
+  needed. The machine's time therefore differs from the program's (`predicted_time` in the sequence's meta).
 
 How `solve` differs: `solver.slots` rounds running sums and needs once, drains backlogs by running clocks, has a β for
-each direction, and starts a search on exact bytes from what comes out.
+each direction, and starts a search on exact bytes from the result.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ TABLE_BYTES = 8 << 30
 
 
 class Costs(SimpleNamespace):
-    """What the kernel reads, under the names and in the units that `solver/kernels/pofo.pyx` gives."""
+    """Input of the kernel, with the names and units of `solver/kernels/pofo.pyx`."""
 
 
 def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
@@ -93,7 +92,7 @@ def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
 
 
 def fill(table: Costs) -> Kernel:
-    """Both tables, stage by stage from the last; the interpreter runs between stages, so that Ctrl-C is seen."""
+    """Fill both tables, stage by stage from the last; Python runs between stages, so that Ctrl-C works."""
     L, N = table.L, table.N
     C = np.full((max(1, L * (L - 1) // 2), N + 1, N + 1), math.inf)
     OC = np.full((L + 1, 2, N + 1, N + 1, N + 1), math.inf)
@@ -106,12 +105,12 @@ def fill(table: Costs) -> Kernel:
 
 
 def predicted(table: Costs, kernel: Kernel) -> float:
-    """Seconds of OC_0(1, 0, 0, 0), the program's own answer; infinite where nothing fits its slots."""
+    """Seconds of OC_0(1, 0, 0, 0), the program's own prediction; infinite if nothing fits its slots."""
     return kernel.forward(1, 0, 0, 0, 0)[0]
 
 
 def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
-    """The forwards of an optimum in program order, as (stage, code); what moves is marked where it is made."""
+    """The forwards of an optimum in program order, as (stage, code); a value that moves has MOVE where it is made."""
     done: list[tuple[int, int]] = []
     waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
     i, x, A, A_F, A_B = 1, 0, 0, 0, 0
@@ -174,8 +173,8 @@ def _decoded(chain: Chain, mem_limit: int, codes: np.ndarray) -> tuple[Op, ...] 
 
 
 def least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
-    """The smallest limit above `mem_limit` found to have an answer: where every operation fits, then up a slot at a
-    time."""
+    """The smallest limit found above `mem_limit` at which the program has an answer: the first at which every operation
+    fits, then one slot more at a time."""
     low, high = mem_limit, 2 * mem_limit
     while not _operations_fit(costs(chain, high, slots)):
         if high > slots * largest_size(chain):
@@ -185,13 +184,12 @@ def least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if _operations_fit(costs(chain, middle, slots)) else (middle, high)
     while not math.isfinite(predicted(table := costs(chain, high, slots), fill(table))):
-        high += -(-high // slots)  # backlogs still in the way of a checkpoint: a matter of time, and rare
+        high += -(-high // slots)  # rare: backlogs of copies leave no room for a checkpoint
     return high
 
 
 def _operations_fit(t: Costs) -> bool:
-    """Whether some choice lets every operation fit with nothing in transit: the recurrences with maxima in place of
-    times."""
+    """Whether every operation can fit with nothing in transit: the recurrences with peaks in place of times."""
     L, N = t.L, t.N
     P = np.zeros((L + 2, L + 1), dtype=np.int64)  # slots that C_A(i, j) needs beyond A
     for i in range(L - 1, 0, -1):

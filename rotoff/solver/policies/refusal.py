@@ -1,4 +1,4 @@
-"""What a policy says where it fits nothing: the smallest limit at which it is known to work."""
+"""The error of a policy if nothing fits: it names the smallest limit at which the policy is known to work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 10
 
 
 def refusal(policy: str, mem_limit: int, least: int, slots: int | None = None) -> InfeasibleError:
-    """The error that names `least`, in bytes. slots: of a program that knows it to within one of them."""
+    """The error that names `least`, in bytes. slots: if given, `least` is known to within one of so many slots."""
     known, at = ("at least", "") if slots is None else ("about", f" at {slots} slots")
     return InfeasibleError(
         f"needs {known} {format_bytes(least)} ({least} bytes) with policy {policy}{at}; the limit is"
@@ -21,8 +21,8 @@ def refusal(policy: str, mem_limit: int, least: int, slots: int | None = None) -
 
 
 def limit_that_works(fits: Callable[[int], bool], low: int, high: int, steps: int = STEPS) -> int:
-    """A limit in (low, high] that fits, `high` being one: the smallest but for (high - low) / 2^steps where limits
-    behave."""
+    """A limit in (low, high] that fits, found by bisection; `high` must fit. If fitting is monotone, it is the smallest
+    up to (high - low) / 2^steps."""
     for _ in range(steps):
         middle = (low + high) // 2
         if middle == low:

@@ -4,8 +4,8 @@ Sources: the slides *Memory Saving Strategies for Deep Neural Network Training* 
 Computation problem"; Griewank and Walther, *Algorithm 799: Revolve* (2000), for the closed form.
 
 Symbols: ℓ forwards that can be swept (stages 1..ℓ; stage ℓ + 1 is the turn, so a chain of L stages has ℓ = L − 1), c
-slots for a_i, that of the segment's input included; u_f one forward, u_b one backward, the forward that records for it
-included (``F_all i`` and ``B i`` run back to back: nothing of the record outlives them).
+slots for a_i, including that of the segment's input; u_f one forward, u_b one backward with the forward that saves its
+tensors (``F_all i`` and ``B i`` run in succession, so no ā outlives them).
 
 Opt_0(ℓ, 1) = ℓ(ℓ+1)/2 u_f + (ℓ+1) u_b; Opt_0(0, c) = u_b;
 Opt_0(ℓ, c) = min over 1 ≤ i ≤ ℓ of i u_f + Opt_0(ℓ − i, c − 1) + Opt_0(i − 1, c).
@@ -13,8 +13,8 @@ Opt_0(ℓ, c) = min over 1 ≤ i ≤ ℓ of i u_f + Opt_0(ℓ − i, c − 1) + 
 In closed form, with the least r for which C(c + r, c) ≥ ℓ + 1: Opt_0(ℓ, c) = (r (ℓ+1) − C(c + r, c + 1)) u_f + (ℓ+1)
 u_b.
 
-Where interpreted: stages of a network differ, and the program does not look: it counts slots, each as large as need be.
-The number of slots is the one whose sequence is the fastest that the machine accepts.
+Interpretation: stages of a network differ, and the program ignores that: it counts slots of any size. The number
+of slots is the one whose sequence is the fastest that the machine accepts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def operations(L: int, slots: int) -> tuple[Op, ...]:
 
 
 def revolve(chain: Chain, mem_limit: int, slots: int | None = None) -> Sequence:
-    """Griewank and Walther's optimum for a chain whose stages are all alike, on whatever chain is given.
+    """Griewank and Walther's optimum for a homogeneous chain, applied to any chain.
 
     Args:
         slots: c, outputs held at a time, a_0 included; by default the count that is fastest within `mem_limit`.
@@ -83,4 +83,4 @@ def _candidates(L: int, slots: int | None) -> Iterator[tuple[str, tuple[Op, ...]
             yield f"{c} slots", ops
         seen = ops
         if swept(L - 1, c) == L - 1:
-            return  # every forward is swept once: more slots change nothing
+            return  # every forward is swept once, so more slots gain nothing

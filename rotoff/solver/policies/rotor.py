@@ -10,10 +10,9 @@ Opt_BP(i, ℓ, m) = min of
 its transients and δ_ℓ; ``F_all i`` of Opt_2 needs ā_i, its transients and δ_ℓ; ``B i`` needs ā_i, δ_i, δ_{i−1} and its
 transients. Every size is rounded up to a slot, and the answer is Opt_BP(1, L, M) with M = the limit less a_0.
 
-How `solve(mode="remat")` differs: its first sweep carries no δ_L (no gradient exists before the loss); it knows the
-smaller forms of stages; it also rounds running sums, keeps a stage without its input where that fits better, and
-searches on exact bytes from there. a_L, which the machine charges from its making on, is added to every need but stage
-L's own in both.
+How `solve(mode="remat")` differs: its first sweep carries no δ_L (no gradient exists before the loss); it uses the
+smaller forms of stages; it also rounds running sums, may keep an ā without its input, and searches on exact bytes from
+there. In both, a_L, which the machine charges once it is made, is added to every need but stage L's own.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .segments import sweep
 
 
 class Program:
-    """Opt_BP of one chain at `N` slots; `cost` is its answer in seconds, infinite where nothing fits."""
+    """Opt_BP of one chain at `N` slots; `cost` is its optimum in seconds, infinite if nothing fits."""
 
     def __init__(self, chain: Chain, mem_limit: int, N: int) -> None:
         self.c, self.L, self.N = arrays(chain), len(chain), N
@@ -51,7 +50,7 @@ class Program:
         self.cost = self.kernel.choice(Table.BACKWARD, 1, L, N)[0]
 
     def operations(self) -> tuple[Op, ...]:
-        """An optimal sequence, where `cost` is finite."""
+        """An optimal sequence; `cost` must be finite."""
         made: list[Op] = []
         waiting: list[tuple[int, int, int]] = [(1, self.L, self.N)]  # (i, j, m); (i, 0, 0) is B i
         while waiting:
@@ -86,9 +85,7 @@ def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
 
 
 def _least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
-    """A limit at which the program has an answer, less than one slot above one at which it has none, and above
-    `mem_limit`.
-    """
+    """A limit above `mem_limit` at which the program has an answer; less than one slot below it has none."""
     low, high = mem_limit, 2 * max(mem_limit, chain.input_bytes)
     while not math.isfinite(Program(chain, high, slots).cost):
         if high > slots * (chain.input_bytes + largest_size(chain)):

@@ -1,5 +1,4 @@
-"""Persistent recompute as operations: what is checkpointed stays until its backward, so that a tree of segments says
-all.
+"""Operations of persistent recompute: a checkpoint stays until its backward, so a tree of segments determines all.
 
 Segment i..j begins with its input and δ_j held and ends with δ_{i-1}. It runs in one of three ways: ``F_all i``, then
 segment i+1..j, then ``B i``; or ``F_ck i``, ``F_none`` i+1..k, then segment k+1..j (whose last ``B`` drops a_k), then
@@ -12,17 +11,17 @@ from ...core.sequence import B, F_all, F_ck, F_none, Op
 
 
 def sweep(i: int, k: int) -> list[Op]:
-    """From the input of i to a_k, which alone is kept besides that input: ``F_ck i``, ``F_none`` i+1..k."""
+    """Compute a_k from the input of i; only these two are kept: ``F_ck i``, ``F_none`` i+1..k."""
     return [F_ck(i), *(F_none(q) for q in range(i + 1, k + 1))]
 
 
 def keep(i: int, j: int) -> list[Op]:
-    """All of stages i..j kept, then their backwards."""
+    """Forwards that keep everything of stages i..j, then their backwards."""
     return [*(F_all(q) for q in range(i, j + 1)), *(B(q) for q in range(j, i - 1, -1))]
 
 
 def one_by_one(i: int, j: int) -> list[Op]:
-    """Segment i..j from its input alone, with nothing kept between: about (j − i + 1)² / 2 forwards."""
+    """Segment i..j from its input alone, with nothing kept in between: about (j − i + 1)² / 2 forwards."""
     made: list[Op] = []
     for q in range(j, i - 1, -1):
         if q > i:

@@ -1,10 +1,10 @@
-"""STREAMING: nothing of a parameter stays on the device; each group comes in for its use, one operation ahead.
+"""STREAMING: no parameters stay on the device; each group is copied in for each use, one operation ahead.
 
 Sources: Rajbhandari et al., *ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning* (SC 2021),
-section 5; PyTorch's FSDP2 with `CPUOffloadPolicy`, which brings parameters for a forward and a backward, offloads
-gradients, and lets the optimizer run on the host.
+section 5; PyTorch's FSDP2 with `CPUOffloadPolicy`, which copies parameters in for a forward and a backward, offloads
+gradients, and runs the optimizer on the host.
 
-Where interpreted: one process. The host updates where it can; where it cannot, states come in for it, and leave.
+Interpretation: one process. The host updates the groups that it can; for the others, states are copied in and out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .placed import best_of
 def streaming(
     chain: Chain, mem_limit: int, updates: str = "after", ahead: int = 1, effort: bool | float = True
 ) -> Sequence:
-    """Full streaming within `mem_limit` bytes, under the best plan for the activations in what it leaves.
+    """Full streaming within `mem_limit` bytes, with the best plan for the activations in the remaining bytes.
 
     Args:
-        updates: "after" the backward, as there, or "during" it. ahead: operations between a prefetch and its use.
+        updates: "after" the backward, as in the sources, or "during" it. ahead: operations from a prefetch to its use.
         effort: `refine` of `rotoff.solve`, for the activations.
 
     Raises:
-        InfeasibleError: if that does not fit. OptionError: if there is nothing to place.
+        InfeasibleError: if that does not fit. OptionError: for a chain without parameters.
     """
     places = [STREAMED if group.host_update_time is None else STREAMED_HOST_UPDATED for group in chain.parameters]
     return best_of("streaming", chain, mem_limit, {"all streamed": places}, updates, effort, ahead=(ahead,))

@@ -4,20 +4,19 @@ Source: Wang et al., *SuperNeurons: Dynamic GPU Memory Management for Training D
 sections 3.2 to 3.4. *Checkpoints* are the compute-heavy layers (CONV, FC); the layers between two of them form a
 segment.
 
-- Liveness analysis is what the machine does by itself: ``B i`` drops ā_i and δ_i. Alone, it is keeping everything.
-- Unified tensor pool: ā of CONV layers may leave. Without the cache each one does: out behind the forwards up to the
-  next checkpoint, back behind the backwards from one checkpoint to the one before. With the cache (algorithm 2) an
+- Liveness analysis is what the machine always does: ``B i`` drops ā_i and δ_i. Alone, it means keeping everything.
+- Unified tensor pool: ā of CONV layers may leave. Without the cache each one does: out during the forwards up to the
+  next checkpoint, back during the backwards from one checkpoint to the one before. With the cache (algorithm 2) an
   operation that does not fit evicts the least recently used ā of a CONV layer that is not its operand, so nothing moves
-  where all fits; what was evicted comes back when a checkpoint's backward is about to use it, one checkpoint ahead
-  where there is room.
+  if all fits; an evicted ā comes back just before a checkpoint's backward uses it, one checkpoint ahead if there is
+  room.
 - Cost-aware recomputation: layers between checkpoints are not kept. *Speed-centric*: a segment runs again once and is
-  kept,
-  O(N) forwards. *Memory-centric*: it runs again for each of its backwards and keeps one layer, n(n+1)/2 forwards for n.
-  *Cost-aware*: speed-centric where |ā_s| + Σ |ā_q| + δ_e + δ_{e−1} + o_B(e) ≤ l_peak over the segment q = s+1..e after
-  checkpoint s (`segment_bytes`), l_peak = max_i l_i and l_i = |ā_i| + |input of i| + δ_i + δ_{i−1} + o_B(i)
+  kept, O(N) forwards. *Memory-centric*: it runs again for each of its backwards and keeps one layer, n(n+1)/2 forwards
+  for n. *Cost-aware*: speed-centric if |ā_s| + Σ |ā_q| + δ_e + δ_{e−1} + o_B(e) ≤ l_peak over the segment q = s+1..e
+  after checkpoint s (`segment_bytes`), l_peak = max_i l_i and l_i = |ā_i| + |input of i| + δ_i + δ_{i−1} + o_B(i)
   (`layer_bytes`).
 
-Where interpreted:
+Interpretation:
 
 - The unit is the stage. Checkpoints are `heavy.heavy_stages` unless given; all of them may move, since a chain does not
   say which is FC and those are small. The stages after the last checkpoint are kept: their backward follows at once
@@ -26,7 +25,7 @@ Where interpreted:
   with cost-aware recomputation, and with the memory-centric form of every segment. `techniques` fixes one.
 - A convolution's backward needs no output of its own in cuDNN; a stage's backward here holds ā_i, its output included.
   So B of a checkpoint after a speed-centric segment may hold more than the paper counts.
-- Execution order of fans and joins (algorithm 1), memory pool and workspaces are not a plan's business; see
+- Execution order of fans and joins (algorithm 1), memory pool and workspaces are not part of a plan; see
   docs/papers.md.
 """
 
@@ -66,27 +65,27 @@ TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centri
 
 @dataclass(frozen=True)
 class Segment:
-    """Stages first..last between two checkpoints, recomputed; none where last < first."""
+    """Stages first..last between two checkpoints, which are recomputed; empty if last < first."""
 
     first: int
     last: int
 
 
 def segments(L: int, checkpoints: list[int]) -> list[Segment]:
-    """What lies before each checkpoint, in its order; what lies after the last one belongs to no segment."""
+    """The segment before each checkpoint, in order; stages after the last checkpoint belong to no segment."""
     before = [0, *checkpoints]
     return [Segment(s + 1, i - 1) for s, i in zip(before, checkpoints, strict=False)]
 
 
 def layer_bytes(chain: Chain, i: int) -> int:
-    """l_i: what stage i's backward needs by itself."""
+    """l_i: bytes that stage i's backward needs by itself."""
     c = arrays(chain)
     before = int(c.saved[i - 1, 0]) if i > 1 else int(c.out[0])
     return before + int(c.saved[i, 0] + c.grad[i] + c.grad[i - 1] + c.b_transient[i, 0])
 
 
 def segment_bytes(chain: Chain, segment: Segment) -> int:
-    """What the last backward of a segment holds if all of the segment is kept."""
+    """Bytes that the last backward of a segment holds if the whole segment is kept."""
     c = arrays(chain)
     s, e = segment.first - 1, segment.last
     kept = int(c.saved[s, 0] if s else c.out[0]) + int(c.saved[s + 1 : e + 1, 0].sum())
@@ -94,7 +93,7 @@ def segment_bytes(chain: Chain, segment: Segment) -> int:
 
 
 def recomputed_once(chain: Chain, checkpoints: list[int], technique: str) -> set[Segment]:
-    """The segments that are kept once they have run again (speed-centric); the others run again for each backward."""
+    """The segments that are kept after they run again (speed-centric); the others run again for each backward."""
     made = segments(len(chain), checkpoints)
     if technique != "cost-aware":
         return set(made) if technique == "speed-centric" else set()
@@ -103,7 +102,7 @@ def recomputed_once(chain: Chain, checkpoints: list[int], technique: str) -> set
 
 
 def forward(L: int, checkpoints: list[int], kept: bool) -> list[Op]:
-    """Forwards 1..L; where `kept` is false, only checkpoints and what follows the last of them keep their ā."""
+    """Forwards 1..L; if `kept` is false, only checkpoints and the stages after the last one keep their ā."""
     last, made = (checkpoints[-1] if checkpoints else 0), []
     plain: int | None = None  # the stage whose output alone is held as the next input
     for i in range(1, L + 1):
@@ -119,7 +118,7 @@ def forward(L: int, checkpoints: list[int], kept: bool) -> list[Op]:
 
 
 def again(segment: Segment, last: int) -> list[Op]:
-    """From the checkpoint before a segment to ā_last alone."""
+    """Recompute from the checkpoint before a segment up to ā_last, and keep only that."""
     if last == segment.first:
         return [F_all(last)]
     return [*sweep(segment.first, last - 1), F_all(last), drop(a(last - 1))]
@@ -161,8 +160,8 @@ class Pool:
         self.ops.append(op)
 
     def run(self, op: Op, ahead: Value | None = None) -> bool:
-        """Have the operands there, make room, run `op`, with the copy back of `ahead` begun if it fits; False if it
-        cannot."""
+        """Fetch the operands of `op`, make room and run it; start the prefetch of `ahead` if that fits. False if `op`
+        does not fit."""
         operands = self._operands(op)
         need = self._need(op)
         for v in operands:
@@ -214,7 +213,7 @@ class Pool:
         return ([abar(i)] if op.kind is OpKind.B else []) + ([before] if i > 1 else [])
 
     def _need(self, op: Op) -> int:
-        """Bytes that the operation takes beyond all that is held."""
+        """Bytes that the operation needs beyond those already held."""
         c, i = self.c, op.stage
         if op.kind is OpKind.F_ALL:
             return int(c.saved[i, 0] + c.f_transient[i, 0])
@@ -224,7 +223,7 @@ class Pool:
 
 
 def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[int]) -> tuple[Op, ...] | None:
-    """What one technique does within `mem_limit` bytes, or None where it does not fit."""
+    """The operations of one technique within `mem_limit` bytes, or None if it does not fit."""
     L = len(chain)
     kept = technique in ("liveness", "cache", "pool")
     once = recomputed_once(chain, checkpoints, technique)
@@ -232,7 +231,7 @@ def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[i
     pool = Pool(chain, mem_limit, [] if technique == "liveness" else checkpoints)
     if technique == "pool":
         return _eagerly(pool, compute, checkpoints)
-    # What a checkpoint's backward fetches for the one before it: the ā from which that one's input comes.
+    # Prefetched during a checkpoint's backward: the ā that holds the input of the checkpoint before it.
     before = {i: abar(checkpoints[n - 2]) for n, i in enumerate(checkpoints) if n >= 2}
     for op in compute:
         if not pool.run(op, before.get(op.stage) if op.kind is OpKind.B else None):
@@ -241,8 +240,8 @@ def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[i
 
 
 def _eagerly(pool: Pool, compute: list[Op], checkpoints: list[int]) -> tuple[Op, ...] | None:
-    """Section 3.3.1, no cache: each checkpoint leaves while the forward runs to the next one, and is fetched one
-    ahead."""
+    """Section 3.3.1, no cache: each checkpoint is offloaded while the forward runs to the next one, and prefetched one
+    checkpoint ahead."""
     leaving: Value | None = None
     for op in compute:
         checkpoint = op.stage in checkpoints

@@ -6,10 +6,10 @@ number of tensors to be offloaded and how many layers in advance the data should
 the parameters which, for a given memory size, achieve the lowest makespan among all possible values"; it "is unable to
 delay forward computations until enough memory is made available through offloading".
 
-Where interpreted: TFLMS takes tensors by the distance between the operations that make and use them, the longest first,
-which in a chain is the order of stages. A swapped tensor's memory is free once its copy out has ended; where the next
-operation does not fit by then, these parameters do not fit. How far ahead counts operations, forwards included: 0 is
-just before the need. A longer way ahead starts copies earlier and holds memory for longer, so for each number of
+Interpretation: TFLMS takes tensors by the distance between the operations that make and use them, the longest first,
+which in a chain is the order of stages. A swapped tensor's memory is free once its copy out has ended; if the next
+operation does not fit by then, these parameters do not fit. The distance ahead counts operations, forwards included: 0
+is just before the need. A longer distance starts copies earlier and holds memory for longer, so for each number of
 tensors the longest one that fits is taken, found by doubling and bisection.
 """
 
@@ -24,7 +24,7 @@ from .refusal import limit_that_works, refusal
 
 
 def longest_ahead(chain: Chain, mem_limit: int, tensors: int) -> tuple[Schedule, int] | None:
-    """The schedule that prefetches the farthest ahead, and how far; None where none fits `mem_limit` bytes."""
+    """The schedule that prefetches farthest ahead, and how far; None if none fits `mem_limit` bytes."""
     out = range(1, tensors + 1)
 
     def tried(ahead: int) -> Schedule | None:
@@ -47,7 +47,7 @@ def longest_ahead(chain: Chain, mem_limit: int, tensors: int) -> tuple[Schedule,
 
 
 def best(chain: Chain, mem_limit: int) -> tuple[Schedule, int, int] | None:
-    """(schedule, tensors, layers ahead) of the fastest parameters within `mem_limit` bytes; None where none fit."""
+    """(schedule, tensors, layers ahead) of the fastest parameters within `mem_limit` bytes; None if none fit."""
     found: tuple[Schedule, int, int] | None = None
     for tensors in range(len(chain)):
         made = longest_ahead(chain, mem_limit, tensors)
@@ -62,11 +62,11 @@ def tflms(chain: Chain, mem_limit: int, tensors: int | None = None, ahead: int |
     """TFLMS's sequence within `mem_limit` bytes.
 
     Args:
-        tensors: how many are swapped, from 0 to L - 1. ahead: how many operations before its need a tensor's way back
-            starts. Left out, both are those of the fastest sequence.
+        tensors: how many are swapped, from 0 to L - 1. ahead: how many operations before its need a tensor's prefetch
+            starts. Without both, those of the fastest sequence.
 
     Raises:
-        InfeasibleError: if these parameters, or any, fit nothing. OptionError: for a bad number, or only one of them.
+        InfeasibleError: if nothing fits with these parameters (or any). OptionError: for a bad number, or only one.
     """
     if tensors is None and ahead is None:
         found = best(chain, mem_limit)

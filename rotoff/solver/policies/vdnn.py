@@ -1,4 +1,4 @@
-"""VDNN: offload what is computed upon for long, all of it or every other one.
+"""VDNN: offload the inputs of long computations, all of them or every other one.
 
 Source: Beaumont, Eyraud-Dubois, Shilova, *Optimal GPU-CPU Offloading Strategies for Deep Neural Network Training*
 (Euro-Par 2020), section 6.1, after vDNN++ (Shriram, Garg, Kulkarni, IPDPS 2019), which offloads the inputs of
@@ -6,9 +6,9 @@ convolutions, of all or of every other one. "We first compute the ratio u_F/|x_i
 possible thresholds, we compute the no-wait, ordered schedule which offloads all the activations whose ratio is above
 the threshold, and the one which offloads half of them. VDNN outputs the best schedule out of all these choices."
 
-Where interpreted: x_i is the input of the operation whose time stands above it, so ā_i takes the forward time of stage
-i+1. A threshold lies between two ratios or above all (nothing moves). Half is every other one by rising stage, the
-first included. What a schedule is, `lowering.lower` says: a copy that has not ended when the first prefetch starts
+Interpretation: x_i is the input of the operation whose time is in the numerator, so ā_i gets the forward time of
+stage i+1. A threshold lies between two ratios or above all (nothing moves). Half is every other one by rising stage,
+the first included. `lowering.lower` defines the schedules: a copy that has not ended when the first prefetch starts
 frees nothing.
 """
 
@@ -37,7 +37,7 @@ def choices(chain: Chain) -> list[list[int]]:
 
 
 def best(chain: Chain, mem_limit: int) -> tuple[Schedule, list[int]] | None:
-    """The fastest schedule of all choices within `mem_limit` bytes, and its set; None where none fits."""
+    """The fastest schedule of all choices within `mem_limit` bytes, and its set; None if none fits."""
     found = [(made, out) for out in choices(chain) if (made := lower(chain, mem_limit, out)) is not None]
     return min(found, key=lambda one: one[0].makespan, default=None)
 

@@ -1,14 +1,14 @@
-"""vDNN++, and vDNN as the slides have it: everything leaves, or the inputs of convolutions only.
+"""vDNN++, and vDNN as in the slides: offload everything, or only the inputs of convolutions.
 
 Source: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), "vDNN [Rhu et al, 2016]" and
 "vDNN++ [Shriram et al, 2019]". vDNN "synchronizes each forward step with the corresponding offloading" and prefetches
-"synchronously but as soon as possible"; vDNN++ offloads "asynchronously with the forward steps". (What else vDNN++ does
-is no plan's business: fragmentation is the allocator's, and compression on the host changes host bytes only.)
+"synchronously but as soon as possible"; vDNN++ offloads "asynchronously with the forward steps". (Other parts of vDNN++
+are not part of a plan: fragmentation concerns the allocator, and compression on the host only host bytes.)
 
-Where interpreted: what leaves is ā_i, which has the input of stage i+1 in it. Synchronous: ``free`` follows the next
-forward and compute waits; the prefetch of what ``B i`` needs starts with ``B i+1``. Asynchronous: `lowering.lower`,
-freed where the copy has ended or memory asks for it, prefetched as early as memory allows. Convolutions are the stages
-that `heavy.heavy_stages` says. The policy "vdnn" is Euro-Par 2020's account of the same system, with its own sets.
+Interpretation: ā_i leaves, which contains the input of stage i+1. Synchronous: ``free`` follows the next forward and
+compute waits; the prefetch of the values that ``B i`` needs starts with ``B i+1``. Asynchronous: `lowering.lower`; ā is
+freed when its copy has ended or memory is needed, and prefetched as early as memory allows. Convolutions are those of
+`heavy.heavy_stages`. The policy "vdnn" is Euro-Par 2020's account of the same system, with its own sets.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def vdnn_plus_plus(chain: Chain, mem_limit: int, what: str | None = None, synchr
     """vDNN++ within `mem_limit` bytes.
 
     Args:
-        what: "all" or "convolutions"; None for nothing where all fits (vDNN++ is dynamic there), else the faster of
-            both.
-        synchronous: vDNN as in the slides.
+        what: "all" or "convolutions"; None moves nothing if all fits (vDNN++ is dynamic there), else the faster set.
+        synchronous: whether to run vDNN as in the slides.
 
     Raises:
         InfeasibleError: if neither fits. OptionError: for another `what`.

@@ -1,2 +1,2 @@
-"""What `rotoff doctor` asks of a machine: does everything work here that training under a memory limit builds on, and
-how well."""
+"""The checks of `rotoff doctor`: whether all that training under a memory limit needs works on this machine, and how
+well."""

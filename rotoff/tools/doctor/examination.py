@@ -1,4 +1,4 @@
-"""All checks, one after the other: what one of them raises is its finding, and the others still run."""
+"""Runs all checks, one after the other; an exception in one becomes its finding, and the others still run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import host_tier, machine, training
 from .findings import FAILED, Finding, Report
 from .model import SmallModel
 
-SECONDS = 4.0  # of timed steps at each limit
+SECONDS = 4.0  # duration of the timed steps at each limit
 MEASURING = "small model"
 _MODEL = {
     MEASURING: "measured",
@@ -30,10 +30,10 @@ CHECKS = ("versions", "memory", "host bytes", "bandwidth", *_MODEL)
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device called `name`; by default CUDA where there is some, else the CPU.
+    """The device called `name`; by default CUDA if available, else the CPU.
 
     Raises:
-        OptionError: where there is no such device.
+        OptionError: if there is no such device.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +44,7 @@ def find_device(name: str | None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         built = "is built without CUDA" if torch.version.cuda is None else "finds no GPU; see whether nvidia-smi does"
-        raise OptionError(f"device is {name!r}, and torch {torch.__version__} {built}; cpu can be had")
+        raise OptionError(f"device is {name!r}, and torch {torch.__version__} {built}; give cpu")
     index = torch.cuda.current_device() if known[2] is None else int(known[2])
     if index >= (count := torch.cuda.device_count()):
         raise OptionError(f"device is {name!r}, and torch finds {count}: the last is cuda:{count - 1}")
@@ -56,7 +56,8 @@ def examine(
 ) -> Report:
     """Run all checks on `device`.
 
-    seconds: of timed steps at each limit. told: called after each check with all that is known, and with its finding.
+    seconds: duration of the timed steps at each limit. told: called after each check with the report so far and the
+    check's finding.
     """
     report, begun = Report(str(device)), time.perf_counter()
     small = SmallModel(device, seconds, machine.cores())
@@ -67,7 +68,7 @@ def examine(
         "bandwidth": partial(host_tier.bandwidth, device),
     }
     checks |= {name: partial(getattr(training, function), small) for name, function in _MODEL.items()}
-    lost = False  # whether there is no measured model
+    lost = False  # whether the model could not be measured
     try:
         for name, check in checks.items():
             start = time.perf_counter()
@@ -87,9 +88,9 @@ def examine(
 
 
 def attempt(check: Callable[[], Finding]) -> Finding:
-    """What `check` finds; what it raises, as a finding."""
+    """The finding of `check`; an exception becomes a finding, too."""
     try:
         return check()
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-        return Finding(FAILED, f"{said}; where that names no cure, send the file", error=traceback.format_exc()[-6000:])
+        return Finding(FAILED, f"{said}; if that names no cure, send the file", error=traceback.format_exc()[-6000:])

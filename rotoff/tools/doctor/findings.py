@@ -1,4 +1,4 @@
-"""What the doctor finds: a verdict, a sentence and figures for each check, and the file that holds them all."""
+"""The doctor's findings: a verdict, a sentence and figures for each check, and the report file with all of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ OK, ATTENTION, FAILED = VERDICTS = ("ok", "attention", "failed")  # from best to
 class Finding:
     """The result of one check.
 
-    verdict: one of `VERDICTS`. sentence: what was found, and what to do where that is not ok. figures: JSON values;
-    bytes, seconds, bytes per second. error: what the check raised, with where. check, seconds: its name and how long it
-    took.
+    verdict: one of `VERDICTS`. sentence: what was found, and what to do if that is not ok. figures: JSON values; bytes,
+    seconds, bytes per second. error: the traceback of an exception in the check. check, seconds: its name and duration.
     """
 
     verdict: str
@@ -34,7 +33,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings on one device, as far as they are known. complete: whether every check has run."""
+    """The findings so far on one device. complete: whether every check has run."""
 
     device: str
     findings: list[Finding] = field(default_factory=list)
@@ -43,7 +42,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The worst of all."""
+        """The worst verdict of all findings."""
         return max((finding.verdict for finding in self.findings), key=VERDICTS.index, default=OK)
 
     def count(self, verdict: str) -> int:
@@ -51,7 +50,7 @@ class Report:
         return sum(finding.verdict == verdict for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, in the format of docs/command-line.md."""
+        """The report for JSON, in the format of docs/command-line.md."""
         return {
             "format": "rotoff.doctor",
             "version": 1,

@@ -1,4 +1,4 @@
-"""What stands behind the device: pinned memory, or on a CPU a file, and how fast values get there and back."""
+"""Checks of the memory behind the device (pinned memory, or a file for a CPU) and of the bandwidth to it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ...runtime.links.pool import LinkPool
 from .findings import ATTENTION, OK, Finding
 
 MIB = 1 << 20
-PINNED = 2 * SEGMENT_BYTES  # asked for, so that there is more than one segment
+PINNED = 2 * SEGMENT_BYTES  # bytes to pin: more than one segment
 FILE = 256 * MIB
-COPIED = {"cuda": 256 * MIB, "cpu": 16 * MIB}  # by one copy
-SLOW = 5e9  # B/s to or from a GPU: half of what PCIe 3 has on 16 lanes
+COPIED = {"cuda": 256 * MIB, "cpu": 16 * MIB}  # bytes of one copy
+SLOW = 5e9  # B/s to or from a GPU: about half of PCIe 3 with 16 lanes
 
 
 def host_bytes(device: torch.device) -> Finding:
-    """Whether host bytes can be had, and what it takes."""
+    """Check that host memory can be allocated, and how long that takes."""
     return pinned_memory(device) if device.type == "cuda" else offload_file()
 
 
 def pinned_memory(device: torch.device) -> Finding:
-    """Pinning up to `PINNED` bytes, of a quarter of what is free at most."""
+    """Pin `PINNED` bytes, or a quarter of the free host memory if that is less."""
     room = available_bytes()
     nbytes = max(MIB, PINNED if room is None else min(PINNED, room // 4))
     figures = pinning(nbytes, device)
@@ -46,8 +46,8 @@ def pinned_memory(device: torch.device) -> Finding:
 
 
 def pinning(nbytes: int, device: torch.device) -> dict[str, Any]:
-    """nbytes. pin, unpin: seconds. segments, registered: how many there are, and how many of them the driver took as
-    they are."""
+    """Pin `nbytes` and release them. pin, unpin: seconds. segments, registered: how many segments there are, and how
+    many of them the driver registered in place."""
     start = time.perf_counter()
     segments = pin(nbytes, device)
     pinned = time.perf_counter()
@@ -59,7 +59,7 @@ def pinning(nbytes: int, device: torch.device) -> dict[str, Any]:
 
 
 def offload_file() -> Finding:
-    """The file that stands for the host's memory on a CPU: `FILE` bytes of it."""
+    """Reserve `FILE` bytes of the file that replaces host memory on a CPU."""
     directory = choose_directory()
     start = time.perf_counter()
     file = HostFile(directory)
@@ -75,7 +75,7 @@ def offload_file() -> Finding:
 
 
 def bandwidth(device: torch.device) -> Finding:
-    """Of copies to the host, from it, and both at once."""
+    """Measure the bandwidth of copies to the host, from it, and both at once."""
     room = available_bytes() if device.type == "cuda" else None
     figures: dict[str, Any] = {
         "nbytes": COPIED[device.type] if room is None else max(1, min(COPIED[device.type], room // 4))
@@ -96,7 +96,7 @@ def bandwidth(device: torch.device) -> Finding:
 
 
 def bandwidths(device: torch.device, nbytes: int) -> dict[str, float]:
-    """B/s of copies of `nbytes`: out and in alone, and each beside the other."""
+    """B/s of copies of `nbytes`: each direction alone, and each while the other is busy."""
     links = LinkPool()
     link = links.take(device, 0)
     try:
@@ -109,5 +109,5 @@ def bandwidths(device: torch.device, nbytes: int) -> dict[str, float]:
 
 
 def rate(per_second: float) -> str:
-    """Such as "24.1 GB/s"."""
+    """Format a bandwidth, such as "24.1 GB/s"."""
     return f"{per_second / 1e9:.3g} GB/s"

@@ -1,4 +1,4 @@
-"""The machine: versions of what runs on it, memory of the device and of the host."""
+"""Checks of the machine: software versions, and the memory of device and host."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ...version import __version__
 from .findings import ATTENTION, OK, Finding
 
 TESTED = ((2, 11), (2, 15))  # the oldest and the newest torch that the tests ran with
-BUSY = 0.25  # of the device's memory: from here on what others hold is worth a word
-LITTLE = 4 << 30  # bytes of the host: with less, a plan for a GPU has hardly anywhere to move values to
+BUSY = 0.25  # share of the device's memory: if other processes hold more, the check says so
+LITTLE = 4 << 30  # free bytes of the host: with less, plans for a GPU can offload very little
 
 
 def versions(device: torch.device) -> Finding:
-    """Of rotoff, torch, CUDA, driver, Python and system."""
+    """Versions of rotoff, torch, CUDA, driver, Python and system."""
     cuda = device.type == "cuda"
     figures: dict[str, Any] = {"rotoff": __version__, "torch": torch.__version__, "python": platform.python_version()}
     figures |= {"system": platform.platform(), "machine": platform.machine()}
@@ -44,13 +44,13 @@ def versions(device: torch.device) -> Finding:
     if not TESTED[0] <= release <= TESTED[1]:
         low, high = (".".join(map(str, version)) for version in TESTED)
         return Finding(
-            ATTENTION, f"{said}; rotoff is tested with torch {low} to {high}, so look at what follows", figures
+            ATTENTION, f"{said}; rotoff is tested with torch {low} to {high}, so read the other checks", figures
         )
     return Finding(OK, said, figures)
 
 
 def memory(device: torch.device) -> Finding:
-    """Bytes that there are and bytes that are free."""
+    """Total and free memory of device and host."""
     figures = memory_bytes(device)
     host, room = figures["host"], figures["host_room"]
     free_here = host["available"] if room is None else room
@@ -62,17 +62,17 @@ def memory(device: torch.device) -> Finding:
     free, total = figures["device_free"], figures["device_total"]
     said = f"device {format_bytes(free)} free of {format_bytes(total)}, {said}"
     if total - free > BUSY * total:
-        what = "something else holds the rest: end it, or read times and bytes below with that in mind"
+        what = "other processes hold the rest: end them, or expect times and bytes below to be off"
         return Finding(ATTENTION, f"{said}; {what}", figures)
     if free_here is not None and free_here < LITTLE:
-        cure = 'where the machine has more than it says, set ROTOFF_HOST_MEMORY="100 GiB", as many as there are'
+        cure = 'if the machine has more than it reports, set ROTOFF_HOST_MEMORY, such as "100 GiB"'
         return Finding(ATTENTION, f"{said}; plans can move little to the host; {cure}", figures)
     return Finding(OK, said, figures)
 
 
 def memory_bytes(device: torch.device) -> dict[str, Any]:
-    """device_free, device_total (CUDA); host: total and available by the system; host_room: what plans and pinning
-    reckon with, None where nobody says; address_space: what ``ulimit -v`` allows, None for any."""
+    """device_free, device_total (CUDA); host: total and available bytes as the system reports them; host_room: the
+    bytes that plans may use, None if unknown; address_space: the limit of ``ulimit -v``, None for none."""
     found: dict[str, Any] = {}
     if device.type == "cuda":
         found["device_free"], found["device_total"] = torch.cuda.mem_get_info(device)
@@ -87,12 +87,12 @@ def memory_bytes(device: torch.device) -> dict[str, Any]:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The CPU's name, where the system says."""
+    """The CPU's name, if the system reports it."""
     try:
         rows = Path("/proc/cpuinfo").read_text().splitlines()
         return next(row.split(":", 1)[1].strip() for row in rows if row.startswith("model name"))
@@ -101,7 +101,7 @@ def processor() -> str:
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver, where it says."""
+    """The version of NVIDIA's driver, or None."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]

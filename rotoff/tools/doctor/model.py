@@ -1,4 +1,4 @@
-"""The small model that the doctor trains: a GPT's blocks, as large as the device is fast and its memory allows."""
+"""The small model that the doctor trains: GPT blocks, sized by the device's speed and memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ...checkpointable import Checkpointable
 from ...profile.memory.allocator import record
 
 SEED = 1
-STEP_SECONDS = 0.5  # that a plain step may take on a GPU
-ROOM = 1 / 3  # of the device's free memory, that training may take
+STEP_SECONDS = 0.5  # most seconds of a plain step on a GPU
+ROOM = 1 / 3  # share of the device's free memory that training may take
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Size:
 
     @property
     def operations(self) -> int:
-        """Of a step, in floating point."""
+        """Floating-point operations of a step."""
         return 3 * self.layers * self.batch * self.context * self.width * (24 * self.width + 4 * self.context)
 
     @property
     def nbytes(self) -> int:
-        """About what a step takes with attention's fused kernels, and parameters with two copies of their gradients."""
+        """Approximate bytes of a step with fused attention, plus parameters and two copies of their gradients."""
         return 4 * self.layers * (17 * self.batch * self.context * self.width + 3 * 12 * self.width**2)
 
 
@@ -64,16 +64,16 @@ class Block(nn.Module):
 
 
 class MeanSquare(nn.Module):
-    """A loss as the last stage, so that its bytes are the model's."""
+    """A loss as the last stage, so that its bytes count as the model's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().mean()
 
 
 class SmallModel:
-    """The model on `device`, its batch, and steps of it: plain ones of `model`, planned ones of `planned`.
+    """The model on `device` with a batch; `model` runs plain steps, `planned` runs planned ones.
 
-    seconds: of timed steps in each row of a check. threads: of the CPU, restored by `close`.
+    seconds: duration of the timed steps in each row of a check. threads: CPU threads to use; `close` restores them.
     """
 
     def __init__(self, device: torch.device, seconds: float, threads: int) -> None:
@@ -112,11 +112,11 @@ class SmallModel:
 
     @cached_property
     def planned(self) -> Checkpointable:
-        """The model, measured; plans are kept until `close`, so that a limit is planned for once."""
-        self.step(self.model)  # libraries have their workspaces then
+        """The measured model; plans are cached until `close`, so that each limit is planned once."""
+        self.step(self.model)  # so that libraries allocate their workspaces
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="rotoff-doctor-")
-        except OSError:  # nowhere to write: plans are made anew each time
+        except OSError:  # nowhere to write: plans are not cached
             self._folder = None
         folder = None if self._folder is None else self._folder.name
         return Checkpointable(self.model, cache_directory=folder).measure(self.batch)
@@ -130,7 +130,7 @@ class SmallModel:
         return limit
 
     def step(self, run: nn.Module) -> None:
-        """Forward and backward of `run`, with the same random numbers each time; gradients add up."""
+        """Run forward and backward of `run` with the same random numbers each time; gradients accumulate."""
         batch = self.batch
         torch.manual_seed(SEED)
         run(batch).backward()
@@ -144,16 +144,16 @@ class SmallModel:
         return time.perf_counter() - start
 
     def gradients(self, run: nn.Module) -> list[torch.Tensor]:
-        """Of one step."""
+        """The gradients of one step."""
         found = [p.grad for p in self.model.parameters() if p.grad is not None]
         torch._foreach_zero_(found)
         self.step(run)
         return [gradient.clone() for gradient in found]
 
     def peak(self, run: nn.Module) -> dict[str, int]:
-        """Bytes of one step above what there was before. asked: for by the model. On CUDA also given: in the
-        allocator's blocks; slack: what its rule for splitting blocks may add to that; reserved: of the device, where
-        nothing was free before."""
+        """Peak bytes of one step above those held before. asked: bytes that the model requested. On CUDA also given:
+        bytes in the allocator's blocks; slack: bytes that its rule for splitting blocks may add to these; reserved:
+        bytes that the allocator took from the device, starting with an empty cache."""
         if self.device.type == "cpu":
             return {"asked": record(lambda: self.step(run), self.device)[1].peak()}
         gc.collect()
@@ -169,7 +169,7 @@ class SmallModel:
         return found | {"slack": after["allocation.large_pool.peak"] << 20}
 
     def close(self) -> None:
-        """Give back files, threads and memory; the number of threads is what it was."""
+        """Release files and memory, and restore the number of threads."""
         torch.set_num_threads(self._threads)
         made: Any = self.__dict__.get("planned")
         if made is not None:
@@ -183,7 +183,7 @@ class SmallModel:
 
 
 def speed(device: torch.device) -> float:
-    """Floating-point operations in a second, of a product of float32 matrices."""
+    """Floating-point operations per second of a product of float32 matrices."""
     a = torch.randn(1024, 1024, device=device)
     least = float("inf")
     for _ in range(4):

@@ -1,5 +1,4 @@
-"""Training under a limit, as it is on this machine: bytes and seconds beside the predicted ones, gradients, waits and
-overlap."""
+"""Checks of training under a limit: bytes and seconds against the predicted ones, gradients, waits and overlap."""
 
 from __future__ import annotations
 
@@ -20,16 +19,16 @@ from .findings import ATTENTION, FAILED, OK, Finding
 from .model import SmallModel
 
 SHARES = (1.0, 0.7, 0.45)  # of the bytes between the smallest limit and keeping everything
-ROUNDING = 1e-4  # of a gradient's largest element: by which sums may differ that were added up in another order
-OFF = 0.15  # of the predicted ratio to plain steps: a quiet machine is within a few percent
-LOOSE = 1.25  # predicted bytes over measured ones
-LATE = 0.2  # of the copies' time, by which less may be hidden than predicted
-PAIRS = 3  # of steps in each row, at least
+ROUNDING = 1e-4  # largest difference / largest element of a gradient that another order of summation may cause
+OFF = 0.15  # relative error of the predicted ratio to plain steps; a quiet machine is within a few percent
+LOOSE = 1.25  # predicted bytes / measured bytes
+LATE = 0.2  # share of the copies' time by which less may be hidden than predicted
+PAIRS = 3  # least pairs of steps in each row
 REPORT = "and send the file"
 
 
 def measured(small: SmallModel) -> Finding:
-    """The model, cut into stages and measured."""
+    """Cut the model into stages and measure it."""
     start = time.perf_counter()
     planned = small.planned
     seconds = time.perf_counter() - start
@@ -59,10 +58,10 @@ def measured(small: SmallModel) -> Finding:
 
 
 def gradients(small: SmallModel) -> Finding:
-    """Of planned steps beside those of a plain one: the same bits on a CPU, the same to rounding on a GPU."""
+    """Compare gradients of planned steps with a plain step's: equal bit for bit on a CPU, up to rounding on a GPU."""
     exact = small.device.type == "cpu"
     plain = small.gradients(small.model)
-    rows = [{"limit": None, **difference(small.gradients(small.model), plain)}]  # what the machine itself does twice
+    rows = [{"limit": None, **difference(small.gradients(small.model), plain)}]  # whether plain steps are repeatable
     for share in SHARES:
         limit = small.plan(share)
         rows.append({"share": share, "limit": limit, **difference(small.gradients(small.planned), plain)})
@@ -73,7 +72,7 @@ def gradients(small: SmallModel) -> Finding:
         return far or (exact and not row["bit_for_bit"])
 
     if wrong(rows[0]):
-        what = "a plain step repeated from the same seed has other gradients, so this machine computes no step twice"
+        what = "a plain step repeated from the same seed has other gradients, so no step can be repeated here"
         return Finding(FAILED, f"{what}; look for faulty memory or a broken build of torch", figures)
     if bad := [row for row in rows[1:] if wrong(row)]:
         limits = ", ".join(f"{row['share']:.0%}" for row in bad)
@@ -87,8 +86,8 @@ def gradients(small: SmallModel) -> Finding:
 
 
 def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """bit_for_bit: whether all are equal. largest: difference of an element, over the largest element of that gradient;
-    None where that is no number."""
+    """bit_for_bit: whether all gradients are equal. largest: the largest difference of an element, relative to the
+    largest element of its gradient; None if that is not finite."""
     pairs = list(zip(found, plain, strict=True))
     far = [float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)) for a, b in pairs]
     finite = all(value < float("inf") for value in far)
@@ -96,7 +95,7 @@ def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> 
 
 
 def peak_bytes(small: SmallModel) -> Finding:
-    """The most that a step holds, beside the limit and the prediction."""
+    """Compare the measured peak of a step with the limit and the prediction."""
     rows = []
     for share in SHARES:
         limit = small.plan(share)
@@ -107,7 +106,7 @@ def peak_bytes(small: SmallModel) -> Finding:
     said = ", ".join(f"{format_bytes(row['asked'])} of {format_bytes(row['predicted'])}" for row in rows)
     said = f"measured of predicted: {said}"
     if any(row["asked"] > row["limit"] for row in rows):
-        return Finding(FAILED, f"{said}; a step exceeds its limit: set limits lower by as much, {REPORT}", figures)
+        return Finding(FAILED, f"{said}; a step exceeds its limit: lower limits by the difference, {REPORT}", figures)
     if any(row["asked"] > row["predicted"] or row["predicted"] > LOOSE * row["asked"] for row in rows):
         return Finding(
             ATTENTION, f"{said}; within the limits, but not as predicted: plans are not the best, {REPORT}", figures
@@ -122,7 +121,7 @@ def peak_bytes(small: SmallModel) -> Finding:
 
 
 def step_time(small: SmallModel) -> Finding:
-    """Seconds of planned steps, beside plain ones in turn and beside the prediction."""
+    """Compare times of planned steps with alternating plain ones and with the prediction."""
     rows = []
     for share in SHARES:
         limit = small.plan(share)
@@ -132,7 +131,7 @@ def step_time(small: SmallModel) -> Finding:
             order = (small.model, small.planned) if len(pairs) % 2 else (small.planned, small.model)
             seconds = {id(run): small.timed(run) for run in order}
             pairs.append((seconds[id(small.model)], seconds[id(small.planned)]))
-        del pairs[0]  # warms up
+        del pairs[0]  # a warm-up
         predicted = small.planned.get_expected_makespan()
         ratio = statistics.median(ours / plain for plain, ours in pairs)
         expected = predicted / small.planned.profile.chain.compute_time
@@ -153,17 +152,17 @@ def step_time(small: SmallModel) -> Finding:
     said = ", ".join(f"{row['measured_ratio']:.2f} of {row['predicted_ratio']:.2f}" for row in rows)
     said = f"times a plain step, measured of predicted: {said}; a plain step takes {1e3 * rows[0]['plain']:.0f} ms"
     if max(abs(row["ratio_error"]) for row in rows) > OFF:
-        cure = f"end what else computes or copies here (the load is {figures['load']:.1f}) and run this again"
+        cure = f"end other work on this machine (the load is {figures['load']:.1f}) and run this again"
         return Finding(
-            ATTENTION, f"{said}; that is more than {OFF:.0%} off: {cure}; where it stays so, send the file", figures
+            ATTENTION, f"{said}; that is more than {OFF:.0%} off: {cure}; if it stays so, send the file", figures
         )
     return Finding(OK, said, figures)
 
 
 def host_waits(small: SmallModel) -> Finding:
-    """How often a planned step has the host wait for the device."""
+    """Count how often a planned step makes the host wait for the device."""
     if small.device.type == "cpu":
-        return Finding(OK, "none possible on a CPU, where host and device are one")
+        return Finding(OK, "none possible on a CPU, which is its own host")
     rows: list[dict[str, Any]] = []
     for mode, run in ((None, small.model), ("joint", small.planned), ("offload", small.planned)):
         if mode is not None:
@@ -187,7 +186,7 @@ def host_waits(small: SmallModel) -> Finding:
 
 @contextmanager
 def synchronisations(device: torch.device) -> Iterator[list[str]]:
-    """Where the host waits for the device in the block, by file and line; torch notices most of what makes it wait."""
+    """File and line of each wait of the host for the device within the block; torch detects most of them."""
     places: list[str] = []
     torch.cuda.synchronize(device)
     with warnings.catch_warnings(record=True) as caught:
@@ -202,7 +201,7 @@ def synchronisations(device: torch.device) -> Iterator[list[str]]:
 
 
 def overlap(small: SmallModel) -> Finding:
-    """How much of the copies' time is hidden behind compute, in a plan that only moves."""
+    """Measure the share of the copies' time that is hidden behind compute, in a plan that only offloads."""
     limit = small.plan(0.5, "offload")
     shares = []
     for _ in range(1 + PAIRS):
@@ -219,13 +218,13 @@ def overlap(small: SmallModel) -> Finding:
         f" {predicted:.0%} predicted"
     )
     if best < predicted - LATE:
-        cure = "other copies or a busy processor are in the way, or the link is slower than it was when it was measured"
+        cure = "other copies or a busy processor interfere, or the link is slower than when it was measured"
         return Finding(ATTENTION, f"{said}; {cure}: run this again on a quiet machine", figures)
     return Finding(OK, said, figures)
 
 
 def hidden(trace: Trace) -> float:
-    """The share of the copies' time in which operations compute; 1 where nothing is copied."""
+    """The share of the copies' time in which operations compute; 1 if nothing is copied."""
     work = [(e.start, e.end) for e in trace.events if e.lane == "compute" and e.op.kind in COMPUTES]
     copies = [(e.start, e.end) for e in trace.events if e.lane != "compute"]
     total = sum(end - start for start, end in copies)
