@@ -49,8 +49,9 @@ class RotoffCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         target = self._target(pl_module)
+        self._attached_before = attached(target) is not None
         if self._device_limit is not None:
-            self.planned, self._options = attach_unplanned(target, self._options)
+            self.planned, self._asked = attach_unplanned(target, self._options)
             return
         several = {"process_group": True} if trainer.world_size > 1 else {}
         self.planned = attached(target) or attach(target, self._mem_limit, **{**several, **self._options})
@@ -58,10 +59,11 @@ class RotoffCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._device_limit is not None and self.planned is not None:
             limit, optimizers = self._device_limit, trainer.optimizers
-            self.planned.compute_sequence(device_limit=limit, optimizer=optimizers, **self._options)
+            self.planned.compute_sequence(device_limit=limit, optimizer=optimizers, **self._asked)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        detach(self._target(pl_module))
+        if not self._attached_before:
+            detach(self._target(pl_module))
 
     def _target(self, pl_module: LightningModule) -> Any:
         if self._module is not None:

@@ -46,7 +46,7 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
                 "gradient_checkpointing is on; turn it off, since rotoff itself plans which stages are recomputed"
             )
         if self._device_limit is not None:
-            self.planned, self._options = attach_unplanned(model, self._options)
+            self.planned, self._asked = attach_unplanned(model, self._options)
             return
         several = {"process_group": True} if args.world_size > 1 else {}
         self.planned = attached(model) or attach(model, self._mem_limit, **{**several, **self._options})
@@ -60,4 +60,4 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
                 "RotoffCallback was added to a finished trainer; give it to the constructor: callbacks=[...]"
             )
         if self._device_limit is not None:
-            self.planned.compute_sequence(device_limit=self._device_limit, optimizer=optimizer, **self._options)
+            self.planned.compute_sequence(device_limit=self._device_limit, optimizer=optimizer, **self._asked)

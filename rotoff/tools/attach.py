@@ -61,10 +61,10 @@ def attach(
 
 def attach_unplanned(model: nn.Module, options: dict[str, Any]) -> tuple[Checkpointable, dict[str, Any]]:
     """`attach` without a limit, for callers that have no optimizer yet. Also returns the `options` to pass to
-    `Checkpointable.compute_sequence`, which must be called before the first forward."""
+    `Checkpointable.compute_sequence`, which must be called before the first forward. An attached model stays so."""
     wrapper = {name: option for name, option in options.items() if name in _OF_THE_WRAPPER}
     rest = {name: option for name, option in options.items() if name not in _OF_THE_WRAPPER}
-    return attach(model, NO_LIMIT, **wrapper), rest
+    return attached(model) or attach(model, NO_LIMIT, **wrapper), rest
 
 
 def detach(model: nn.Module) -> None:

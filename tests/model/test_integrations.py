@@ -379,6 +379,26 @@ def test_lightning_with_one_argument_from_a_file(tmp_path: Path, lightning: Any,
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("placed", [False, True])
+def test_lightning_twice_by_the_same_callback_and_attached_by_the_user(
+    tmp_path: Path, lightning: Any, placed: bool
+) -> None:
+    from rotoff.integrations.lightning import RotoffCallback
+
+    limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}
+    callback = RotoffCallback(**limit, forms=False, refine=False)
+    for _ in range(2):
+        fit(lightning, lit(lightning), tmp_path, callback)
+        assert not any(stage.forms for stage in callback.planned.chain.stages)
+    module = lit(lightning)
+    planned = rotoff.attach(module.net, a_limit(), refine=False)
+    fit(lightning, module, tmp_path, callback)
+    assert callback.planned is planned
+    assert attached(module.net) is planned
+    rotoff.detach(module.net)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_lightning_asks_which_module(tmp_path: Path, lightning: Any) -> None:
     from rotoff.integrations.lightning import RotoffCallback
 
