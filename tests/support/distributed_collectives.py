@@ -135,7 +135,7 @@ def main(kind: str) -> None:
                 say(str(error))
         return
     expected = train(Net(kind), x)
-    for mode in ("joint", "remat", "offload"):
+    for mode in ("remat", "offload"):
         planned = rotoff.Checkpointable(Net(kind), process_group=True, cache_directory=None).measure(x)
         planned.compute_sequence((planned.min_mem_limit(mode) + planned.keep_all_memory) // 2, mode=mode)
         got = train(planned, x)
