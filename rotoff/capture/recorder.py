@@ -224,9 +224,7 @@ class Recorder(TorchFunctionMode):
         self._note_gone()
         generated = self._generators.states() if made is None else made.drawn
         if name in HOOKS:
-            handle = function(*args, **kwargs)  # a matter of the step's own graph
-            self._hooks += [] if handle is None else [handle]
-            return handle
+            return self._hooked(function(*args, **kwargs))
         given = self._looked_at(function, name, args, kwargs)
         received = function.written(args, kwargs) if isinstance(function, Collective) else ()
         versions = versions_of(given) if made is None else made.versions
@@ -242,8 +240,8 @@ class Recorder(TorchFunctionMode):
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         if any(map(is_functorch_wrapped_tensor, returned)):
             self._hide_transformed(name, result)
-        changed = [t for t, old, new in zip(given, versions, versions_of(given), strict=True) if old != new]
-        changed += received
+        newer = versions_of(given)
+        changed = [*received, *(t for t, old, new in zip(given, versions, newer, strict=True) if old != new)]
         self._note_changed(changed)
         draws, effect = self._drawn is not generated, name in _EFFECTS or isinstance(function, nn.Module)
         silent = not (changed or effect or draws)
@@ -278,6 +276,11 @@ class Recorder(TorchFunctionMode):
         )
         self._append(one, pinned(one, given, returned) if self._sizes.picks(name, references, given) else None)
         return result
+
+    def _hooked(self, handle: Any) -> Any:
+        """Note a hook, which belongs to the step's own graph and not to the tape."""
+        self._hooks += [] if handle is None else [handle]
+        return handle
 
     def _append(self, one: Operation, pinned: Operation | None) -> None:
         """Put an operation on the tape. pinned: what takes its place within the modules around."""

@@ -52,12 +52,7 @@ def find_groups(
     with others. host: whether the host may update a group: on the CPU it is the same processor, which then does so
     where the tensors lie. device: on which steps run. may_move: whether a parameter could lie anywhere.
     """
-    readers: dict[int, list[int]] = {}
-    for i, stage in enumerate(stages, start=1):
-        inside = {id(p) for module in stage.every_module() if compiled(module) for p in module.parameters()}
-        for parameter in {id(p): p for module in stage.modules for p in module.parameters()}.values():
-            if id(parameter) not in inside:
-                readers.setdefault(id(parameter), []).append(i)
+    readers = _readers(stages)
     every = list({id(p): p for p in model.parameters()}.values())
     shared = _sharing(every)
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
@@ -99,6 +94,17 @@ def find_groups(
     )
     update = probe.update_bytes(outside)
     return FoundGroups(tuple(costs), tuple(placed), outside_bytes, update, tuple(first), tuple(outside))
+
+
+def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:
+    """By id of a parameter, the stages that read it, outside of compiled modules."""
+    found: dict[int, list[int]] = {}
+    for i, stage in enumerate(stages, start=1):
+        inside = {id(p) for module in stage.every_module() if compiled(module) for p in module.parameters()}
+        for key in dict.fromkeys(id(p) for module in stage.modules for p in module.parameters()):
+            if key not in inside:
+                found.setdefault(key, []).append(i)
+    return found
 
 
 def _sharing(parameters: Sequence[nn.Parameter]) -> set[int]:
