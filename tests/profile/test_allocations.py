@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,28 @@ def test_a_block_that_was_not_split_counts_as_what_was_asked_for() -> None:
     ]  # fmt: skip
     assert log.level() - found.level() == MIB // 2
     assert log.sized({4: 9 * MIB - UNSPLIT - 512}) == log  # not what the allocator leaves: the storage is another
+
+
+def test_garbage_of_earlier_code_is_not_given_back_within_a_log() -> None:
+    device, often = torch.device("cpu"), gc.get_threshold()
+
+    def littering() -> None:
+        cycle: list[Any] = [torch.empty(20480, dtype=torch.uint8)]
+        cycle.append(cycle)
+
+    def busy() -> list[list[int]]:
+        gc.set_threshold(1, 1, 1)
+        return [[n] for n in range(3000)]
+
+    gc.collect()
+    gc.set_threshold(1_000_000)
+    try:
+        allocator.record(littering, device)  # the allocator knows the sizes of what a log has seen
+        _, log = allocator.record(busy, device)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*often)
+    assert log.level() == 0
 
 
 def test_stages_that_do_the_same_are_alike_within_what_blocks_may_be_larger() -> None:

@@ -6,9 +6,11 @@ them, without touching the user's memory statistics. A dispatch mode would miss 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -207,7 +209,8 @@ def mark(name: str) -> None:
 
 
 def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog]:
-    """Call `run` and log the allocator of `device` meanwhile.
+    """Call `run` and log the allocator of `device` meanwhile. No garbage is collected meanwhile: what earlier code left
+    in reference cycles would be given back within the log, which would then show too few bytes.
 
     Raises:
         MeasureError: where a profiler is active already, since there can be only one.
@@ -219,7 +222,7 @@ def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog
     try:
         # The profiler's tree leaves out a device's events that are within no operation: frees as a Python frame ends,
         # say.
-        with profile(profile_memory=True, use_cpu=True) as profiler, record_function(_WHOLE):
+        with _uncollected(), profile(profile_memory=True, use_cpu=True) as profiler, record_function(_WHOLE):
             result = run()
         assert profiler.kineto_results is not None
         roots = profiler.kineto_results.experimental_event_tree()
@@ -230,6 +233,19 @@ def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog
             os.environ["KINETO_LOG_LEVEL"] = quiet
     found = sorted(_walk(roots, device), key=lambda pair: pair[0])
     return result, AllocationLog(tuple(event for _, event in found))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's garbage collector does not run by itself within."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _walk(roots: Iterable[Any], device: torch.device) -> Iterable[tuple[int, Allocation]]:
