@@ -12,9 +12,8 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +22,10 @@ from torch.optim import Optimizer
 
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
-from .capture.outside import without_checkpoints
-from .capture.sharding import gathers
-from .capture.unrepeatable import compiled
 from .core.chain import Chain
 from .core.sequence import Sequence
 from .core.sizes import parse_bytes
-from .errors import LimitError, MeasureError, OptionError
+from .errors import MeasureError, OptionError
 from .io.cache import Cache
 from .module_proxy import ModuleProxy
 from .planning.course import Specialization
@@ -39,8 +35,9 @@ from .planning.memory_account import expected_bytes, expected_levels, reported_b
 from .planning.options import Options, read_device
 from .planning.placed import PlacedPlanner
 from .planning.planner import least_limit, plan_everything
-from .planning.request import Request, check_options
+from .planning.request import Request, check_limits, check_options
 from .planning.specialization import PlannedSize, Specializations
+from .planning.step_runner import StepRunner
 from .profile.measure import Progress
 from .profile.profile import Profile
 from .profile.selective.variants import Forms
@@ -48,18 +45,12 @@ from .profile.timing.convergence import Repeats
 from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.execution_plan import ExecutionPlan
-from .runtime.interpreter import Step
-from .runtime.links.base import Link
 from .runtime.links.free_memory import free_memory
-from .runtime.links.pool import LinkPool, new_link
-from .runtime.memory_check import MemoryChecker
+from .runtime.links.pool import LinkPool
 from .runtime.placed.lending import all_on, settle_buffers
-from .runtime.placed.placement import Placement
 from .runtime.step_times import Recording
 from .solver.bounds import check_mode
 from .solver.in_flight import parse_in_flight
-from .tensors.storage import block_bytes
-from .tensors.tree import leaves
 
 logger = logging.getLogger("rotoff")
 # The key under which `rotoff.attach` marks a model: in its __dict__, so that no state dict contains it.
@@ -113,8 +104,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     """
 
     _own = frozenset(
-        {"_options", "_check", "_group", "_cache", "_links", "_courses", "_recording", "_placement"}
-        | {"_said_no_limit", "_shown", "_in_flight", "_said_in_flight"}
+        {"_options", "_check", "_group", "_cache", "_links", "_courses", "_steps", "_said_no_limit", "_shown"}
     )
 
     def __init__(
@@ -158,22 +148,16 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._cache = Cache.of(self._options.cache_directory)
         self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
         self._courses = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
-        self._recording: Recording | None = None
+        self._steps = StepRunner(self._courses, self._links, self._options, self._check)
         self._said_no_limit = False
         self._shown: tuple[ExecutionPlan, Sequence] | None = None
-        self._placement: Placement | None = None
-        self._in_flight: weakref.WeakSet[Step] = weakref.WeakSet()
-        self._said_in_flight = 0
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
         again."""
-        state = {
-            k: v
-            for k, v in vars(self).items()
-            if k not in ("_cache", "_links", "_courses", "_recording", "_placement", "_shown", "_in_flight")
-        }
+        own = ("_cache", "_links", "_courses", "_steps", "_shown")
+        state = {k: v for k, v in vars(self).items() if k not in own}
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
         request = self._courses.request
@@ -261,7 +245,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
                 `up_to` the message names smaller inputs that fit.
         """
-        self._check_together(mem_limit, device_limit, optimizer, policy, up_to, in_flight)
+        check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, self._group is not None)
         if device_limit is not None:
             return self._place(device_limit, mode, mem_slots, policy, optimizer, options)
 
@@ -286,29 +270,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             settle_buffers(self._model, device)
             self._model.to(device)
         self._courses.ask(request)
-        self._unplace()
+        self._steps.unplace()
         return self
-
-    def _check_together(
-        self, mem_limit: Any, device_limit: Any, optimizer: Any, policy: str | None, up_to: Any, in_flight: int
-    ) -> None:
-        """Raise LimitError or OptionError for arguments of `compute_sequence` that exclude each other."""
-        if (mem_limit is None) is (device_limit is None):
-            raise LimitError(
-                f"mem_limit is {mem_limit!r} and device_limit is {device_limit!r}; give one of them: mem_limit for what"
-                " a step allocates, device_limit for all that the device holds"
-            )
-        parse_in_flight(in_flight)
-        if in_flight > 1 and (device_limit is not None or policy is not None):
-            raise OptionError(f"in_flight is {in_flight}; use it with a mem_limit and a mode alone")
-        if device_limit is not None and up_to is not None:
-            raise OptionError("up_to needs a mem_limit; with a device_limit each input size is measured")
-        if device_limit is None and optimizer is not None:
-            raise OptionError("optimizer needs a device_limit; a mem_limit is for a step, in which no optimizer runs")
-        if up_to is not None and self._group is not None:
-            raise OptionError(
-                "up_to is for one process; in a group measure the largest input in each, by model.measure(*largest)"
-            )
 
     def _place(
         self,
@@ -346,26 +309,12 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._courses.ask(Request(limit, mode, mem_slots, options, here=True, planner=planner))
         plan = None if self._courses.latest is None else self._courses.latest.plan
         if plan is None or plan.placed is None:
-            self._unplace()
+            self._steps.unplace()
             if plan is not None:
                 all_on(self._model, optimizers, self._courses.meter.device)
         else:
-            self._placement_for(optimizers).begin(plan.placed)
+            self._steps.placement_for(optimizers).begin(plan.placed)
         return self
-
-    def _placement_for(self, optimizers: tuple[Optimizer, ...]) -> Placement:
-        if self._placement is None or self._placement.optimizers != optimizers:
-            self._unplace(resident=False)
-            assert self._courses.meter.device is not None
-            link = new_link(self._courses.meter.device, self._options.host_directory)
-            self._placement = Placement(link, optimizers)
-            weakref.finalize(self._placement, link.close)
-        return self._placement
-
-    def _unplace(self, resident: bool = True) -> None:
-        if self._placement is not None:
-            placement, self._placement = self._placement, None
-            placement.close(resident=resident)
 
     def min_mem_limit(self, mode: str = "joint", in_flight: int = 1) -> int:
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
@@ -535,22 +484,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need
         them. Forwards without gradients use it by themselves; use it around other methods, such as ``generate``."""
-        streamed = None if self._placement is None else self._placement.streamed()
-        return nullcontext() if streamed is None else streamed
-
-    def _say_in_flight(self, step: Step) -> None:
-        """Warn, once for each number, if more steps are in flight than the plan counts on."""
-        self._in_flight.add(step)
-        many, request = sum(not one.closed for one in self._in_flight), self._courses.request
-        if request is not None and max(request.in_flight, self._said_in_flight) < many and request.planner is None:
-            self._said_in_flight = many
-            logger.warning(
-                "rotoff: %d forwards have run before the backward of the first, and the limit counts on %d; give"
-                " compute_sequence(limit, in_flight=%d), or rotoff.attach_schedule a pipeline's schedule",
-                many,
-                request.in_flight,
-                many,
-            )
+        return self._steps.streamed()
 
     def _say_no_limit(self) -> None:
         if not self._said_no_limit:
@@ -562,74 +496,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""
-        value = strategy.chain_input(self._model, args, kwargs)
-        course, taped = self._courses.take(value)
-        if course is None:
-            return plain(*args, **kwargs)
-        if taped is None:
-            return self._run(course, value, partial(course.captured.own, plain, value))
-        try:
-            taped.rewind()
-            result = self._run(course, value, taped.again)
-            taped.exchange()
-        except BaseException:
-            taped.put_back()
-            raise
-        return result
-
-    def _run(self, course: Specialization, value: Any, own: Callable[[], Any]) -> Any:
-        """Run a training step by the plan of `course`; `own` runs the model's own forward."""
-        assert course.plan is not None
-        recording = self._recording if self._recording is not None and self._recording.times is None else None
-        if course.plan.keeps_all and not self._check and recording is None:
-            with without_checkpoints():  # with room for everything they would only cost
-                return course.captured.started(own())
-        if recording is not None:  # the recorded times are compared with predicted ones
-            course = self._timed
-        profile, plan = course.planned, self._plan_of(course)
-        strategy.refuse_passed_by()
-        given = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-        device = profile.device
-        if plan.placed is not None and recording is not None:
-            raise OptionError(
-                "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
-            )
-        placement = self._placed(plan)
-        if placement is not None:
-            link: Link | None = placement.link
-        else:
-            link = self._links.take(device, plan.host_bytes) if plan.host else None
-        checker = None
-        if self._check:
-            assert self._courses.request is not None
-            seen = not any(compiled(m) or gathers(m) for stage in profile.stages for m in stage.every_module())
-            checker = MemoryChecker(
-                profile.chain,
-                plan.sequence,
-                block_bytes(device),
-                course.profile.kept_bytes(plan.kept),
-                expected_levels(course.profile, replace(plan, in_flight=1)) if seen else (),
-                self._courses.request.mem_limit,
-            )
-        times = None if recording is None else recording.begin(plan.trace, device, link)
-        done = self._links.give_back if placement is None else _keep
-        step = Step(plan, profile.stages, profile.behaviours, device, link, done, checker, times, placement)
-        if placement is not None:
-            placement.takes(step)
-        self._say_in_flight(step)
-        result = step.follow(course.expected, given, own)
-        self._courses.followed(course, step)
-        return course.captured.started(result)
-
-    def _placed(self, plan: ExecutionPlan) -> Placement | None:
-        """The placement of parameters, brought to the state in which `plan` begins; None if it moves none."""
-        request = self._courses.request
-        assert request is not None
-        if plan.placed is None or not isinstance(request.planner, PlacedPlanner):
-            return None
-        placement = self._placement_for(request.planner.optimizers)
-        placement.begin(plan.placed, plan.host_bytes)
-        return placement
+        return self._steps.forward(plain, strategy.chain_input(self._model, args, kwargs), args, kwargs)
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:
@@ -642,16 +509,16 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Recording costs a few microseconds for each operation. Stages run under rotoff even if everything is kept.
         """
-        self._recording = Recording()
+        self._steps.recording = recording = Recording()
         try:
-            yield self._recording
+            yield recording
         finally:
-            self._recording = None
+            self._steps.recording = None
 
     def close(self) -> None:
         """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are."""
         self._links.close()
-        self._unplace(resident=False)
+        self._steps.unplace(resident=False)
 
 
 def _own(optimizer: Any) -> Any:
@@ -659,10 +526,6 @@ def _own(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
-
-
-def _keep(_: Link) -> None:
-    """Do not give back the link: the parameters' placement keeps it."""
 
 
 # Under ``torch.compile`` of a `Checkpointable`, planned steps run eagerly, since its graphs support neither hooks nor

@@ -11,13 +11,13 @@ from typing import Any
 from ..core.chain import Chain
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
-from ..errors import InvalidSequenceError, OptionError, SequenceFormatError
+from ..errors import InvalidSequenceError, LimitError, OptionError, SequenceFormatError
 from ..io.cache import Cache
 from ..io.progress import Bar
 from ..profile.profile import Profile
 from ..runtime.execution_plan import ExecutionPlan
 from ..solver import solve
-from ..solver.in_flight import needed_bytes, solve_in_flight
+from ..solver.in_flight import needed_bytes, parse_in_flight, solve_in_flight
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
 from ..solver.slots import parse_slots
 from ..solver.solve import check_alone, check_mode_options
@@ -36,6 +36,29 @@ def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[s
     else:
         check_alone(policy, {"mode": mode, "mem_slots": mem_slots})
         check_policy(policy, options)
+
+
+def check_limits(
+    mem_limit: Any, device_limit: Any, optimizer: Any, policy: str | None, up_to: Any, in_flight: int, grouped: bool
+) -> None:
+    """Raise LimitError or OptionError for arguments of `compute_sequence` that exclude each other; `grouped` says
+    whether several processes plan together."""
+    if (mem_limit is None) is (device_limit is None):
+        raise LimitError(
+            f"mem_limit is {mem_limit!r} and device_limit is {device_limit!r}; give one of them: mem_limit for what"
+            " a step allocates, device_limit for all that the device holds"
+        )
+    parse_in_flight(in_flight)
+    if in_flight > 1 and (device_limit is not None or policy is not None):
+        raise OptionError(f"in_flight is {in_flight}; use it with a mem_limit and a mode alone")
+    if device_limit is not None and up_to is not None:
+        raise OptionError("up_to needs a mem_limit; with a device_limit each input size is measured")
+    if device_limit is None and optimizer is not None:
+        raise OptionError("optimizer needs a device_limit; a mem_limit is for a step, in which no optimizer runs")
+    if up_to is not None and grouped:
+        raise OptionError(
+            "up_to is for one process; in a group measure the largest input in each, by model.measure(*largest)"
+        )
 
 
 @dataclass(frozen=True)

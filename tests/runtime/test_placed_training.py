@@ -542,7 +542,7 @@ def test_with_room_for_everything_nothing_is_done() -> None:
     model, optimizers, x = small()
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
     assert model._plan.keeps_all
-    assert model._placement is None
+    assert model._steps.placement is None
     assert not optimizers[0]._optimizer_step_pre_hooks
     model.compute_sequence(device_limit=model.keep_all_memory, optimizer=optimizers)
     assert model._plan.keeps_all
@@ -767,10 +767,10 @@ def test_placed_parameters_outlive_the_module_that_placed_them() -> None:
 def test_a_forked_process_is_refused() -> None:
     model, optimizers, x = small()
     place(model, optimizers, 0.1)
-    model._placement._process += 1  # as a child finds it
+    model._steps.placement._process += 1  # as a child finds it
     with pytest.raises(rotoff.ExecutionError, match="forked"):
         model(x)
-    model._placement._process -= 1
+    model._steps.placement._process -= 1
 
 
 # -- faults

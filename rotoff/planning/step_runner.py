@@ -1,0 +1,174 @@
+"""Runs the planned training steps of a model."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..capture import strategy
+from ..capture.outside import without_checkpoints
+from ..capture.sharding import gathers
+from ..capture.unrepeatable import compiled
+from ..errors import OptionError
+from ..runtime.execution_plan import ExecutionPlan
+from ..runtime.interpreter import Step
+from ..runtime.links.base import Link
+from ..runtime.links.pool import LinkPool, new_link
+from ..runtime.memory_check import MemoryChecker
+from ..runtime.placed.placement import Placement
+from ..runtime.step_times import Recording, StepTimes
+from ..tensors.storage import block_bytes
+from ..tensors.tree import leaves
+from .course import Specialization
+from .memory_account import expected_levels
+from .options import Options
+from .placed import PlacedPlanner
+from .specialization import Specializations
+
+logger = logging.getLogger("rotoff")
+
+
+class StepRunner:
+    """Runs steps by their plans, and owns what lives longer than one step.
+
+    Args:
+        check: whether every operation compares the bytes held with the bytes charged.
+
+    Attributes:
+        recording: records the times of the next step, if given.
+        placement: of the parameters, under a `device_limit`.
+    """
+
+    def __init__(self, specializations: Specializations, links: LinkPool, options: Options, check: bool) -> None:
+        self._specializations = specializations
+        self._links = links
+        self._options = options
+        self._check = check
+        self._in_flight: weakref.WeakSet[Step] = weakref.WeakSet()
+        self._said_in_flight = 0
+        self.recording: Recording | None = None
+        self.placement: Placement | None = None
+
+    # -- a step
+
+    def forward(self, plain: Callable[..., Any], value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a training step on the chain's input `value`; `plain` is the model's own forward."""
+        specialization, taped = self._specializations.take(value)
+        if specialization is None:
+            return plain(*args, **kwargs)
+        if taped is None:
+            return self._run(specialization, value, partial(specialization.captured.own, plain, value))
+        try:
+            taped.rewind()
+            result = self._run(specialization, value, taped.again)
+            taped.exchange()
+        except BaseException:
+            taped.put_back()
+            raise
+        return result
+
+    def _run(self, specialization: Specialization, value: Any, own: Callable[[], Any]) -> Any:
+        """Run a step by the plan of `specialization`; `own` runs the model's own forward."""
+        assert specialization.plan is not None
+        recording = self.recording if self.recording is not None and self.recording.times is None else None
+        if specialization.plan.keeps_all and not self._check and recording is None:
+            with without_checkpoints():  # with room for everything they would only cost
+                return specialization.captured.started(own())
+        if recording is not None:  # the recorded times are compared with predicted ones
+            specialization = self._specializations.timed(specialization)
+        profile, plan = specialization.planned, specialization.plan
+        assert plan is not None
+        strategy.refuse_passed_by()
+        given = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+        if plan.placed is not None and recording is not None:
+            raise OptionError(
+                "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
+            )
+        placement = self._placed(plan)
+        if placement is not None:
+            link: Link | None = placement.link
+        else:
+            link = self._links.take(profile.device, plan.host_bytes) if plan.host else None
+        checker = self._checker(specialization, plan) if self._check else None
+        times: StepTimes | None = None if recording is None else recording.begin(plan.trace, profile.device, link)
+        done = self._links.give_back if placement is None else _keep
+        step = Step(plan, profile.stages, profile.behaviours, profile.device, link, done, checker, times, placement)
+        if placement is not None:
+            placement.takes(step)
+        self._warn_in_flight(step)
+        result = step.follow(specialization.expected, given, own)
+        self._specializations.followed(specialization, step)
+        return specialization.captured.started(result)
+
+    def _checker(self, specialization: Specialization, plan: ExecutionPlan) -> MemoryChecker:
+        assert self._specializations.request is not None
+        planned, measured = specialization.planned, specialization.profile
+        seen = not any(compiled(m) or gathers(m) for stage in planned.stages for m in stage.every_module())
+        return MemoryChecker(
+            planned.chain,
+            plan.sequence,
+            block_bytes(planned.device),
+            measured.kept_bytes(plan.kept),
+            expected_levels(measured, replace(plan, in_flight=1)) if seen else (),
+            self._specializations.request.mem_limit,
+        )
+
+    def _warn_in_flight(self, step: Step) -> None:
+        """Warn, once for each number, if more steps are in flight than the plan counts on."""
+        self._in_flight.add(step)
+        many, request = sum(not one.closed for one in self._in_flight), self._specializations.request
+        if request is not None and max(request.in_flight, self._said_in_flight) < many and request.planner is None:
+            self._said_in_flight = many
+            logger.warning(
+                "rotoff: %d forwards have run before the backward of the first, and the limit counts on %d; give"
+                " compute_sequence(limit, in_flight=%d), or rotoff.attach_schedule a pipeline's schedule",
+                many,
+                request.in_flight,
+                many,
+            )
+
+    # -- where parameters are
+
+    def _placed(self, plan: ExecutionPlan) -> Placement | None:
+        """The placement of parameters, brought to the state in which `plan` begins; None if it moves none."""
+        request = self._specializations.request
+        assert request is not None
+        if plan.placed is None or not isinstance(request.planner, PlacedPlanner):
+            return None
+        placement = self.placement_for(request.planner.optimizers)
+        placement.begin(plan.placed, plan.host_bytes)
+        return placement
+
+    def placement_for(self, optimizers: tuple[Optimizer, ...]) -> Placement:
+        """The placement of the parameters of `optimizers`; a new one if there was another before."""
+        if self.placement is None or self.placement.optimizers != optimizers:
+            self.unplace(resident=False)
+            device = self._specializations.meter.device
+            assert device is not None
+            link = new_link(device, self._options.host_directory)
+            self.placement = Placement(link, optimizers)
+            weakref.finalize(self.placement, link.close)
+        return self.placement
+
+    def unplace(self, resident: bool = True) -> None:
+        """End the placement. resident: whether parameters return to the device; otherwise they stay where they are."""
+        if self.placement is not None:
+            placement, self.placement = self.placement, None
+            placement.close(resident=resident)
+
+    def streamed(self) -> AbstractContextManager[object]:
+        """Within this context, parameters on the host are fetched as the model's calls need them."""
+        streamed = None if self.placement is None else self.placement.streamed()
+        return nullcontext() if streamed is None else streamed
+
+
+def _keep(_: Link) -> None:
+    """Do not give back the link: the parameters' placement keeps it."""
