@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
-from .capture.outside import without_checkpoints
+from .capture.interception import without_checkpoints
 from .capture.sharding import gathers
 from .capture.unrepeatable import compiled
 from .core.chain import Chain

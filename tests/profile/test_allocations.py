@@ -72,9 +72,9 @@ def test_stages_that_do_the_same_are_alike_within_what_blocks_may_be_larger() ->
 
 def test_an_allocator_that_does_not_tell_what_it_gives_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     logs = [AllocationLog(()), AllocationLog((Allocation(1, 512), Allocation(1, -512)))]
-    monkeypatch.setattr(allocator, "_telling", set())
+    monkeypatch.setattr(allocator, "_checked", set())
     monkeypatch.setattr(allocator, "record", lambda *_: (None, logs.pop(0)))
-    with pytest.raises(rotoff.MeasureError, match="allocator of cuda:0 does not tell what it gives.*cudaMallocAsync"):
+    with pytest.raises(rotoff.MeasureError, match="allocator of cuda:0 reports no events.*cudaMallocAsync"):
         DeviceAllocator(torch.device("cuda", 0))
     for _ in range(2):
         DeviceAllocator(torch.device("cuda", 0))
@@ -86,7 +86,7 @@ def test_options_that_make_blocks_larger_are_told_of(
     told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = AllocationLog((Allocation(1, 512), Allocation(1, -512)))
-    monkeypatch.setattr(allocator, "_telling", set())
+    monkeypatch.setattr(allocator, "_checked", set())
     monkeypatch.setattr(allocator, "record", lambda *_: (None, log))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)

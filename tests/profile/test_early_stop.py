@@ -180,7 +180,7 @@ def test_a_stage_that_may_have_something_to_do_at_its_end_has_none() -> None:
     model, x = stack()
     model[0] = torch.compile(model[0], backend="eager")
     profile = rotoff.Checkpointable(model, forms=False).measure(x.repeat(16, 1), repeats=5).profile
-    assert (profile.chain.stage(1).tail_time, profile.behaviours[0].enough) == (0.0, 0)
+    assert (profile.chain.stage(1).tail_time, profile.behaviours[0].early_stop) == (0.0, 0)
     assert profile.chain.stage(3).tail_time > 0
 
 

@@ -253,7 +253,7 @@ def test_a_device_of_the_users_own() -> None:
     [
         ({"memory_bandwidth": 0}, "memory_bandwidth of device 'x' is 0; give a number above 0"),
         ({"flops": {"float32": 1e12, "int3": 1e12}}, "has the type 'int3'; known ones are float64"),
-        ({"flops": {"float16": 1e12}}, "misses 'float32'"),
+        ({"flops": {"float16": 1e12}}, "has no 'float32'"),
         ({"compute_efficiency": 2.0}, "give a share up to 1"),
     ],
 )

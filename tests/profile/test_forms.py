@@ -267,8 +267,8 @@ def test_identical_stages_share_the_work(monkeypatch: pytest.MonkeyPatch) -> Non
     from rotoff.profile.selective import variant_meter as form_meter
 
     proved = []
-    original = form_meter._faithful
-    monkeypatch.setattr(form_meter, "_faithful", lambda *args: proved.append(args) or original(*args))
+    original = form_meter._reproduces
+    monkeypatch.setattr(form_meter, "_reproduces", lambda *args: proved.append(args) or original(*args))
     model, batch = fresh("residual")
     profile = found(model, batch())
     forms = [stage.forms for stage in profile.chain.stages[1:5]]

@@ -23,7 +23,7 @@ from rotoff.planning.planner import least_limit, make_plan
 from rotoff.planning.request import Request
 from rotoff.profile.memory.skips import Skip, StorageAliasing, behave_in_place, choices, find_skips, keep_in_place
 from rotoff.runtime.execution_plan import compile_sequence
-from rotoff.runtime.overhead import NO_UPKEEP
+from rotoff.runtime.overhead import NO_OVERHEAD
 from rotoff.solver import anneal
 from rotoff.tensors.stage import Behaviour, SavedKind
 
@@ -452,7 +452,7 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit(monkeypatch: pyt
         chain=replace(found.chain, stages=with_times(found.chain.stages)),
         compact=found.compact and found.compact._replace(stages=with_times(found.compact.stages, 0.1)),
         behaviours=tuple(replace(one, forms=()) for one in found.behaviours),
-        upkeep_times=NO_UPKEEP,
+        overhead_times=NO_OVERHEAD,
     )
     ways = [(kept, compact) for kept in choices(profile.skips) for compact in (False, True)]
     profiles = {way: replace(profile.keeping(*way), skips=(), compact=None) for way in ways}
@@ -469,7 +469,7 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit(monkeypatch: pyt
         for way, alone in profiles.items():
             more = alone.resident_input_bytes - alone.unmanaged_bytes - alone.replay_bytes
             if limit >= limits[way]:
-                assert seconds <= rotoff.solve(alone.with_upkeep().chain, limit + more, mode="remat").meta["makespan"]
+                assert seconds <= rotoff.solve(alone.with_overhead().chain, limit + more, mode="remat").meta["makespan"]
     wrapped.compute_sequence(everything)
     assert wrapped._plan.keeps_all
     wrapped.close()

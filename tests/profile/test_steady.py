@@ -61,8 +61,8 @@ def test_what_takes_long_is_not_repeated_past_the_time_that_it_has(monkeypatch: 
 
 
 def test_the_spread_of_a_difference_is_compared_with_what_it_is_a_difference_of() -> None:
-    assert Series([0.01, 0.02, 0.03], scale=1.0).steady(0.02)
-    assert not Series([0.01, 0.02, 0.03]).steady(0.02)
+    assert Series([0.01, 0.02, 0.03], scale=1.0).converged(0.02)
+    assert not Series([0.01, 0.02, 0.03]).converged(0.02)
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 2.5, True])
@@ -104,7 +104,7 @@ def test_a_number_is_the_number_of_timed_runs_and_in_company_it_is_fixed(monkeyp
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     looked: list[Sequence[Series]] = []
-    monkeypatch.setattr(Series, "steady", lambda self, _: looked.append(self.seconds) or False)
+    monkeypatch.setattr(Series, "converged", lambda self, _: looked.append(self.seconds) or False)
     assert runs(model, None) == untimed + steady.FIXED
     assert not looked  # what one process sees, another may not
 
@@ -143,7 +143,7 @@ class Alike(nn.Module):
 
 def test_stages_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*[Alike() for _ in range(12)])
-    monkeypatch.setattr(Series, "steady", lambda self, width: True)
+    monkeypatch.setattr(Series, "converged", lambda self, width: True)
     x = torch.randn(512, 256)
     fewest = runs(model, 1, x)  # one timed run of each kind
     # of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); the others
