@@ -28,7 +28,7 @@ pytestmark = pytest.mark.full_timing
 STAGE = rotoff.Stage("s", 10.0, 20.0, output_bytes=100, saved_bytes=300, forms=(rotoff.Form(200, 22.0),))
 
 
-def test_each_stage_and_each_tensor_that_is_packed_and_read_is_charged() -> None:
+def test_overhead_is_charged_per_stage_and_saved_tensor() -> None:
     times = OverheadTimes(forward=2.0, backward=3.0, pack=0.1, unpack=0.01)
     stage = times.added_to(STAGE, saved=4)
     assert (stage.forward_time, stage.backward_time) == pytest.approx((12.4, 23.04))
@@ -63,7 +63,7 @@ def sampled(meter: OverheadMeter, module: type[Slow] = Slow, last: bool = False)
     return meter.times()
 
 
-def test_the_interpreter_is_timed_on_a_stage_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_is_timed_on_stages_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", time.thread_time)  # which no other process adds to
     times = sampled(OverheadMeter())
     assert all(0 < seconds < MAX_SECONDS for seconds in times)
@@ -76,7 +76,7 @@ def test_the_interpreter_is_timed_on_a_stage_of_the_model(monkeypatch: pytest.Mo
     assert [len(found) for found in (spans.pack, spans.unpack)] == [4 * (RUNS - 1)] * 2
 
 
-def test_what_is_handed_along_without_gradients_does_not_matter() -> None:
+def test_overhead_ignores_inputs_without_gradients() -> None:
     class Pair(nn.Module):
         def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
             x, targets = value
@@ -92,7 +92,7 @@ def test_what_is_handed_along_without_gradients_does_not_matter() -> None:
     assert other.times() == (0, 0, 0, 0)  # the first stage of most models: no backward ends there
 
 
-def test_a_stage_that_cannot_be_run_alone_is_passed_by(caplog: pytest.LogCaptureFixture) -> None:
+def test_overhead_skips_stage_that_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "rotoff"):
         times = sampled(OverheadMeter(), Alone)
     assert times == (0, 0, 0, 0)
@@ -101,7 +101,7 @@ def test_a_stage_that_cannot_be_run_alone_is_passed_by(caplog: pytest.LogCapture
     assert sampled(OverheadMeter(), last=True) == (0, 0, 0, 0)
 
 
-def test_a_stage_that_the_host_runs_ahead_of_is_charged_nothing() -> None:
+def test_device_bound_stage_is_charged_no_overhead() -> None:
     times = OverheadTimes(forward=2.0, pack=0.5)
     profile = replace(PROFILE, behaviours=(Behaviour((SavedKind.OWN,) * 2, (True,)),) * 2, overhead_times=times)
 
@@ -132,7 +132,7 @@ class Ahead:
 
 
 @pytest.mark.parametrize(("launch", "kernel", "bound"), [(1e-3, 1e-4, True), (1e-3, 2e-3, False), (1e-4, 1e-3, False)])
-def test_stages_whose_kernels_take_less_than_their_launches_are_flagged(
+def test_stages_slower_to_launch_than_run_are_host_bound(
     launch: float, kernel: float, bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_timing, "Clock", lambda _: Ahead(launch, kernel))
@@ -146,7 +146,7 @@ def test_stages_whose_kernels_take_less_than_their_launches_are_flagged(
     assert not stage_timing.Timings([1.0], [2.0]).host_bound  # of a device that is the host
 
 
-def test_the_flag_is_kept_with_the_times() -> None:
+def test_host_bound_is_cached_with_the_times() -> None:
     rows = (StageTimes("a", 1.0, 2.0, 0.0, ()), StageTimes("b", 1.0, 2.0, 0.0, (), host_bound=True))
     profile = replace(PROFILE, host_bound=(False, True))
     assert times_of(profile) == tuple(row._replace(forward_time=0.0, backward_time=0.0) for row in rows)
@@ -156,7 +156,7 @@ PAIR = rotoff.Chain((rotoff.Stage("a", 0.0, 0.0, 1, 1), rotoff.Stage("b", 0.0, 0
 PROFILE = Profile(torch.device("cuda", 0), PAIR, (), (), (Behaviour((), (True,)),) * 2, 0, 0)
 
 
-def test_a_measured_model_knows_it_and_a_plan_that_keeps_all_does_not_pay_it() -> None:
+def test_overhead_is_measured_and_not_charged_for_keeping_all() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)])
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(2048, 16), repeats=1)
@@ -174,7 +174,7 @@ def test_a_measured_model_knows_it_and_a_plan_that_keeps_all_does_not_pay_it() -
     wrapped.close()
 
 
-def test_the_machine_says_what_the_model_expects() -> None:
+def test_simulated_makespan_equals_expected_makespan() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)])
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(2048, 16), repeats=1)
