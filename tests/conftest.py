@@ -106,4 +106,4 @@ def _effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if torch is not None and request.node.get_closest_marker("full_timing") is None:
         from rotoff.profile.timing import convergence
 
-        monkeypatch.setattr(convergence, "STEADY", convergence.Repeats(1, 1))
+        monkeypatch.setattr(convergence, "UNTIL_CONVERGED", convergence.Repeats(1, 1))

@@ -1,8 +1,9 @@
-"""Stages merged until each one makes something: the machine charges every byte to the value that keeps it alive.
+"""Merges stages until each one makes something, because the machine charges every byte to the value that keeps it
+alive.
 
-A stage that only hands its input on, as a view or as it is, or changes it in place, becomes one with the stage before
-it. Beside others, bytes may be handed on: those that are there all the time (the batch's, such as a mask that goes
-through all stages in a tuple, and a module's own tables) for nothing; a skip connection's are charged to every value
+A stage that only passes its input on, as a view or unchanged, or that changes it in place, is merged with the stage
+before it. A stage that also makes something may pass bytes on. Those that exist throughout the step (the batch's, such
+as a mask that all stages pass on, and a module's own tables) cost nothing; a skip connection is charged to every value
 that carries it.
 """
 
@@ -24,22 +25,23 @@ from .unrepeatable import refusing
 
 
 def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[StageModule]:
-    """Merge each stage whose output shares bytes with its input, or which changes its input, into the one before it.
+    """Merge each stage whose output shares bytes with its input, or that changes its input, with the one before it.
 
-    A first stage that only hands the batch on takes the next one in; one that changes it works on a copy.
+    A first stage that only passes the batch on is merged with the next; one that changes the batch works on a copy.
 
     Args:
-        stages: in order. value: the sample input, which stays as it is; the stages are run on it without gradients.
+        stages: in order.
+        value: the sample input, which stays unchanged; the stages run on it without gradients.
 
     Raises:
-        MeasureError: where a later stage changes in place what was handed on to it from the batch.
+        MeasureError: if a later stage changes in place a part of the batch that was passed on to it.
     """
     groups: list[StageModule] = []
-    first_aliases = False  # the first group's output is still the batch itself
+    first_aliases = False  # whether the first group's output is the batch itself
     given, rebuild = flatten(value)
     with torch.no_grad():
         value = rebuild([copied(t) for t in given])  # a stage may change it
-        # while one is watched, no other storage gets its key
+        # while a weak reference exists, no other storage gets the same key
         watches = {storage_key(t): StorageWeakRef(t.untyped_storage()) for t in flatten(value)[0]}
         lasting = set(watches)
         for stage in stages:
@@ -56,8 +58,8 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
                 lasting -= keys
             elif changed & lasting:
                 raise MeasureError(
-                    f"stage {stage.name!r} changes in place a part of the model's input that the stages before it"
-                    " handed on; clone it in that stage"
+                    f"stage {stage.name!r} changes in place a part of the model's input that earlier stages passed on;"
+                    " clone it in that stage"
                 )
             elif not changed and len(outputs) > 1:
                 again = flatten(_run(stage, source, device))[0]

@@ -1,9 +1,9 @@
-"""From which of its outputs a model's backward starts, where its user says so.
+"""Lets the user say from which of its outputs a model's backward starts.
 
 A caller may ask for the gradient of every output, so each is charged in the last ``B``. A language model that returns
-its logits beside its loss is charged for a gradient of the logits that nobody ever makes: often the largest tensor
-there is. With ``backward_from="loss"`` that output alone keeps its graph within the stages. The others are handed out
-as the plain model would hand them out, but a backward that starts from one of them is refused.
+its logits beside its loss is charged for a gradient of the logits that is never made, often the largest tensor of all.
+With ``backward_from="loss"`` only the loss keeps its graph within the stages. The other outputs look as those of the
+plain model, but a backward that starts from one of them is refused.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ BackwardFrom = str | int | Iterable[str | int] | None
 
 
 def read_backward_from(given: Any) -> tuple[str | int, ...]:
-    """The keys or places that the option names; none where it is None.
+    """Return the keys or positions that the option names; none if it is None.
 
     Raises:
-        OptionError: for anything else.
+        OptionError: if it is anything else.
     """
     if given is None:
         return ()
     names = several(given)
     if not names or not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
         raise OptionError(
-            f'backward_from is {given!r}; give the key of an output ("loss"), its place in a tuple (0), or a list of'
-            " those"
+            f'backward_from is {given!r}; give the key of an output ("loss"), its position in a tuple (0), or a list'
+            " of those"
         )
     return names
 
 
 class BackwardStarts(nn.Module):
-    """Put behind the last stage: only the outputs of these `names` keep their graph.
+    """Placed after the last stage; only the outputs with these `names` keep their graph.
 
     Args:
-        names: of `read_backward_from`, one at least. with_attributes: whether the value is (what the model returns,
-            what it leaves in attributes), as the last stage of a recorded model has it while it is measured; all of the
-            latter keep theirs.
+        names: from `read_backward_from`, at least one.
+        with_attributes: whether the value is (what the model returns, what it leaves in attributes), as while a
+            recorded model is measured; the attributes keep their graph.
     """
 
     def __init__(self, names: tuple[str | int, ...], with_attributes: bool = False) -> None:
         super().__init__()
         self.names = names
         self.with_attributes = with_attributes
-        self.others: tuple[int, ...] = ()  # of the last run with gradients: tensors that would need one
-        self.lets_go: bool | None = None  # whether nothing held the others when a backward began; None: none has
+        self.others: tuple[int, ...] = ()  # in the last run with gradients, outputs that were detached
+        self.lets_go: bool | None = None  # whether nothing held them when a backward began; None: none began
 
     def forward(self, value: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -67,22 +67,21 @@ class BackwardStarts(nn.Module):
         return (output, *rest) if self.with_attributes else output
 
     def guarded(self, output: Any) -> Any:
-        """What the model returns, given that of the run before: what has left its graph needs a gradient again, and
-        refuses one."""
+        """Return `output` of the last run, in which detached tensors need a gradient again and refuse one."""
         tensors, rebuild = flatten(output)
         for n in self.others:
             tensors[n] = tensors[n].detach().requires_grad_()
-            tensors[n] = tensors[n].view_as(tensors[n])  # so that it is no leaf, as the model's is none
+            tensors[n] = tensors[n].view_as(tensors[n])  # not a leaf, like the model's own output
             tensors[n].register_hook(self._refuse)
         return rebuild(tensors)
 
     def watched(self, output: Any) -> Any:
-        """`guarded` of what the model returns, `output`; each backward from it sets `lets_go`."""
+        """Return `guarded` of the plain model's `output`; each backward from it sets `lets_go`."""
         starts = BackwardStarts(self.names)
         without = starts(output)
         tensors = flatten(output)[0]
         others = [StorageWeakRef(tensors[n].untyped_storage()) for n in starts.others]
-        # beside these two there are those of the runtime, which drops them by itself
+        # the runtime's own references are counted here, too; it drops them by itself
         held = [_uses(one) - 2 * [o.cdata for o in others].count(one.cdata) for one in others]
         output = starts.guarded(without)
 
@@ -96,8 +95,8 @@ class BackwardStarts(nn.Module):
 
     def _refuse(self, _gradient: torch.Tensor) -> NoReturn:
         raise ExecutionError(
-            f"a gradient arrived for another output than those that backward_from={_shown(self.names)} names, for which"
-            " none is planned; name that output too, or leave backward_from out"
+            f"a gradient arrived for an output that backward_from={_shown(self.names)} does not name, so none is"
+            " planned; name that output too, or leave backward_from out"
         )
 
     def _named(self, output: Any, name: str | int) -> list[torch.Tensor]:
@@ -105,19 +104,19 @@ class BackwardStarts(nn.Module):
             part = _part(output, name)
         except (KeyError, IndexError, AttributeError):
             raise MeasureError(
-                f"backward_from names {name!r}, and the model returns {_told(output)}; name one of those"
+                f"backward_from names {name!r}, but the model returns {_described(output)}; name one of those"
             ) from None
         tensors = [t for t in flatten(part)[0] if t.requires_grad]
         if not tensors:
             raise MeasureError(
-                f"backward_from names {name!r}, of which nothing needs a gradient on this input; call the model as in"
-                " training (with labels, say), or name the output that the backward starts from"
+                f"backward_from names {name!r}, which needs no gradient on this input; call the model as in training"
+                " (for example with labels), or name the output that the backward starts from"
             )
         return tensors
 
 
 def _uses(storage: StorageWeakRef) -> int:
-    """How many tensors lie in it."""
+    """Return how many tensors share the storage."""
     return torch._C._storage_Use_Count(storage.cdata)
 
 
@@ -134,10 +133,10 @@ def _places(output: Any) -> tuple[Any, ...]:
 def _fields(output: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(output):
         return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return {name: getattr(output, name) for name in getattr(output, "_fields", ())}  # of a named tuple
+    return {name: getattr(output, name) for name in getattr(output, "_fields", ())}  # a named tuple
 
 
-def _told(output: Any) -> str:
+def _described(output: Any) -> str:
     names = list(output) if isinstance(output, Mapping) else list(_fields(output))
     if names:
         return ", ".join(map(repr, names))

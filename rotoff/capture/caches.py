@@ -1,5 +1,4 @@
-"""Settings ``use_cache`` that a forward reads: off while training, which has no use for keys and values that are
-kept."""
+"""Switches off ``use_cache`` settings that a forward reads: training does not need cached keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from torch import nn
 
 
 def caches(model: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of `model`, its modules and their configurations that hold a setting ``use_cache`` which is
+    """Return the attributes of `model`, its modules and their configurations that hold a setting ``use_cache`` that is
     True."""
     held: dict[int, dict[str, Any]] = {}
     for module in model.modules():
@@ -24,7 +23,7 @@ def caches(model: nn.Module) -> list[dict[str, Any]]:
 
 @contextmanager
 def switched_off(held: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Within, the `caches` are off, for forwards that read the setting there rather than take it as an argument."""
+    """Switch the `caches` off, for forwards that read the setting there instead of taking it as an argument."""
     for attributes in held:
         attributes["use_cache"] = False
     try:

@@ -1,6 +1,6 @@
 """Communication with other processes within a forward or a backward.
 
-A replay that leaves a collective out computes other numbers, and one that runs it in one process alone waits forever.
+A replay that leaves a collective out computes other numbers; one that runs in one process alone waits forever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function
 
 from ..tensors.eager_mode import EagerMode
 from ..tensors.tree import flatten
-from .outside import Patches
+from .interception import Patches
 from .unrepeatable import UnrepeatableError
 
 _COLLECTIVES = (
@@ -26,14 +26,14 @@ _COLLECTIVES = (
 _BETWEEN_TWO = ("send", "recv", "recv_anysource", "isend", "irecv")
 
 
-def in_company() -> bool:
+def several_processes() -> bool:
     """Whether this program runs in several processes."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class CollectivesSeen(EagerMode):
-    """Within, notes whether a forward or a backward communicates with other processes."""
+    """Notes whether a forward or a backward communicates with other processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +47,11 @@ class CollectivesSeen(EagerMode):
 class Collective:
     """A collective, as a function that a ``TorchFunctionMode`` sees.
 
-    It returns when its tensors have arrived, also where the caller would wait for them later: replays do not call what
+    It returns when its tensors have arrived, even if the caller would wait for them later: replays do not call what
     waits, and a stage may end before that.
 
     Args:
-        output: the place, among the arguments, of the tensors that it changes; None where it returns new ones.
+        output: the position, among the arguments, of the tensors that it changes; None if it returns new ones.
     """
 
     def __init__(self, function: Callable[..., Any], output: int | None) -> None:
@@ -64,22 +64,22 @@ class Collective:
         if self._output is None:
             for tensor in flatten(result)[0]:
                 torch.ops._c10d_functional.wait_tensor(tensor.detach())
-        elif result is not None and self.__name__ not in _BETWEEN_TWO:  # the other may wait for this process' next one
+        elif result is not None and self.__name__ not in _BETWEEN_TWO:  # the peer may wait for this process's next one
             result.wait()
         return result
 
     def written(self, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
-        """The tensors that a call changes."""
+        """Return the tensors that a call changes."""
         if self.__name__ in _BETWEEN_TWO:
             raise UnrepeatableError(
-                f"the model's forward sends to or receives from one other process ({self.__name__}), which a replay"
+                f"the model's forward communicates with a single other process ({self.__name__}), which a replay"
                 " cannot repeat; put it into a torch.autograd.Function"
             )
         return () if self._output is None else flatten(args[self._output])[0]
 
 
 def as_collective(function: Any) -> Any:
-    """The `Collective` that stands for a function that modes see: a functional one, and since torch 2.13 those of
+    """Return the `Collective` for a function that modes see: a functional collective, or since torch 2.13 one of
     ``torch.distributed``. Other functions are returned as they are."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         if not str(function).startswith("_c10d_functional") or "wait_tensor" in str(function):
@@ -95,11 +95,11 @@ _KNOWN: dict[Any, Collective] = {}
 
 @cache
 def collectives_visible() -> Patches:
-    """Within, modes see what is called of process groups, too."""
+    """Make calls of process groups visible to modes."""
     groups = torch.distributed.ProcessGroup
 
     def visible(name: str) -> Callable[[Any], Any]:
-        function = Collective(getattr(groups, name), 1)  # one for all steps, which compare calls
+        function = Collective(getattr(groups, name), 1)  # the same object in all steps, which compare calls
 
         def wrap(method: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The course that a plan expects of a model's forward: its calls, where one stage ends and the next begins, and what
-crosses.
+"""The calls that a plan expects of a model's forward: their order, the borders of stages, and the tensors that cross
+them.
 
-Used to find the stages in a step while the model's own code runs (`runtime.live`). It says where bytes are expected,
-and no value is ever taken from it: a forward that takes another course runs all the same.
+A step follows the model's own code and uses this to find its stages (`runtime.live`). No value is taken from it, so a
+forward that makes other calls still runs correctly.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ import torch
 from torch import nn
 
 from ..tensors.stage import StageModule
-from .for_nothing import OUTSIDE, beside_bytes, put_in_stages
 from .partition.cuts import used
 from .partition.segment import Segment
 from .places import Entry
 from .sharding import gathers
 from .tape import Operation, Owned, Ref, Tape, leaves
 from .unrepeatable import compiled
+from .unused_results import OUTSIDE, beside_bytes, put_in_stages
 
 
 class ExpectedCall(NamedTuple):
     """One call that makes or changes tensors; a module that is called as a whole counts as one.
 
-    stage: that it belongs to, from 1, or `OUTSIDE`. outputs: the number of each tensor that it returns, None for a
-    parameter or a buffer. last_uses: the tensors that no call needs after it. dead: whether nobody needs what it makes.
-    reads: the number of each tensor among its arguments, None for others.
+    Attributes:
+        stage: to which it belongs, from 1, or `OUTSIDE`.
+        outputs: the number of each returned tensor; None for a parameter or a buffer.
+        last_uses: the tensors that no later call needs.
+        dead: whether its result is never used.
+        reads: the number of each tensor among its arguments; None for others.
     """
 
     function: Callable[..., Any]
@@ -45,14 +48,20 @@ class ExpectedCall(NamedTuple):
 class Course:
     """What one forward is expected to do.
 
-    calls: in order. dead_bytes: as of `beside_bytes`. crossing: of
-    each stage, the numbers of the tensors that it hands to the next, and their places among the outputs of its
-    `StageModule`; empty for the last. opaque: modules whose calls must stay one call in a replay as well. places: the
-    calls by what they are known by (`places`). entries: of each call of a module, the call that comes next. modules:
-    those of the model. nbytes: of each tensor. random: whether a forward makes some of the calls by chance, and others
-    not. held: tensors that stay whatever is dropped (`Tape.held`), so that to take their bytes would only be to make
-    them again. cast_bytes: of each stage, of the casts that autocast within the model keeps, those that autograd saves.
-    storages: of parameters that steps have met, for `runtime.reads`.
+    Attributes:
+        calls: in order.
+        dead_bytes: as in `beside_bytes`.
+        crossing: for each stage, the numbers of the tensors that it passes to the next, and their positions among the
+            outputs of its `StageModule`; empty for the last.
+        opaque: modules whose calls must also be one call in a replay.
+        places: the index of a call by each of its keys (`places`).
+        entries: for each call of a module, the index of the call that comes next.
+        modules: those of the model.
+        nbytes: of each tensor.
+        random: whether a forward makes some of the calls at random.
+        held: tensors that stay whatever is dropped (`Tape.held`), so that dropping them frees nothing.
+        cast_bytes: for each stage, of autocast's casts within the model that autograd saves.
+        storages: of parameters that steps have met, for `runtime.reads`.
     """
 
     calls: tuple[ExpectedCall, ...] = ()
@@ -74,14 +83,14 @@ class Course:
         return {call.stage: k for k, call in reversed(list(enumerate(self.calls)))}
 
     def alive(self, k: int) -> list[tuple[int, int]]:
-        """The tensors that were made before call `k` and are used by it or later, and their bytes."""
-        gone = {n for call in self.calls[:k] for n in call.last_uses}
+        """Return the tensors that are made before call `k` and used by it or later, and their bytes."""
+        finished = {n for call in self.calls[:k] for n in call.last_uses}
         made = dict.fromkeys(n for call in self.calls[:k] for n in call.outputs if n is not None)
-        return [(n, self.nbytes[n]) for n in made if n not in gone]
+        return [(n, self.nbytes[n]) for n in made if n not in finished]
 
     @cached_property
     def beside(self) -> frozenset[int]:
-        """The stages that have begun when something is made that belongs to none."""
+        """The stages that are open when something is made that belongs to no stage."""
         found, stage = set(), OUTSIDE
         for call in self.calls:
             if call.stage == OUTSIDE != stage and not call.dead:
@@ -91,7 +100,7 @@ class Course:
 
     @cached_property
     def opaque_stages(self) -> frozenset[int]:
-        """The stages that call one of those."""
+        """The stages that call a module of `opaque`."""
         return frozenset(
             call.stage for call in self.calls if isinstance(call.function, nn.Module) and call.function in self.opaque
         )
@@ -103,7 +112,7 @@ class Course:
 
 
 def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageModule] = ()) -> Course:
-    """The course that `tape` recorded, cut into `stages`, with stages `before` them through which no gradient flows."""
+    """Return the course of the forward on `tape`, cut into `stages`; before: stages through which no gradient flows."""
     stage_of: dict[int, int] = {}  # by an operation's id
     for i, stage in enumerate(stages, start=1):
         for segment in _segments(stage):
@@ -119,7 +128,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
     for op in reversed(tape.operations):
         following = place.get(id(op), following)
         for n in (*op.reads, *(n for n in op.outputs if n is not None)):
-            last.setdefault(n, following)  # of a question, the call that comes after it
+            last.setdefault(n, following)  # for an operation that makes nothing, the call after it
     lasting = set(tape.result_variables())
     last_uses: list[list[int]] = [[] for _ in range(len(calls) + 1)]
     for n, k in last.items():
@@ -154,7 +163,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
 
 
 def _saved_cast_bytes(tape: Tape, stage_of: Mapping[int, int], count: int) -> list[int]:
-    """As `Course.cast_bytes`, of `count` stages; stage_of: by an operation's id."""
+    """Return `Course.cast_bytes` of `count` stages. stage_of: by an operation's id."""
     found = [0] * count
     for op in tape.operations:
         if (i := stage_of.get(id(op), OUTSIDE)) != OUTSIDE:
@@ -163,7 +172,7 @@ def _saved_cast_bytes(tape: Tape, stage_of: Mapping[int, int], count: int) -> li
 
 
 def _numbers(op: Operation) -> Iterator[int | None]:
-    """The variable of each tensor among the arguments of a call."""
+    """Yield the variable of each tensor among the arguments of a call."""
     for leaf in leaves((op.args, op.kwargs)):
         if isinstance(leaf, Ref):
             yield leaf.variable

@@ -1,4 +1,4 @@
-"""Whose the tensors are that a recording meets: the model's own, variables of the tape, or there before."""
+"""Classifies the tensors that a recording meets: the model's own, variables of the tape, and tables made before."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .tape import Owned, Ref, Variable
 
 
 class KnownTensors:
-    """The tensors met so far, known by weak references; so recording keeps none of them.
-
-    variables: of the tape, in the order of their numbers. tables: those that were there before, and are neither the
-    model's own nor the batch's.
+    """The tensors met so far. It holds weak references, so that recording keeps no tensor alive.
 
     Args:
         model: whose parameters and buffers are known from the start.
+
+    Attributes:
+        variables: of the tape, by number.
+        tables: tensors made before that are neither the model's own nor the batch's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,15 +34,15 @@ class KnownTensors:
                         self._owned.setdefault(id(tensor), Owned(module, table, name))
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._there: dict[int, StorageWeakRef] = {}  # by number, those not known to be gone
+        self._alive: dict[int, StorageWeakRef] = {}  # by number, storages not known to be freed
         self._owners: dict[int | None, list[Owned]] = {}  # by storage
         for owned in self._owned.values():
             self._owners.setdefault(storage_key(owned.tensor), []).append(owned)
         self._lasting: set[int | None] = set(self._owners)
 
     def reference(self, tensor: torch.Tensor) -> Owned | Ref | torch.Tensor | None:
-        """What stands for `tensor` in an argument: itself, where it was there before; None, where nobody saw it being
-        made."""
+        """Return what stands for `tensor` in an argument: the tensor itself if it was made before, None if nobody saw
+        it made."""
         owned = self._owned.get(id(tensor))
         if owned is not None:
             return owned
@@ -53,28 +54,28 @@ class KnownTensors:
         self._lasting.add(storage_key(tensor))
         if not any(tensor is table for table in self.tables):
             self.tables.append(tensor)
-        return tensor  # a table that is no buffer
+        return tensor  # a table that is not a buffer
 
     def forget(self) -> None:
-        """Give up the references to the tensors themselves."""
+        """Drop the references to the tensors."""
         self._known.clear()
 
     def owners(self, tensor: torch.Tensor) -> tuple[Owned, ...]:
-        """The model's own tensors that lie in the storage of `tensor`: itself, or what it is a view of."""
+        """Return the model's own tensors that share the storage of `tensor`."""
         return tuple(self._owners.get(key_of(tensor), ()))
 
     def lasts(self, tensor: torch.Tensor) -> bool:
-        """Whether its storage was there before the forward, and did not come with the batch."""
+        """Whether its storage existed before the forward and does not belong to the batch."""
         return key_of(tensor) in self._lasting
 
     def output(self, tensor: torch.Tensor) -> int | None:
-        """The variable of what an operation returns, a new one where it has none; None for the model's own."""
+        """Return the variable of an operation's result, a new one if it has none; None for the model's own tensors."""
         if id(tensor) in self._owned or any(tensor is table for table in self.tables):
             return None
         return self.variable(tensor)
 
     def variable(self, tensor: torch.Tensor) -> int:
-        """Its variable, a new one where it has none."""
+        """Return the tensor's variable, a new one if it has none."""
         if (known := self.number(tensor)) is not None:
             return known
         number = len(self.variables)
@@ -85,15 +86,15 @@ class KnownTensors:
         return number
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Its variable, if it has one."""
+        """Return the tensor's variable, if it has one."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def storage(self, tensor: torch.Tensor, new: bool = False) -> int | None:
-        """The number of its storage, `new` ones included; None where it lasts, or there is none."""
+        """Return the variable of an operation's result, a new one if it has none; None for the model's own."""
         try:
             key = storage_key(tensor)
-        except (NotImplementedError, RuntimeError):  # has none (sparse)
+        except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage
             return None
         if key in self._lasting:
             return None
@@ -103,22 +104,22 @@ class KnownTensors:
             # a weak reference keeps the address from being given to another storage
             watch = StorageWeakRef(local(tensor).untyped_storage())
             self._storages[key] = (watch, len(self._storages))
-            self._there[self._storages[key][1]] = watch
+            self._alive[self._storages[key][1]] = watch
         return self._storages[key][1]
 
     def knows(self, storage: StorageWeakRef) -> bool:
-        """Whether it is one of those that have a number."""
+        """Whether the storage has a number."""
         return storage.cdata in self._storages
 
-    def there(self) -> frozenset[int]:
-        """The numbers of the storages that are still there."""
-        return frozenset(number for number, watch in self._there.items() if not watch.expired())
+    def alive(self) -> frozenset[int]:
+        """Return the numbers of the storages that still exist."""
+        return frozenset(number for number, watch in self._alive.items() if not watch.expired())
 
-    def gone(self) -> tuple[int, ...]:
-        """The numbers of the storages that have gone since this was last asked."""
-        found = tuple(number for number, watch in self._there.items() if watch.expired())
+    def freed(self) -> tuple[int, ...]:
+        """Return the numbers of the storages freed since the last call."""
+        found = tuple(number for number, watch in self._alive.items() if watch.expired())
         for number in found:
-            del self._there[number]
+            del self._alive[number]
         return found
 
 

@@ -1,8 +1,8 @@
-"""Calls of modules in a recorded forward, those of which become one operation each: modules whose work depends on data.
+"""Calls of modules in a recorded forward. The call of a module whose work depends on data becomes one operation.
 
-That it does shows while such a module runs, so its calls are recorded like all others, and made one at the end. To
-measure the operation its own calls are made again, not the module: what the module's code changes outside of the model
-stays as the one forward left it.
+That it depends on data shows while the module runs, so its calls are recorded like all others and joined at the end. To
+measure the joined operation, these calls are made again, and not the module's own code: what that code changes outside
+of the model stays as the one forward left it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from .tape import Operation, Owned, Pinned, Ref, Tape, substitute
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A call of a module under way, or made.
+    """A call of a module, running or finished.
 
-    number: of this call among all, from 1.
-    entry: as of `places`.
-    given: the variables among its arguments.
-    versions: of the tensors among them.
-    transformed: whether torch.func has transformed one of them.
-    drawn: the generators' states.
-    begin, end: its operations.
-    made: operations before it that make or change tensors.
-    until: how many calls of modules had begun when it ended.
-    place, outputs, grad, autocast: as of `Operation`.
+    Attributes:
+        number: of this call among all, from 1.
+        entry: as in `places`.
+        given: the variables among its arguments.
+        versions: of the tensors among them.
+        transformed: whether torch.func transforms one of them.
+        drawn: the generators' states.
+        begin, end: its operations.
+        made: the number of operations before it that make or change tensors.
+        until: how many calls of modules had begun when it ended.
+        place, outputs, grad, autocast: as in `Operation`.
     """
 
     module: nn.Module
@@ -57,14 +58,14 @@ class ModuleCall:
 def as_one(
     tape: Tape, calls: Sequence[ModuleCall], modules: Collection[nn.Module], instead: Mapping[int, Operation]
 ) -> None:
-    """Have `calls` of `modules` be one operation each; of those within one another, the outermost.
+    """Replace the calls of `modules` by one operation each; of nested calls, the outermost.
 
     Args:
-        instead: what takes the place of operations within them, by number.
+        instead: replacements of operations within them, by number.
     """
     operations: list[Operation] = []
     before = list(accumulate((op.makes for op in tape.operations), initial=0))
-    renumbered: dict[int, int] = {}  # how many operations that make something come before an entry
+    renumbered: dict[int, int] = {}  # number of operations before an entry that make something, before and after
     made = at = until = 0
 
     def take(end: int) -> None:
@@ -82,7 +83,7 @@ def as_one(
         elif call.module in modules and call.begin < call.end:
             take(call.begin)
             inner = tape.operations[call.begin : call.end]
-            operations.append(_joined(tape, call, inner))
+            operations.append(_as_operation(tape, call, inner))
             tape.inner[id(operations[-1])] = tuple(instead.get(n, op) for n, op in enumerate(inner, start=at))
             made, at, until = made + 1, call.end, call.until
     take(len(tape.operations))
@@ -90,15 +91,15 @@ def as_one(
     tape.operations = operations
 
 
-def _joined(tape: Tape, call: ModuleCall, inner: Sequence[Operation]) -> Operation:
-    """What stands for the operations that a call has made."""
+def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation]) -> Operation:
+    """Return the operation that stands for those made in a call."""
     reads, born = dict.fromkeys(call.given), set[int]()
     for op in inner:
         reads.update(dict.fromkeys(n for n in op.reads if n not in born))
         born.update(n for n in op.outputs if n is not None and n not in reads)
     saves = tuple(dict.fromkeys(one for op in inner for one in op.saves))
     seen = {tape.variables[n].storage for n in (*reads, *call.outputs) if n is not None} | {n for n, _ in saves}
-    unseen = {tape.variables[n].storage for n in born} - seen
+    inner_storages = {tape.variables[n].storage for n in born} - seen
     return Operation(
         function=call.module,
         args=tuple(map(Ref, call.given)),
@@ -113,14 +114,14 @@ def _joined(tape: Tape, call: ModuleCall, inner: Sequence[Operation]) -> Operati
         effect=True,
         place=call.place,
         saves=saves,
-        ends=tuple(dict.fromkeys(n for op in inner for n in op.ends if n not in unseen)),
+        ends=tuple(dict.fromkeys(n for op in inner for n in op.ends if n not in inner_storages)),
         keys=alone(call.entry, call.module),
     )
 
 
 def pinned(operation: Operation, tensors: Sequence[torch.Tensor], returned: Sequence[torch.Tensor]) -> Operation:
-    """`operation`, of which the sizes follow from numbers, so that it always gives the sizes that it gave: measuring
-    draws other random numbers than the step. Whole numbers that it returned are kept, or else those that it was given.
+    """Return `operation` with the sizes that it gave when it was recorded, although they depend on numbers: measuring
+    draws other random numbers than the step. Whole numbers that it returned are kept, or else those that it received.
 
     Args:
         tensors: its arguments, in order.

@@ -1,4 +1,4 @@
-"""Which buffers the forward of a stage changes, and which Python values of its modules."""
+"""Finds the buffers and the Python attributes that a stage's forward changes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .unrepeatable import NO_BUFFER
 class ChangedBuffers:
     """Watches the buffers of a stage while it runs a few times.
 
-    By version counter and by content: batch norm changes its statistics without telling their counters, and a power
-    iteration that has converged changes nothing that could be seen. So one look at one run would not do, and batch
-    norm's statistics always count.
+    Buffers are compared by version counter and by content: batch norm changes its statistics without the counters, and
+    a converged power iteration changes nothing visible. One run would not show all changes, and batch norm's statistics
+    always count as changed.
     """
 
     def __init__(self, stage: StageModule) -> None:
@@ -26,7 +26,7 @@ class ChangedBuffers:
         self._found: dict[tuple[nn.Module, str], None] = {}
 
     def look(self) -> tuple[tuple[nn.Module, str], ...]:
-        """(module, name) of every buffer found to change so far."""
+        """Return (module, name) of every buffer that has changed so far."""
         for module, name, old, version, content in self._before:
             now = module._buffers[name]
             statistics = isinstance(module, _NormBase) and module.training and module.track_running_stats
@@ -40,10 +40,9 @@ class ChangedBuffers:
 
 
 class ChangedAttributes:
-    """Watches the attributes of a stage's modules that hold numbers, texts or tensors without a graph, from a run to
-    the next.
+    """Watches attributes of a stage's modules between two runs: numbers, strings, and tensors without a graph.
 
-    What the first run fills in (a cache) is none; so let it pass before.
+    Create it after a first run, because a cache that the first run fills is no change.
     """
 
     def __init__(self, stage: StageModule) -> None:
@@ -56,10 +55,10 @@ class ChangedAttributes:
         ]
 
     def look(self) -> tuple[tuple[nn.Module, str, int], ...]:
-        """(module, name, bytes) of every attribute that has another value now.
+        """Return (module, name, bytes) of every attribute that has another value now.
 
         Raises:
-            MeasureError: where a tensor was changed in place.
+            MeasureError: if a tensor was changed in place.
         """
         found = []
         for module, name, value, version in self._before:
@@ -67,7 +66,7 @@ class ChangedAttributes:
             if now is value:
                 if isinstance(value, torch.Tensor) and value._version != version:
                     raise MeasureError(
-                        f"stage {self._stage.name!r} changes its attribute {name!r} in place, a tensor that is no"
+                        f"stage {self._stage.name!r} changes its attribute {name!r} in place, a tensor that is not a"
                         f" buffer{NO_BUFFER}"
                     )
             elif isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor) or now != value:

@@ -1,7 +1,7 @@
-"""What a stage's forward does, operation by operation, as the dispatcher sees it below autograd.
+"""Logs the operations of a stage's forward, as the dispatcher sees them below autograd.
 
-Bytes are storages here too: each gets a number when it is first met, and views are no operations. Storages are watched
-by weak references, so that recording keeps nothing alive and an address used twice is not taken for one storage.
+Each storage gets a number when it is first met; views are not operations. Weak references watch the storages, so that
+recording keeps nothing alive and a reused address is not taken for the same storage.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ from ..tensors.storage import View
 
 
 class Leaf(NamedTuple):
-    """One thing that an operation returns. storage: its number, None for no tensor. view: how the tensor lies in it.
-    device: where it lies. argument: place among the arguments of the very tensor that is returned. constant: what is
-    returned where no tensor is.
+    """One item that an operation returns.
+
+    Attributes:
+        storage: its number; None if it is not a tensor.
+        view: how the tensor lies in it.
+        device: of the tensor.
+        argument: the position among the arguments, if the operation returns an argument itself.
+        constant: the value of an item that is not a tensor.
     """
 
     storage: int | None
@@ -41,9 +46,13 @@ class Leaf(NamedTuple):
 class Operation:
     """One dispatched operation.
 
-    func: the overload. reads, writes: numbers of the storages of its tensor arguments, and of those that it changes.
-    leaves: what it returns, flat. single: whether that is one tensor rather than a tuple. draws: whether it drew random
-    numbers. seconds: that it took.
+    Attributes:
+        func: the overload.
+        reads, writes: numbers of the storages of its tensor arguments, and of those that it changes.
+        leaves: what it returns, flat.
+        single: whether it returns one tensor instead of a tuple.
+        draws: whether it drew random numbers.
+        seconds: its duration.
     """
 
     func: torch._ops.OpOverload
@@ -56,13 +65,17 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """As PyTorch prints it without namespace and overload, such as ``addmm``."""
+        """The name that PyTorch prints, without namespace and overload, such as ``addmm``."""
         return self.func._schema.name.split("::")[-1]
 
 
 class Pack(NamedTuple):
-    """A tensor that autograd saved. before: number of operations run by then. storage: None where no operation had met
-    it."""
+    """A tensor that autograd saved.
+
+    Attributes:
+        before: the number of operations run before.
+        storage: None if no operation had met it.
+    """
 
     before: int
     storage: int | None
@@ -72,8 +85,13 @@ class Pack(NamedTuple):
 
 @dataclass(frozen=True)
 class OperationLog:
-    """A stage's forward. nbytes: of each storage, by number. made: position of the operation that made each one; those
-    not in it were there before. outputs: numbers of the storages of the stage's outputs."""
+    """The operations of a stage's forward.
+
+    Attributes:
+        nbytes: of each storage, by number.
+        made: position of the operation that made each storage; others existed before.
+        outputs: numbers of the storages of the stage's outputs.
+    """
 
     operations: tuple[Operation, ...]
     packs: tuple[Pack, ...]
@@ -89,11 +107,11 @@ def record_operations(
 ) -> OperationLog:
     """Call `run`, a stage's forward that returns its outputs, and log its operations and what autograd saves.
 
-    Autocast's cache is off meanwhile, as in a redo: what it holds depends on what ran before.
+    Autocast's cache is off, as in a redo: its contents depend on what ran before.
 
     Args:
-        seconds: of an operation, its arguments and its result, in place of a clock; then tensors are taken for fake
-            ones, and whatever may draw random numbers for one that does.
+        seconds: returns the seconds of an operation, given its arguments and its result, instead of a clock. Tensors
+            are then fake, and every operation that may draw random numbers counts as drawing.
     """
     recorder = _Recorder(device) if seconds is None else _FakeRecorder(device, seconds)
     with uncached_autocast(), watch_saved(recorder.pack), recorder:
@@ -112,7 +130,7 @@ class _Recorder(EagerMode):
         self.nbytes: list[int] = []
         self.made: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
-        self._watched: list[StorageWeakRef] = []  # while one of them lives, its address is not used again
+        self._watched: list[StorageWeakRef] = []  # while one exists, its address is not reused
         self._generators = Generators(device)
         self._device = device
 
@@ -136,7 +154,7 @@ class _Recorder(EagerMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, bool]:
-        """(what the operation returns, seconds that it took, whether it drew random numbers)."""
+        """Return the operation's result, its seconds, and whether it drew random numbers."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         before = self._generators.states() if random else ()
         start = self._clock()
@@ -169,7 +187,7 @@ class _Recorder(EagerMode):
 
 
 class _FakeRecorder(_Recorder):
-    """Of operations on fake tensors, which take no time and draw nothing."""
+    """Logs operations on fake tensors, which take no time and draw nothing."""
 
     def __init__(self, device: torch.device, seconds: Callable[[Any, Any, Any, Any], float]) -> None:
         super().__init__(device)
@@ -182,7 +200,7 @@ class _FakeRecorder(_Recorder):
 
 
 def _argument(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument called `name` of an operation, its default where it is not given; None where it has none such."""
+    """Return the argument `name` of an operation, its default if it is not given; None if there is no such argument."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
@@ -194,7 +212,7 @@ def _leaves(result: Any) -> list[Any]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensor arguments that the operation says it changes."""
+    """Return the tensor arguments that the operation's schema says it changes."""
     found: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

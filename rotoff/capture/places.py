@@ -1,8 +1,8 @@
-"""Where in the model's own code a call of torch is made: what tells whether calls of two forwards are the same one.
+"""Identifies calls of torch by their position in the model's code, so that calls of two forwards can be matched.
 
-A forward that skips a layer, or takes another branch, makes other calls from there on; those of the layers after it are
-the same again. So a call is known by the call of the module that makes it, and within that by its function and by how
-many calls of this function came before it: since the last module that was called from there, or else at all.
+A forward that skips a layer or takes another branch makes other calls there; the calls of later layers are the same
+again. So a call is identified by the call of the module that makes it, its function, and the number of calls of this
+function before it there: since the last call of a submodule, or in all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from .tape import name_of
 
-Entry = tuple[nn.Module | None, int]  # a call of a module, and how many calls of that module came before
+Entry = tuple[nn.Module | None, int]  # a call of a module, and the number of calls of that module before it
 
 
 class _Frame:
@@ -22,9 +22,9 @@ class _Frame:
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
-        self.last: Entry = entry  # the module that was called last from here
+        self.last: Entry = entry  # the last submodule call
         self.calls: list[Any] = []  # functions, in order
-        self.first = 0  # of `calls`, after `last`
+        self.first = 0  # index of the first of `calls` after `last`
 
 
 class Places:
@@ -32,7 +32,7 @@ class Places:
 
     def __init__(self) -> None:
         self._frames = [_Frame((None, 0))]
-        self.calls = self._frames[0].calls  # functions that have been called in the module that now is, in order
+        self.calls = self._frames[0].calls  # functions called in the current module, in order
         self._times: dict[nn.Module, int] = {}
 
     def enter(self, module: nn.Module) -> Entry:
@@ -50,18 +50,18 @@ class Places:
         frame.last, frame.first = entry, len(frame.calls)
 
     def keys(self, function: Callable[..., Any]) -> tuple[Hashable, Hashable]:
-        """What the next call is known by, if it is of `function`: the first is exact, the second tells as long as both
-        read the same."""
+        """Return the keys of the next call, if it is of `function`. The first is exact; the second identifies the call
+        if both calls read the same."""
         frame, name = self._frames[-1], name_of(function)
         names = [name_of(one) for one in frame.calls]
         return (frame.entry, frame.last, name, names[frame.first :].count(name)), (frame.entry, name, names.count(name))
 
 
 def alone(entry: Entry, module: nn.Module) -> tuple[Hashable, Hashable]:
-    """What `module` is known by as the one call that its call `entry` makes."""
+    """Return the keys of `module` as the one call that its call `entry` makes."""
     return (entry, entry, name_of(module), 0), (entry, name_of(module), 0)
 
 
 def is_exact(key: Any) -> bool:
-    """Whether a key tells by itself which call it is."""
+    """Whether a key identifies a call by itself."""
     return len(key) == 4

@@ -1,4 +1,4 @@
-"""Notes every call of torch that a model's forward makes, while it runs."""
+"""Records every call of torch in a model's forward while it runs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
 from ..tensors.tree import look_into, refuse_packed
 from .collectives import Collective, as_collective
+from .interception import without_interception
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
-from .outside import unseen_calls
 from .partition.data_sizes import PACK_INSIDE, DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places, alone
@@ -33,7 +33,7 @@ from .sharding import gathers
 from .tape import NOTHING, Operation, Ref, Tape, leaves, name_of, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 
-# Answers about a tensor that do not depend on its contents.
+# properties of a tensor that do not depend on its contents
 _FACTS = frozenset(
     ["dim", "size", "stride", "numel", "nelement", "element_size", "ndimension", "storage_offset", "is_contiguous",
      "is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_pinned", "is_conj", "is_neg",
@@ -46,15 +46,15 @@ _FACTS = frozenset(
 HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 _EFFECTS = frozenset(["__set__"])
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
-_TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of a module that hold what is its own
+_TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of nn.Module itself
 
 
 class UnrecordableError(MeasureError):
-    """The model itself does, outside of its submodules, what cannot be written down."""
+    """The model itself, outside of its submodules, does what cannot be recorded."""
 
 
 class _HiddenError(Exception):
-    """What the call of a module does is not to be looked at any further. made: what the call under way has returned."""
+    """Raised to stop recording inside a module's call. made: what the current call has returned."""
 
     def __init__(self, call: ModuleCall, made: tuple[Any, ...] = ()) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ class _HiddenError(Exception):
 
 
 class Recorder(TorchFunctionMode):
-    """Notes every call while it is active.
+    """Records every call while it is active.
 
     Args:
-        named: modules that are called as a whole where what they do cannot be written down. in_step: whether what the
-            forward leaves behind is to stay.
+        named: modules that are called as a whole if what they do cannot be recorded.
+        in_step: whether the forward's side effects stay.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Recorder(TorchFunctionMode):
         self._named = frozenset(named)
         self._varying: set[nn.Module] = set()
         self._hidden: ModuleCall | None = None
-        self._open: list[ModuleCall] = []  # calls of modules under way, outermost first
-        self._modules: list[ModuleCall] = []  # all of them
-        self._pinned: dict[int, Operation] = {}  # by number, what takes an operation's place within them
+        self._open: list[ModuleCall] = []  # calls of modules that are running, outermost first
+        self._modules: list[ModuleCall] = []  # all calls of modules
+        self._pinned: dict[int, Operation] = {}  # replacements of operations within modules, by number
         self._sizes = DataSizes()
         self.trouble: MeasureError | None = None
         self._model = model
@@ -97,20 +97,20 @@ class Recorder(TorchFunctionMode):
         self._inside = False
         self._thread = threading.get_ident()
         self._places = Places()
-        self._made = 0  # operations that make or change tensors
+        self._made = 0  # number of operations that make or change tensors
         self._generators = Generators(device)
         self._drawn = self._generators.states()
         self._ambient = autocast_now()
         self.casts = WeightCasts(self._tensors)
-        self._hooks: list[Any] = []  # handles of those that the forward has registered on tensors
-        self._saves: list[tuple[int, int]] = []  # storages that the call under way has saved
+        self._hooks: list[Any] = []  # handles of hooks that the forward registered on tensors
+        self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
 
     def begin(self, given: list[torch.Tensor]) -> None:
         self.tape.inputs = [self._tensors.variable(t) for t in given]
 
     def end(self, result: Any) -> None:
-        """Take what the model returned."""
-        self._note_gone()
+        """Record what the model returned."""
+        self._note_freed()
         self.tape.attributes = [(module, name) for module in self._model.modules() for name in self._kept(module)]
         look_into(result)
         if self.tape.attributes:
@@ -120,8 +120,8 @@ class Recorder(TorchFunctionMode):
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 raise UncuttableError(
                     f"{type(self._model).__name__} returns a {type(leaf).__name__}, which rotoff cannot look into;"
-                    " have it return tensors, tuples, dicts, dataclasses (use_cache=False for a cache, the parameters"
-                    " of a distribution)"
+                    " have it return tensors, tuples, dicts or dataclasses (use_cache=False instead of a cache, the"
+                    " parameters of a distribution)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.tape.varying = frozenset(self._varying | self.tape.opaque)
@@ -130,24 +130,24 @@ class Recorder(TorchFunctionMode):
         as_one(self.tape, self._modules, self._varying, self._pinned)
 
     def finish(self) -> None:
-        """Take what is still there, where what was returned counts as gone; the caller has the graph."""
+        """Record which storages still exist, apart from results; the caller holds the graph alone."""
         known = {self.tape.variables[n].storage for n in (*self.tape.inputs, *self.tape.result_variables())}
-        self.tape.held = self._tensors.there() - known
+        self.tape.held = self._tensors.alive() - known
         if self._in_step:
-            self._tensors.forget()  # the graph's hooks hold this
+            self._tensors.forget()  # the graph's hooks hold this recorder
             return
-        for handle in self._hooks:  # one which has the tensor that it is on leaves a cycle
+        for handle in self._hooks:  # a hook that holds its own tensor would leave a cycle
             handle.remove()
         self._put_back()
 
     def saves(self, tensor: torch.Tensor) -> None:
-        """In place of keeping what autograd saves."""
+        """Note what autograd saves, instead of keeping it."""
         storage = self._tensors.storage(tensor, new=True)
         if storage is not None:
             self._saves.append((storage, tensor.untyped_storage().nbytes()))
 
     def _put_back(self) -> None:
-        """Give the attributes that every step sets what they held before, and generators their states."""
+        """Restore the attributes that every step sets, and the states of generators."""
         for generator, state in self.tape.generators:
             generator.set_state(state)
         for module, name in self.tape.attributes:
@@ -158,31 +158,32 @@ class Recorder(TorchFunctionMode):
                 del vars(module)[name]
 
     def _kept(self, module: nn.Module) -> Iterator[str]:
-        """The attributes of `module` in which the forward left tensors of its graph (the losses of experts, often)."""
+        """Yield the attributes of `module` in which the forward left tensors of its graph, such as the losses of
+        experts."""
         for name, value in vars(module).items():
             if name in _TABLES or _torch_hooks(module):
                 continue
             try:
                 tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            except RecursionError:  # it holds itself
+            except RecursionError:  # it contains itself
                 continue
             if not any(t.requires_grad and self._tensors.number(t) is not None for t in tensors):
                 continue
             if value is self._before[module].get(name, NOTHING):
-                if self._in_step:  # it is exchanged there
+                if self._in_step:  # the step replaces it
                     continue
                 raise UncuttableError(
                     f"module {self._names[module]!r} ({type(module).__name__}) adds tensors of the graph to its"
-                    f" attribute {name!r}; have its forward set the attribute anew, or the model return them"
+                    f" attribute {name!r}; have its forward assign a new value, or have the model return them"
                 )
             yield name
 
-    def _note_gone(self) -> None:
-        """Which storages have gone since the last operation began."""
-        gone = self._tensors.gone()
-        if gone and self.tape.operations:
+    def _note_freed(self) -> None:
+        """Note the storages freed since the last operation began."""
+        freed = self._tensors.freed()
+        if freed and self.tape.operations:
             last = self.tape.operations[-1]
-            self.tape.operations[-1] = replace(last, ends=last.ends + gone)
+            self.tape.operations[-1] = replace(last, ends=last.ends + freed)
 
     # -- what is called
 
@@ -201,7 +202,7 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         run: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run `function`, as `run` does, and note it; nothing that is called meanwhile is seen."""
+        """Run `function`, by calling `run`, and record it; nested calls are not recorded."""
         function = as_collective(function)
         self._inside = True
         try:
@@ -219,9 +220,9 @@ class Recorder(TorchFunctionMode):
     def _noted(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, made: ModuleCall | None = None
     ) -> Any:
-        """made: the call, where it has been made."""
+        """Run and record a call. made: the module call that has already run, if any."""
         name = getattr(function, "__name__", "")
-        self._note_gone()
+        self._note_freed()
         generated = self._generators.states() if made is None else made.drawn
         if name in HOOKS:
             return self._hooked(function(*args, **kwargs))
@@ -246,7 +247,7 @@ class Recorder(TorchFunctionMode):
         draws, effect = self._drawn is not generated, name in _EFFECTS or isinstance(function, nn.Module)
         silent = not (changed or effect or draws)
         if silent and returned and not name.endswith("_") and _all_in(returned, given):
-            return result  # nothing to do: x.to(x.dtype)
+            return result  # no operation, such as x.to(x.dtype)
         outputs = tuple(self._tensors.output(t) for t in returned)
         reads = tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref)))
         expected = NOTHING
@@ -278,12 +279,12 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _hooked(self, handle: Any) -> Any:
-        """Note a hook, which belongs to the step's own graph and not to the tape."""
+        """Note a hook; it belongs to the step's own graph, not to the tape."""
         self._hooks += [] if handle is None else [handle]
         return handle
 
     def _append(self, one: Operation, pinned: Operation | None) -> None:
-        """Put an operation on the tape. pinned: what takes its place within the modules around."""
+        """Put an operation on the tape. pinned: its replacement within the modules around it."""
         if pinned is not None:
             self._pinned[len(self.tape.operations)] = pinned
         if one.makes:
@@ -293,7 +294,7 @@ class Recorder(TorchFunctionMode):
         self.tape.operations.append(one)
 
     def _looked_at(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors among the arguments of a call that can be noted."""
+        """Return the tensors among the arguments of a call; refuse one that cannot be recorded."""
         found = _all_leaves(args, kwargs)
         if not isinstance(function, nn.Module) and any(isinstance(leaf, nn.Module) for leaf in found):
             self._refuse(f"runs modules inside of a custom autograd Function ({name_of(function)})")
@@ -310,7 +311,7 @@ class Recorder(TorchFunctionMode):
         return tensors
 
     def _asks(self, function: Any, name: str, reads: tuple[int, ...], answer: Any) -> bool:
-        """Whether a call that makes no tensor asks for what is in one, so that the answer is a part of the course."""
+        """Whether a call that makes no tensor reads one's contents, so that its result is part of the course."""
         computed = not self._sizes.computed.isdisjoint(reads)
         if name in _FACTS or name == "__get__":
             if not self._sizes.asked(function, name, reads):
@@ -318,23 +319,23 @@ class Recorder(TorchFunctionMode):
             if computed:
                 self._varies()
         elif name == "backward":
-            self._refuse("differentiates (backward), which is for the training loop to do", kind=UnrepeatableError)
+            self._refuse("calls backward, which belongs in the training loop", kind=UnrepeatableError)
         elif computed and not isinstance(answer, bool):
             self._varies()
         return True
 
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """In place of ``nn.Module.__call__``."""
+        """Replaces ``nn.Module.__call__``."""
         name = self._names.get(module)
         if self._passes() or name is None:
             return original(module, *args, **kwargs)
-        with torch._C.DisableTorchFunction():  # no calls of the model's own
+        with torch._C.DisableTorchFunction():  # these calls are not the model's
             call = self._begun(module, name, args, kwargs)
         whole = module in self.tape.opaque or one_call(module)
         try:
             result = self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs)
             if self._hidden is call:
-                self._unseen(call, args, kwargs, result)
+                self._join_hidden(call, args, kwargs, result)
             elif not whole:
                 self._ended(call, result)
             return result
@@ -372,7 +373,7 @@ class Recorder(TorchFunctionMode):
         """Call a module as one operation."""
         if module is self._model:
             self._refuse(
-                "is that of a model that is compiled, or sharded with hooks, as a whole; do so with the"
+                "belongs to a model that is compiled, or sharded with hooks, as a whole; compile or shard the"
                 " rotoff.Checkpointable around it, or use rotoff.attach",
                 kind=UncuttableError,
             )
@@ -380,7 +381,7 @@ class Recorder(TorchFunctionMode):
         return self.call(module, args, kwargs, partial(self._compiled, module) if compiled(module) else None)
 
     def _ended(self, call: ModuleCall, result: Any) -> None:
-        """A call of a module that was looked into has returned."""
+        """Note that a recorded call of a module has returned."""
         call.until, call.end = len(self._modules), len(self.tape.operations)
         returned = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         call.outputs = tuple(map(self._tensors.number, returned))
@@ -388,8 +389,8 @@ class Recorder(TorchFunctionMode):
             self._sizes.taken_whole(call.given, call.outputs)
             self._check_handed_on(result)
 
-    def _unseen(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A call of a module has returned, what it did not being for anybody to see: it is one operation."""
+    def _join_hidden(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Replace what a hidden call of a module did by one operation, now that it has returned."""
         seen = self.tape.operations[call.begin :]
         self._pinned = {n: one for n, one in self._pinned.items() if n < call.begin}
         del self.tape.operations[call.begin :]
@@ -408,28 +409,28 @@ class Recorder(TorchFunctionMode):
         self.tape.operations[-1] = replace(last, ends=ends + last.ends, keys=alone(call.entry, call.module))
 
     def _compiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `module`; the compiler sees none of this."""
-        with without(self), unseen_calls():
+        """Call `module` so that the compiler does not see this mode."""
+        with without(self), without_interception():
             return module(*args, **kwargs)
 
     def applied(
         self, apply: Callable[..., Any], original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """In place of a custom Function's or a scripted function's call."""
+        """Replaces the call of a custom Function or a scripted function."""
         if self._passes():
             return original(*args, **kwargs)
         return self.call(apply, args, kwargs, original)
 
     def _reference(self, leaf: Any) -> Any:
-        """What stands for `leaf` in an argument."""
+        """Return what stands for `leaf` in an argument."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         reference = self._tensors.reference(leaf)
         if reference is None:
             self._refuse(
-                f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) made by something that rotoff"
-                " cannot see: a hook that collects what a module makes inside (output_attentions=True), or code"
-                " outside of torch"
+                f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) that rotoff did not see being"
+                " made: by a hook that collects intermediate results (output_attentions=True), or by code outside of"
+                " torch"
             )
         return reference
 
@@ -442,10 +443,11 @@ class Recorder(TorchFunctionMode):
                 self.tape.changed[id(tensor)] = tensor
 
     def _check_handed_on(self, result: Any) -> None:
-        """What a module whose work depends on data hands on beside tensors is for the module around it."""
+        """Check what a module whose work depends on data returns beside tensors; if that depends on data, so does the
+        module around it."""
         for leaf in pytree.tree_leaves(result):
             if not isinstance(leaf, (torch.Tensor, type(None), bool, str)):
-                what = f"hands on a {type(leaf).__name__}, which follows from data or cannot be looked into"
+                what = f"passes on a {type(leaf).__name__}, which depends on data or cannot be looked into"
                 self._varies(what, self._open[:-1], UnrecordableError)
 
     def _varies(
@@ -455,8 +457,8 @@ class Recorder(TorchFunctionMode):
         kind: type[MeasureError] = UnrepeatableError,
         cure: str = "",
     ) -> None:
-        """The innermost of the modules `around`, of all where there are none, does what depends on data; where the
-        model itself does, `what` is refused."""
+        """Note that the work of the innermost of the modules `around` (of all, by default) depends on data; refuse
+        `what` if it is the model itself."""
         around = self._open if around is None else around
         if any(call.module in self._varying for call in around):
             return
@@ -467,7 +469,7 @@ class Recorder(TorchFunctionMode):
             self._refuse(what, cure, kind)
 
     def _hide_transformed(self, name: str, *made: Any) -> None:
-        """Look no further at the innermost module around that is not itself transformed."""
+        """Stop recording in the innermost module around that is not itself transformed."""
         for call in reversed(self._open):
             if call.name and not call.transformed:
                 self.tape.opaque.add(call.module)
@@ -496,13 +498,12 @@ def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def one_call(module: nn.Module) -> bool:
-    """Whether a call of `module` is to be one operation."""
+    """Whether a call of `module` is recorded as one operation."""
     return compiled(module) or (bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module))
 
 
 def _torch_hooks(module: nn.Module) -> bool:
-    """Whether all hooks are torch's own ways to compute a weight (weight norm, spectral norm), made of recorded
-    operations."""
+    """Whether all hooks are torch's own that compute a weight (weight norm, spectral norm) by recorded operations."""
     every = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     own = all(str(getattr(type(h), "__module__", "")).startswith("torch.nn.utils") for h in every)
     return bool(every) and own and not module._backward_hooks and not module._backward_pre_hooks

@@ -1,15 +1,15 @@
-"""One forward of a model, written down operation by operation: what the model's own Python code calls, in its order.
+"""Records one forward of a model: what the model's own Python code calls, in order.
 
-The model's forward runs as it is, on a sample. A ``TorchFunctionMode`` sees each call of torch (``F.dropout``, ``x +
-y``, ``x[i] = y``, ``torch.arange``) before it happens; custom autograd Functions, scripted functions and calls of
-modules are seen by a wrapper that is there meanwhile. What is written down serves to find stages, to measure them and
-to know what a step is expected to do (`course`). In a training step the model's own code runs (`runtime.live`).
+The model's forward runs on a sample. A ``TorchFunctionMode`` sees each call of torch (``F.dropout``, ``x + y``, ``x[i]
+= y``, ``torch.arange``) before it runs; wrappers see custom autograd Functions, scripted functions and calls of
+modules. The recording serves to find stages, to measure them, and to know what a step is expected to do (`course`). A
+training step runs the model's own code (`runtime.live`).
 
-Modules with backward hooks, sharded, compiled or scripted ones, those that the user names as stages, and those
-whose work depends on data are not looked into: a call of theirs is one operation.
+The call of some modules is one operation: modules with backward hooks, sharded, compiled or scripted modules, those
+that the user names as stages if they cannot be recorded, and those whose work depends on data.
 
-Gradients are on, but nothing is kept for a backward: autograd's saved tensors are thrown away, and tensors are known by
-weak references, so recording takes about what a forward without gradients does.
+Gradients are on, but nothing is kept for a backward: saved tensors are dropped, and tensors are known by weak
+references, so recording takes about as much memory as a forward without gradients.
 """
 
 from __future__ import annotations
@@ -28,32 +28,36 @@ from ..tensors.rng import Generators
 from ..tensors.saved_tensors import saved_hooks
 from ..tensors.storage import copied
 from ..tensors.tree import flatten
-from .collectives import collectives_visible, in_company
-from .outside import other_generators, put_other_generators, seen_calls
+from .collectives import collectives_visible, several_processes
+from .interception import intercept_calls, other_generators, put_other_generators
 from .recorder import Recorder
 from .tape import NOTHING, Tape
 from .union import union
 from .unrepeatable import UnrepeatableError
 
-TRIES = 2  # recordings after the first, until one is as that before it
-DRAWS = 32  # recordings of a forward that goes by chance, at most
-CALM = 6  # of those in a row that show nothing new, after which there are no more
+TRIES = 2  # recordings after the first, until one equals the one before it
+DRAWS = 32  # the most recordings of a forward with random branches
+SETTLED = 6  # recordings in a row without a new call, after which recording stops
 
 
 class InStep(Protocol):
-    """The forward of a step, which is run once and leaves what it leaves."""
+    """The forward of a training step, which runs once and whose side effects stay."""
 
     def watched(self) -> AbstractContextManager[None]:
-        """What its calls are made in."""
+        """Return the context in which its calls are made."""
 
     def put_back(self) -> None:
-        """Have all as it was before."""
+        """Restore the state before the step."""
 
 
 class Call(NamedTuple):
-    """A call of `forward`, which is that of `model`, with `args` and `kwargs` on `device`. known: what other such calls
-    did, which this one may do, too. like: what one with inputs of other sizes did: a forward that does the same is run
-    once. in_step: what is to be done where this is the forward of a step."""
+    """A call of `forward`, which belongs to `model`, with `args` and `kwargs` on `device`.
+
+    Attributes:
+        known: what other such calls did, and this one may do, too.
+        like: what a call with inputs of other sizes did; a forward that does the same is run once.
+        in_step: set if this is the forward of a training step.
+    """
 
     model: nn.Module
     forward: Callable[..., Any]
@@ -66,14 +70,14 @@ class Call(NamedTuple):
 
 
 def record(call: Call, named: Collection[nn.Module] = ()) -> Tape:
-    """What `call` does; generators are left as they were.
+    """Return what `call` does; generators stay as they were.
 
     Args:
-        named: modules that are called as a whole where what they do cannot be written down.
+        named: modules that are called as a whole if what they do cannot be recorded.
 
     Raises:
-        MeasureError: where its forward fails, or does what cannot be measured. An `UnrecordableError` where that would
-            be well in a submodule.
+        MeasureError: if the forward fails, or does what cannot be measured. It is an `UnrecordableError` if a submodule
+            may do the same.
     """
     drawn = other_generators()
     if call.in_step:
@@ -82,7 +86,7 @@ def record(call: Call, named: Collection[nn.Module] = ()) -> Tape:
         except BaseException:
             call.in_step.put_back()
             raise
-        tape.random = _goes_by_chance(tape) or drawn != other_generators()
+        tape.random = _has_random_branches(tape) or drawn != other_generators()
         return _with_known(call, tape)
     with preserved((), call.device):
         try:
@@ -92,13 +96,13 @@ def record(call: Call, named: Collection[nn.Module] = ()) -> Tape:
 
 
 def _every_call(call: Call, named: Collection[nn.Module]) -> Tape:
-    """What the forward does, with all that it may do by chance."""
+    """Return what the forward does, including everything that it may do at random."""
     generators = Generators(call.device)
     python = other_generators()
     tape = _once(call, named)
     if call.like is not None and not call.like.random and same_calls(call.like, tape):
         return tape
-    for _ in range(TRIES):  # the first runs may fill caches
+    for _ in range(TRIES):  # early runs may fill caches
         drawn = generators.copies(), other_generators()
         before, tape = tape, _once(call, named)
         if alike := same_calls(before, tape):
@@ -108,25 +112,25 @@ def _every_call(call: Call, named: Collection[nn.Module]) -> Tape:
         put_other_generators(drawn[1])
         again = _once(call, named)
         if not same_calls(tape, again):
-            return again  # it goes by what the runs before have left, and not by chance
+            return again  # it depends on what earlier runs left, and not on random numbers
     tape = _with_known(call, tape)
-    tape.random |= not alike or _goes_by_chance(tape) or python != other_generators()
-    calm = 0 if tape.random else CALM
+    tape.random |= not alike or _has_random_branches(tape) or python != other_generators()
+    unchanged = 0 if tape.random else SETTLED
     draws = 0
-    while calm < CALM and draws < DRAWS:
+    while unchanged < SETTLED and draws < DRAWS:
         draws += 1
         both = union(tape, _once(call, named), _order(call.model))
         if both is None:
             break
         if same_calls(tape, both):
-            calm += 1
+            unchanged += 1
         else:
-            calm, tape = 0, both
+            unchanged, tape = 0, both
     return tape
 
 
 def _with_known(call: Call, tape: Tape) -> Tape:
-    """`tape` with what other calls did."""
+    """Return the union of `tape` and what other calls did."""
     for other in call.known:
         if (both := union(other, tape, _order(call.model))) is not None:
             both.random = True
@@ -138,8 +142,8 @@ def _order(model: nn.Module) -> dict[str, int]:
     return {name: n for n, (name, _) in enumerate(model.named_modules())}
 
 
-def _goes_by_chance(tape: Tape) -> bool:
-    """Whether the forward asks for numbers that follow from what it has drawn."""
+def _has_random_branches(tape: Tape) -> bool:
+    """Whether the forward reads numbers that depend on random draws."""
     random: set[int] = set()
     for op in tape.operations:
         if op.draws or not random.isdisjoint(op.reads):
@@ -156,7 +160,7 @@ def same_calls(one: Tape, other: Tape) -> bool:
 def _once(call: Call, named: Collection[nn.Module]) -> Tape:
     model, forward, args, kwargs, device, *_ = call
     given, rebuild = flatten((args, kwargs))
-    if not call.in_step:  # the forward may change them
+    if not call.in_step:  # the forward may change its arguments
         given = [copied(t).requires_grad_(t.requires_grad) for t in given]
         args, kwargs = rebuild(given)
     with nullcontext() if call.in_step else buffers_preserved(buffers_of(model)), torch.enable_grad():
@@ -166,9 +170,9 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
             with (
                 nullcontext() if call.in_step is None else call.in_step.watched(),
                 saved_hooks(recorder.saves, _never),
-                seen_calls(recorder.called, recorder.applied),
+                intercept_calls(recorder.called, recorder.applied),
                 recorder.casts.counting(),
-                collectives_visible() if in_company() else nullcontext(),
+                collectives_visible() if several_processes() else nullcontext(),
                 recorder,
             ):
                 result = forward(*args, **kwargs)
@@ -188,6 +192,6 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
 
 def _never(_: Any) -> torch.Tensor:
     raise UnrepeatableError(
-        "the model differentiates within its forward (torch.autograd.grad, backward), which rotoff cannot record: have"
-        " the training loop do that, outside of the model that is planned"
+        "the model differentiates within its forward (torch.autograd.grad, backward), which rotoff cannot record; do"
+        " that in the training loop, outside of the planned model"
     )

@@ -1,4 +1,4 @@
-"""Which modules keep only a part of their parameters, and gather the rest from other processes while they run."""
+"""Finds modules that keep only a part of their parameters and gather the rest from other processes while they run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from functools import cache
 
 from torch import nn
 
-from .outside import Patches
+from .interception import Patches
 
 
 def shards(module: nn.Module) -> bool:
     """Whether FSDP shards parameters at `module` (not at a module inside it)."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has not used it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not used unless imported
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
 def gathers(module: nn.Module) -> bool:
-    """Whether `module`, or one inside it, has parameters that lie on several processes; the same in all of them."""
+    """Whether `module`, or one inside it, has parameters that are spread over processes; equal in all processes."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return any(shards(m) for m in module.modules()) or (
         tensor is not None and any(isinstance(p, tensor.DTensor) for p in module.parameters())
@@ -25,7 +25,7 @@ def gathers(module: nn.Module) -> bool:
 
 
 def tensor_parallel(root: nn.Module, model: nn.Module) -> bool:
-    """Whether parameters of `model` are DTensors that FSDP, at `root` or inside, does not gather whole."""
+    """Whether parameters of `model` are DTensors that FSDP, at `root` or inside, does not gather fully."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return False
@@ -37,8 +37,8 @@ def tensor_parallel(root: nn.Module, model: nn.Module) -> bool:
 
 @cache
 def collectives_waited_for() -> Patches:
-    """Within, functional collectives are waited for where they are issued. A replay may end before the first use of
-    one, which otherwise waits, and its bytes would stay for good."""
+    """Wait for functional collectives when they are issued. A replay may end before the first use of a result, which
+    would otherwise wait, and its bytes would stay for good."""
     from torch.distributed import _functional_collectives as collectives
 
     return Patches((collectives, "_maybe_wrap_tensor", lambda _: collectives.wait_tensor))

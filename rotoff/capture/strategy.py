@@ -1,9 +1,9 @@
-"""How a model is cut into stages: its forward is recorded (`recording`), and cut (`partition.cuts`).
+"""Cuts a model into stages: records its forward (`recording`) and chooses the cuts (`partition.cuts`).
 
 The modules of an ``nn.Sequential``, and those that the user names, end stages; any other model is cut where few bytes
-cross. Modules that cannot be looked into are taken whole: named ones that do what cannot be written down; and the
-innermost ones whose work depends on data (a loop over the experts in use, a number computed that sets a shape).
-The chain's input is (args, kwargs) of the call.
+cross. Modules that cannot be recorded are called as a whole: named ones, and the innermost ones whose work depends on
+data (a loop over the experts in use, a computed number that sets a shape). The chain's input is (args, kwargs) of the
+call.
 """
 
 from __future__ import annotations
@@ -33,15 +33,21 @@ from .recording import Call, InStep, record
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
-CURE = 'name its stages by hand, Checkpointable(model, stages=["blocks.0", ...]), whose calls are then taken whole'
-Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are
+CURE = 'name its stages, Checkpointable(model, stages=["blocks.0", ...]), which are then called as a whole'
+Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are stages
 
 
 @dataclass(frozen=True)
 class Captured:
-    """stages: in order. strategy: how they were found, for people. tape: what was recorded. cached: where ``use_cache``
-    was switched off. with_attributes: whether the last stage also returns tensors that modules keep in attributes.
-    starts: its last module, where not every output may be asked for its gradient.
+    """The stages of a model.
+
+    Attributes:
+        stages: in order.
+        strategy: how they were found, for people.
+        tape: the recording.
+        cached: where ``use_cache`` was switched off.
+        with_attributes: whether the last stage also returns tensors that modules keep in attributes.
+        starts: the last module, if the user says from which outputs a backward starts.
     """
 
     stages: list[StageModule]
@@ -52,7 +58,7 @@ class Captured:
     starts: BackwardStarts | None = None
 
     def starting(self, names: tuple[str | int, ...]) -> Captured:
-        """The same, where a backward starts from the outputs of these `names` alone; from any, where there are none."""
+        """Return this for a backward that starts from the outputs of these `names` alone; from any by default."""
         if not names:
             return self
         starts = BackwardStarts(names, self.with_attributes)
@@ -60,14 +66,14 @@ class Captured:
         return replace(self, stages=[*self.stages[:-1], last], starts=starts)
 
     def own(self, forward: Callable[..., Any], value: Any) -> Any:
-        """What the model's own `forward` returns for the chain's input `value`, with caches switched off as in the
-        stages, and every output in its graph."""
+        """Return what the model's own `forward` returns for the chain's input `value`, with caches switched off as in
+        the stages."""
         args, kwargs = value
         with switched_off(self.cached):
             return forward(*args, **kwargs)
 
     def started(self, output: Any) -> Any:
-        """The model's `output`, of which only that is in its graph from which a backward starts."""
+        """Return the model's `output`, of which only the outputs from which a backward starts keep their graph."""
         if self.starts is None:
             return output
         return self.starts.watched(output)
@@ -75,17 +81,17 @@ class Captured:
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether the model's forward is that of ``nn.Sequential``."""
-    # statically, since a scripted one has no forward to get
+    # static, because a scripted module has no attribute forward
     return inspect.getattr_static(type(model), "forward", None) is nn.Sequential.forward
 
 
 def modules(model: nn.Module) -> list[str]:
-    """Dotted names of the modules of `model`, an ``nn.Sequential``, in order, those of nested ones in place of these.
+    """Return the dotted names of the modules of `model`, an ``nn.Sequential``, in order; nested ones are flattened.
 
-    A nested one of a subclass (its forward may be another), or of which a call is one call, counts as one module.
+    A nested one counts as one module if it is of a subclass (whose forward may differ), or if its call is one call.
 
     Raises:
-        MeasureError: where there are none.
+        MeasureError: if there are none.
     """
     names = {module: name for name, module in model.named_modules()}
     found: list[str] = []
@@ -102,18 +108,18 @@ def modules(model: nn.Module) -> list[str]:
 
 
 def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What flows into the first stage when `model` is called with `args` and `kwargs`.
+    """Return the input of the first stage when `model` is called with `args` and `kwargs`.
 
-    A ``use_cache`` that the caller leaves open is switched off: training has no use for a cache of keys and values (see
+    If the caller does not set ``use_cache``, it is switched off: training does not need cached keys and values (see
     also `caches`).
 
     Raises:
-        MeasureError: where the arguments are not forward's, or the model has no forward in Python.
+        MeasureError: if the arguments do not fit forward, or the model has no forward in Python.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise MeasureError(
-            f"the model is a scripted or traced one ({model.original_name}), whose forward runs as one piece; give the"
-            " module that it was made from, in which parts may be scripted"
+            f"the model is scripted or traced ({model.original_name}), so its forward runs as one piece; give the"
+            " module that it was made from, parts of which may be scripted"
         )
     look_into((args, kwargs))
     signature = _signature(model.forward)
@@ -130,7 +136,7 @@ _SIGNATURES: weakref.WeakKeyDictionary[FunctionType, inspect.Signature] = weakre
 
 
 def _signature(forward: Any) -> inspect.Signature:
-    """As `inspect.signature`, which takes long, and is asked in every step."""
+    """Return the cached signature, because `inspect.signature` is slow and needed in every step."""
     function = getattr(forward, "__func__", None)
     if type(function) is not FunctionType:
         return inspect.signature(forward)
@@ -142,7 +148,8 @@ def _signature(forward: Any) -> inspect.Signature:
 def read_sample(
     model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that a sample means: a dict by itself is of named ones, where forward takes those names."""
+    """Return the arguments that a sample stands for: a single dict is passed as keywords if forward accepts those
+    names."""
     if (
         len(sample) == 1
         and not kwargs
@@ -159,50 +166,47 @@ def read_sample(
 
 
 def refuse_passed_by() -> None:
-    """Raise MeasureError where hooks are registered that a planned step would pass by, or a CUDA graph is being
-    captured, whose replays would be of one step's random numbers and none of its copies' host bytes."""
+    """Raise MeasureError if hooks are registered that a planned step would not call, or if a CUDA graph is being
+    captured, whose replays would repeat one step's random numbers and leave the host's copies out."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise MeasureError(
-            "the model cannot be measured, nor run as planned, while a CUDA graph is captured, since each step sets"
-            " random numbers back and orders its copies anew; capture the plain model, or give a limit that keeps"
-            " everything, with which it is the plain model"
+            "the model cannot be measured or run as planned while a CUDA graph is captured, because each step resets"
+            " random numbers and schedules its copies; capture the plain model, or give a limit that keeps everything,"
+            " which runs the plain model"
         )
     if _has_any_global_hook():
         raise MeasureError(
-            "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook); rotoff runs what"
-            " modules do without calling each of them, so it would be passed by: remove it, or register it on the"
-            " modules that it is for"
+            "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook), but replays do not"
+            " call the modules and would leave it out; remove it, or register it on the modules that need it"
         )
     if (said := foreign_hooks()) is not None:
         raise MeasureError(f"the model {''.join(said)}")
 
 
 def check_measurable(model: nn.Module, value: Any) -> None:
-    """Raise MeasureError where `model` cannot be measured on `value` whatever its forward does."""
+    """Raise MeasureError if `model` cannot be measured on `value`, whatever its forward does."""
     refuse_passed_by()
     if torch.is_inference_mode_enabled():
-        raise MeasureError(
-            "the model cannot be measured within torch.inference_mode(); measure it outside, it switches gradients on"
-        )
+        raise MeasureError("the model cannot be measured within torch.inference_mode(); measure it outside")
     if any(t.is_meta for t in (*model.parameters(), *flatten(value)[0])):
         raise MeasureError(
-            "the model or its input is on the meta device, where nothing runs and no time passes; give real ones, or"
-            ' use rotoff.estimate(model, sample, device="H200") or rotoff.plan, which reckon'
+            "the model or its input is on the meta device, where nothing can be measured; give real ones, or use"
+            ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which estimate'
         )
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         raise MeasureError(
-            "the model cannot be measured under saved-tensor hooks of somebody else's (torch.utils.checkpoint or"
-            " save_on_cpu around the whole model, say); leave those off, since rotoff recomputes and offloads, or call"
-            " measure(*sample) before"
+            "the model cannot be measured under other saved-tensor hooks (such as torch.utils.checkpoint or save_on_cpu"
+            " around the whole model); leave those out, since rotoff recomputes and offloads, or call measure(*sample)"
+            " before"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise MeasureError(
-                f"{name!r} of the model has no shape before the first forward (a lazy module); run the model once on a"
-                " sample, as it is, before it is measured"
+                f"{name!r} of the model has no shape before the first forward (a lazy module); run the plain model once"
+                " on a sample"
             )
         if type(tensor) in (torch.Tensor, nn.Parameter):
-            storage_key(tensor)  # so that a sparse one is refused here
+            storage_key(tensor)  # refuses a sparse tensor
     tensors = flatten(value)[0]
     refuse_packed(value, "the model's input")
     if not tensors:
@@ -212,7 +216,7 @@ def check_measurable(model: nn.Module, value: Any) -> None:
         )
     for tensor in tensors:
         if type(tensor) is torch.Tensor:
-            storage_key(tensor)  # so that a sparse one is refused here
+            storage_key(tensor)
 
 
 def capture(
@@ -225,17 +229,18 @@ def capture(
     like: Tape | None = None,
     in_step: InStep | None = None,
 ) -> Captured:
-    """The stages of `model` for inputs like `value`, a result of `chain_input`; the model is left as it was.
+    """Return the stages of `model` for inputs like `value`, a result of `chain_input`; the model stays as it was.
 
     Args:
-        wanted: about how many stages, or modules of the model (or their dotted names) that are each to be one. None: an
-            ``nn.Sequential``'s modules, or about 40. forward: what to call in place of `model`, whose own forward it
-                is.
-        known: what other forwards of it did; the stages are for those, too. like: what one did for inputs of other
-            sizes. in_step: where `forward` is that of a step.
+        wanted: about how many stages, or modules of the model (or their dotted names) that are to be stages. None: an
+            ``nn.Sequential``'s modules, or about 40 stages.
+        forward: what to call instead of `model`, whose own forward it is.
+        known: what other forwards did; the stages serve them, too.
+        like: what a forward did for inputs of other sizes.
+        in_step: set if `forward` belongs to a training step.
 
     Raises:
-        MeasureError: where no way fits; the sentence says what was tried and what to do.
+        MeasureError: if the forward cannot be recorded; the message names the cause and the cure.
     """
     check_measurable(model, value)
     names, how = named(model, wanted), "recorded operations, cut where few bytes cross"
@@ -251,18 +256,16 @@ def capture(
             tape = record(call, [model.get_submodule(name) for name in names])
     except (UncuttableError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the model's own forward may fail in any way
+    except Exception as error:  # the model's own forward may raise anything
         if in_step is not None and not isinstance(error, MeasureError):
             raise  # as the plain model's step does
-        reason = str(error).strip().splitlines()
-        said = reason[0] if reason else type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         cure = IN_A_SUBMODULE if isinstance(error, UnrecordableError) else CURE
-        if not isinstance(error, MeasureError):  # most often the model's own, on a sample that is not for it
-            said, cure = (
-                f"{type(error).__name__}: {said}",
-                f"see that model(*sample) runs by itself; where it does, {CURE}",
-            )
-        raise MeasureError(f"the model's forward cannot be recorded ({said}); {cure}") from error
+        if not isinstance(error, MeasureError):  # most often the sample does not fit the model
+            reason = f"{type(error).__name__}: {reason}"
+            cure = f"check that model(*sample) runs by itself; if it does, {CURE}"
+        raise MeasureError(f"the model's forward cannot be recorded ({reason}); {cure}") from error
     count = wanted if isinstance(wanted, int) else cuts.STAGES
     if any(tape.variables[n].sharded for n in (*tape.inputs, *tape.result_variables())):
         raise MeasureError(
@@ -274,7 +277,7 @@ def capture(
 
 
 def named(model: nn.Module, wanted: Wanted) -> list[str]:
-    """Dotted names of the modules asked for."""
+    """Return the dotted names of the wanted modules."""
     if wanted is None or (isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0):
         return []
     if (

@@ -1,7 +1,8 @@
-"""The operations of one forward, in order: what `recording` writes, `cuts` divides and `segment` runs again.
+"""The operations of one forward, in order: `recording` writes them, `cuts` divides them, and `segment` runs them.
 
-A *variable* is a tensor that an operation made or that came with the batch. Arguments of operations are the very Python
-values that the forward passed, with `Ref` and `Owned` in place of variables and of the model's parameters and buffers.
+A *variable* is a tensor that an operation made or that belongs to the batch. The arguments of an operation are the
+Python values that the forward passed, with `Ref` and `Owned` in place of variables and of the model's parameters and
+buffers.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from ..tensors.autocast import Autocast
 
 
 class Ref(NamedTuple):
-    """In an argument: the variable of that number."""
+    """In an argument, stands for the variable of that number."""
 
     variable: int
 
 
 class Owned(NamedTuple):
-    """In an argument: a parameter or buffer, looked up in its module whenever it is used."""
+    """In an argument, stands for a parameter or buffer, which is looked up in its module at each use."""
 
     module: nn.Module
     table: str  # "_parameters" or "_buffers"
@@ -36,16 +37,22 @@ class Owned(NamedTuple):
 
 
 class Pinned:
-    """In an argument: a copy of this tensor, whatever the values are that a run goes by. It waits on the host."""
+    """In an argument, stands for a copy of the recorded tensor, whatever a run computes. It is kept on the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.device = tensor.detach().to("cpu", copy=True), tensor.device
 
 
 class Variable(NamedTuple):
-    """storage: number of its storage, equal for tensors that share bytes; None where a parameter's or constant's bytes
-    are its own. nbytes: of that storage. owners: the parameters and buffers that lie there. sharded: it is
-    a DTensor, which no stage hands on."""
+    """A tensor of the tape.
+
+    Attributes:
+        storage: number of its storage, equal for tensors that share bytes; None if the storage belongs to a parameter
+            or a constant.
+        nbytes: of that storage.
+        owners: the parameters and buffers in that storage.
+        sharded: whether it is a DTensor, which no stage passes on.
+    """
 
     storage: int | None
     nbytes: int
@@ -54,22 +61,29 @@ class Variable(NamedTuple):
     sharded: bool = False
 
 
-NOTHING = object()  # no value is expected
+NOTHING = object()  # in place of an expected value
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of a function of torch, of a custom autograd Function, or of a module taken as a whole.
+    """One call of a function of torch, of a custom autograd Function, or of a module that is called as a whole.
 
-    outputs: the variable of each tensor that it returns, None for parameters and buffers. reads: variables among the
-    arguments. writes: storages that it changes in place. writes_owned: parameters and buffers that it changes. draws:
-    whether it draws random numbers. grad: whether gradients were on. autocast: (device type, enabled, dtype) where that
-    differs from what was set around the model. expected: for a call that turns tensors into a Python value
-    (``bool(x.any())``), that value. effect: to be run though nobody uses what it returns. casts: of weights, which
-    autocast within the model keeps (`weight_casts`). place: the modules around it, outermost first, each call of a
-    module as (name, number of the call). saves: (number, bytes) of the storages of which autograd saves something for
-    it. ends: those that are gone by the next one, since Python lets go of them; what autograd saves is not seen to
-    stay. keys: what it is known by in other forwards (`places`).
+    Attributes:
+        outputs: the variable of each returned tensor; None for parameters and buffers.
+        reads: variables among the arguments.
+        writes: storages that it changes in place.
+        writes_owned: parameters and buffers that it changes.
+        draws: whether it draws random numbers.
+        grad: whether gradients were on.
+        autocast: (device type, enabled, dtype), if that differs from the setting around the model.
+        expected: the Python value that a call such as ``bool(x.any())`` returned.
+        effect: whether it must run even if its result is not used.
+        place: the calls of modules around it, outermost first, each as (name, number of the call).
+        casts: of weights, which autocast within the model keeps (`weight_casts`).
+        saves: (number, bytes) of the storages that autograd saves for it.
+        ends: storages freed before the next operation, because Python releases them; saved tensors do not count as
+            holders.
+        keys: identify the operation in other forwards (`places`).
     """
 
     function: Callable[..., Any]
@@ -92,22 +106,22 @@ class Operation:
 
     @property
     def makes(self) -> bool:
-        """Whether it makes or changes tensors, rather than asking about them."""
+        """Whether it makes or changes tensors, instead of reading a value."""
         return bool(self.outputs or self.writes or self.writes_owned or isinstance(self.function, nn.Module))
 
     @property
     def name(self) -> str:
-        """Of the function, for messages and tables."""
+        """The name of the function, for messages and tables."""
         return name_of(self.function)
 
     def owned(self) -> Iterator[Owned]:
-        """Parameters and buffers among the arguments, and those that it changes through a view."""
+        """Yield the parameters and buffers among the arguments, and those changed through a view."""
         yield from (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Owned))
         yield from self.writes_owned
 
 
 def name_of(function: Any) -> str:
-    """A function's name; of an attribute that is read or set, the attribute's."""
+    """Return a function's name; for reading or setting an attribute, the attribute's name."""
     if getattr(function, "__name__", "") in ("__get__", "__set__"):
         return str(getattr(function.__self__, "__name__", "attribute"))
     return str(getattr(function, "__name__", type(function).__name__))
@@ -115,28 +129,29 @@ def name_of(function: Any) -> str:
 
 @dataclass
 class Tape:
-    """The calls of a forward, in order.
+    """The operations of a forward, in order.
 
-    inputs: the variable of each tensor in the batch.
-    result, result_spec: the leaves of what the model returns, and their structure.
-    attributes: where its modules keep tensors of the graph, if anywhere; result is then what it returns and a list of
-        what they hold.
-    varying: modules taken whole of which the work depends on data.
-    generators: those that calls were given, each in the state in which it was found.
-    tables: tensors among the arguments that were there before and are neither parameters nor buffers.
-    opaque: those of the modules taken whole whose calls cannot be told apart.
-    inner: of an operation (its id) that is a call of a module, the operations that are to be made in its place while it
-        is measured.
-    entries: of each call of a module (and how many of it came before), the number of operations before it that make or
-        change tensors.
-    modules: those of the model.
-    random: whether a forward makes some of the operations by chance, and others not.
-    held: the storages that stay when all that is saved and returned goes, since an attribute of ``ctx``, a closure of a
-        hook, an attribute of a module or a global has them.
-    changed: those of `tables` that some operation changes, by id.
-    changed_bytes: of these, as often as it does: a step copies it before.
-    cast_bytes: what autocast within the model keeps to the end of its region (`weight_casts`). unsaved_cast_bytes: of
-        that, what autograd does not save. saved_casts: the others.
+    Attributes:
+        inputs: the variable of each tensor in the batch.
+        result, result_spec: the leaves of what the model returns, and their structure.
+        attributes: where modules keep tensors of the graph. If there are any, the result is what the model returns and
+            a list of their values.
+        varying: modules called as a whole whose work depends on data.
+        generators: those that calls received, each with the state before.
+        tables: tensors among the arguments that existed before and are neither parameters nor buffers.
+        opaque: modules called as a whole whose inner calls are unknown.
+        inner: for an operation (by id) that calls a module, the operations that replace it while it is measured.
+        entries: for each call of a module, and the number of calls of it before, the number of operations before it
+            that make or change tensors.
+        modules: those of the model.
+        random: whether a forward makes some of the operations at random.
+        held: storages that stay when all saved and returned tensors are freed, because an attribute of ``ctx``, a
+            hook's closure, a module's attribute or a global holds them.
+        changed: those of `tables` that an operation changes, by id.
+        changed_bytes: their bytes, counted at each change; a step copies the table before.
+        cast_bytes: what autocast within the model keeps to the end of its region (`weight_casts`).
+        unsaved_cast_bytes: the part that autograd does not save.
+        saved_casts: the casts that it saves.
     """
 
     inputs: list[int] = field(default_factory=list)
@@ -165,7 +180,7 @@ class Tape:
 
 
 def substitute(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every leaf replaced; tuples, lists, dicts and slices are looked into."""
+    """Return `value` with every leaf replaced; looks into tuples, lists, dicts and slices."""
     if type(value) in (Ref, Owned):
         return change(value)
     if type(value) is tuple:
@@ -182,7 +197,7 @@ def substitute(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The leaves of `value`, as `substitute` meets them."""
+    """Return the leaves of `value`, in the order of `substitute`."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:

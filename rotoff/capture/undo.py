@@ -1,5 +1,4 @@
-"""What a forward that only serves to measure leaves of itself in a model is undone: counters, lists, caches, buffers
-put in place of others."""
+"""Undoes the side effects of a forward that only measures: on counters, lists, caches, and replaced buffers."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from torch import nn
 from ..tensors.buffers import BufferCopies, buffers_of
 from ..tensors.rng import Generators
 from ..tensors.storage import version_of
-from .outside import other_generators, put_other_generators
+from .interception import other_generators, put_other_generators
 from .unrepeatable import compiled
 
-_DEPTH = 4  # of containers and objects within one another that are looked into
+_DEPTH = 4  # nesting of containers and objects that is followed
 
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """After the block the modules of `model` hold what they held before it, as do the containers, the objects and the
-    tensors that are no buffers in their attributes; and Python's and NumPy's generators go on from where they were."""
+    """Restore, after the block, the attributes of `model`'s modules, the contents of the containers, objects and
+    tensors in them, and the generators of Python and NumPy."""
     before = _Before(model)
     try:
         yield
@@ -51,7 +50,7 @@ class _Before:
 
 
 class BeforeStep(_Before):
-    """What a model and the generators were before a step, to be put back where the step cannot be made."""
+    """The state of a model and the generators before a step, restored if the step fails."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model)
@@ -65,14 +64,14 @@ class BeforeStep(_Before):
         self._buffers.put_back()
 
     def put_back_of(self, modules: Collection[nn.Module]) -> None:
-        """Of the model, put back only what is held by some `modules`, and by those within them."""
+        """Restore only what some `modules` and their submodules hold."""
         inner = {one for module in modules for one in module.modules()}
         self._put_back(inner)
         self._buffers.put_back(inner)
 
 
 def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
-    """Note in `before` what `value`, and what it holds, are now."""
+    """Note in `before` the content of `value` and of what it holds."""
     if id(value) in before or depth > _DEPTH or isinstance(value, nn.Module):
         return
     content = _content(value)
@@ -83,7 +82,7 @@ def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
 
 
 def _content(value: Any) -> Any:
-    """What `_put_back` gives `value` back; None where it cannot change, or is nobody's to change."""
+    """Return what `_put_back` needs to restore `value`; None if it cannot change or must not be restored."""
     if isinstance(value, torch.Tensor):
         plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
         return (version_of(value), value.detach().clone()) if plain and not value.requires_grad else None
@@ -101,7 +100,7 @@ def _content(value: Any) -> Any:
 
 
 def _held_by(value: Any) -> tuple[Any, ...]:
-    """What is to be noted with `value`."""
+    """Return what must be noted with `value`."""
     if isinstance(value, dict):
         return (*value.values(),)
     if isinstance(value, (list, deque)) or type(value) is tuple:
@@ -114,7 +113,7 @@ def _held_by(value: Any) -> tuple[Any, ...]:
 
 
 def _is_random(value: Any) -> bool:
-    """Whether it is a ``random.Random``, or works like one."""
+    """Whether it is a ``random.Random`` or has the same methods."""
     return hasattr(value, "getstate") and hasattr(value, "setstate")
 
 

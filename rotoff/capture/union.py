@@ -1,8 +1,7 @@
-"""One tape for forwards that differ by chance: all calls that any of them makes, each once.
+"""Merges the tapes of forwards with random branches: every operation that any of them makes, once.
 
-A model that skips layers by chance (LayerDrop) never does the same twice. A plan for all of its layers holds for each
-of those forwards: a stage of which no call is made hands on what it was given, and takes no more bytes than the plan
-has for it.
+A model that skips layers at random (LayerDrop) rarely does the same twice. A plan for all of its layers serves each of
+those forwards: a stage without calls passes its input on, and takes no more bytes than planned.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from .tape import Operation, Ref, Tape, substitute
 
 
 def union(one: Tape, other: Tape, order: Mapping[str, int]) -> Tape | None:
-    """A tape with the calls of both; None where those that they share come in another order, or return something else.
+    """Return a tape with the operations of both; None if those that they share have another order, or the results
+    differ.
 
     Args:
-        order: of the model's modules, by name. Where each tape has calls of its own between two shared ones, those of
-            the module that comes first in the model come first.
+        order: the rank of each module in the model, by name. Between two shared operations, those of the module that
+            comes first in the model come first.
     """
     if len(one.inputs) != len(other.inputs) or one.attributes != other.attributes:
         return None
@@ -30,11 +30,11 @@ def union(one: Tape, other: Tape, order: Mapping[str, int]) -> Tape | None:
     return _Union(one, other).made(_merged(one, other, pairs, order))
 
 
-Step = tuple[int | None, int | None]  # the numbers of an operation in each tape
+Step = tuple[int | None, int | None]  # the index of an operation in each tape
 
 
 def _aligned(one: Tape, other: Tape) -> list[tuple[int, int]] | None:
-    """The operations that both have, by number, in order."""
+    """Return the pairs of indices of the operations that both have, in order."""
     known = {key: i for i, op in reversed(list(enumerate(one.operations))) for key in op.keys}
     same = dict(zip(other.inputs, one.inputs, strict=True))
     pairs, last = [], -1
@@ -78,22 +78,28 @@ def _merged(one: Tape, other: Tape, pairs: list[tuple[int, int]], order: Mapping
 
 
 class _Side:
-    """One of the two tapes. variables, storages: by its own numbers, those of the union. last: where each variable is
-    used last. calls: how many of the operations so far make or change tensors. entered: the calls of modules to come,
-    the next one last."""
+    """One of the two tapes.
+
+    Attributes:
+        variables, storages: its numbers and those of the union.
+        position: of the next operation.
+        last: the last use of each variable.
+        calls: how many of the operations so far make or change tensors.
+        entered: the calls of modules to come, the next one last.
+    """
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.variables: dict[int, int] = {}
         self.storages: dict[int, int] = {}
-        self.position = 0  # of the next operation
+        self.position = 0
         self.last = {n: k for k, op in enumerate(tape.operations) for n in (*op.reads, *op.outputs) if n is not None}
         self.last.update((n, len(tape.operations)) for n in tape.result_variables())
         self.calls = 0
         self.entered = [(k, entry) for entry, k in reversed(tape.entries.items())]
 
     def alive(self) -> list[int]:
-        """Variables that are there and will be used."""
+        """Return the variables that exist and will be used."""
         return [n for n in self.variables if self.last.get(n, -1) >= self.position]
 
 
@@ -105,13 +111,13 @@ class _Union:
         self._tape.generators = [*one.generators, *other.generators]
         self._tape.tables = list({id(t): t for t in (*one.tables, *other.tables)}.values())
         self._storages = 0
-        self._calls = 0  # of `Operation.makes`
+        self._calls = 0  # number of operations that make or change tensors
 
     def made(self, steps: Iterator[Step]) -> Tape:
         one, other = self._sides
         for n, m in zip(one.tape.inputs, other.tape.inputs, strict=True):
             self._tape.inputs.append(self._new([(one, n), (other, m)]))
-        alone: _Side | None = None  # whose calls have come since the last shared one
+        alone: _Side | None = None  # the tape that made all operations since the last shared one
         for step in steps:
             using = [(side, n) for side, n in zip(self._sides, step, strict=True) if n is not None]
             now = using[0][0] if len(using) == 1 else None
@@ -146,7 +152,7 @@ class _Union:
         self._tape.operations.append(op)
 
     def _as_one(self, every: list[tuple[_Side, Operation]]) -> Operation:
-        """What stands for operations that are the same one."""
+        """Return the operation that stands for equal ones of both tapes."""
         side, op = every[0]
         args, kwargs = substitute((op.args, op.kwargs), lambda leaf: self._renamed(side, leaf))
         reads = dict.fromkeys(side.variables[n] for n in op.reads)
@@ -169,7 +175,7 @@ class _Union:
         )
 
     def _new(self, numbers: list[tuple[_Side, int]]) -> int:
-        """The variable of the union that stands for these, which are one."""
+        """Return the union's variable for the same variable of both tapes."""
         side, n = numbers[0]
         if (found := side.variables.get(n)) is None:
             found = len(self._tape.variables)
@@ -194,7 +200,7 @@ class _Union:
         return side.storages[storage]
 
     def _hand_on(self, side: _Side) -> None:
-        """What the calls of one tape alone have made stands, for the other, in place of what it has there."""
+        """Let the results of operations that only one tape has replace the variables of the other."""
         other = self._sides[side is self._sides[0]]
         mine = {side.variables[n]: n for n in side.alive()}
         theirs = {other.variables[n]: n for n in other.alive()}

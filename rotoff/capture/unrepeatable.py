@@ -1,8 +1,7 @@
-"""What a forward must not do, since it runs several times while it is measured, and again in replays: refused before it
-is done.
+"""Refuses what a forward must not do, because it runs several times while it is measured and again in replays.
 
-A parameter changed in place would be changed once more by each run; what a `torch.Generator` of the model's own gave is
-not given again. Buffers may change, and draws from torch's own generators are repeated (`runtime.replay`).
+Changing a parameter in place would happen once more in each run. Buffers may change, and draws from torch's generators
+are repeated (`runtime.replay`).
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ _RENORMALIZING = (torch.nn.functional.embedding, torch.nn.functional.embedding_b
 
 
 ONCE_MORE = (
-    ", and rotoff runs it several times to measure it, and again in replays: make that a buffer (register_buffer), or"
+    ", but rotoff runs it several times to measure it, and again in replays; make that a buffer (register_buffer), or"
     " change it outside of forward"
 )
 
 
 NO_BUFFER = (
-    ", and a replay would change it again: register it (register_buffer, with persistent=False to leave it out of the"
+    ", but a replay would change it again; register it (register_buffer, with persistent=False to leave it out of the"
     " state_dict)"
 )
 
 
-IN_A_SUBMODULE = "do that after the forward, from what the model returns, or in a submodule that returns tensors"
+IN_A_SUBMODULE = "do that after the forward, with what the model returns, or in a submodule that returns tensors"
 
 
 class UncuttableError(MeasureError):
-    """What is wrong is so however the model is cut; the sentence has its own cure."""
+    """The problem exists however the model is cut; the message has its own cure."""
 
 
 class UnrepeatableError(UncuttableError):
-    """A forward does what cannot be done again."""
+    """A forward does what cannot be repeated."""
 
 
 class Parameters:
-    """The parameters of some modules, as storages."""
+    """The parameters of some modules, by storage."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._names: dict[int, str] = {}
@@ -63,8 +62,8 @@ class Parameters:
     def objection(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, str] | None:
-        """What about a call cannot be repeated, as the predicate of a sentence about a forward, and its end, with the
-        cure; None where nothing is wrong."""
+        """Return why a call cannot be repeated, as the predicate of a sentence about the forward and its cure; None if
+        it can."""
         name = self._changed(function, args, kwargs)
         if name is None:
             return None
@@ -77,7 +76,7 @@ class Parameters:
         own = getattr(function, "__name__", "")
         sets = own == "__set__" and getattr(getattr(function, "__self__", None), "__name__", "") == "data"
         if sets and len(args) > 1 and _same_bytes(args[0], args[1]):
-            return None  # module.to(dtype) sets what is of that type already
+            return None  # module.to(dtype) without a change
         in_place = own.endswith("_") and not own.endswith("__") and own not in _NO_CONTENT
         if sets or in_place or own == "__setitem__" or (own.startswith("__i") and own in _IN_PLACE):
             several = args and isinstance(args[0], (list, tuple))  # torch._foreach_mul_
@@ -99,14 +98,14 @@ def _same_bytes(tensor: Any, other: Any) -> bool:
     return key == key_of(other) and place == (other.dtype, other.size(), other.stride(), other.storage_offset())
 
 
-_NO_CONTENT = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])  # change no numbers
+_NO_CONTENT = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])  # keep the content
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 )
 
 
 class Refusing(EagerFunctionMode):
-    """Within, what cannot be repeated raises UnrepeatableError before it is done; who: does it, for the message."""
+    """Raises UnrepeatableError before a call that cannot be repeated. who: makes the call, for the message."""
 
     def __init__(self, parameters: Parameters, who: str) -> None:
         super().__init__()
@@ -121,20 +120,20 @@ class Refusing(EagerFunctionMode):
         return function(*args, **kwargs)
 
 
-# refused where there are none to come
+# these raise for a tensor that needs no gradient
 _OF_GRADIENTS = frozenset([torch.Tensor.register_hook, torch.Tensor.retain_grad])
 
 
 def refusing(stage: StageModule) -> AbstractContextManager[Any]:
-    """Within, a run of `stage` raises UnrepeatableError before it does what cannot be repeated. Compiled parts are not
-    looked at: they would be compiled once more."""
+    """Raise UnrepeatableError before a run of `stage` does what cannot be repeated. Compiled stages are not checked,
+    because a mode would compile them again."""
     if any(compiled(module) for module in stage.every_module()):
         return nullcontext()
     return Refusing(Parameters(stage.modules), f"stage {stage.name!r}")
 
 
 def compiled(module: nn.Module) -> bool:
-    """Whether its code is not Python's to run: it is compiled, or scripted."""
+    """Whether Python does not run the module's code, because it is compiled or scripted."""
     made: Any = type(module)
     return getattr(module, "_compiled_call_impl", None) is not None or _made_by_a_compiler(made)
 

@@ -1,7 +1,7 @@
-"""Stages merged where nobody keeps what lies between them: the machine charges every stage's output to its ā.
+"""Merges stages if nothing keeps the value between them, because the machine charges every output to the stage's ā.
 
-Plain autograd lets an output go that neither the backward of the stage which made it nor that of the next one needs,
-such as a linear layer's before a ReLU. One stage of the two has it only while it runs.
+Plain autograd frees an output that neither the backward of its own stage nor that of the next one needs, such as a
+linear layer's before a ReLU. A merged stage holds it only while it runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from ..tensors.tree import flatten
 
 @dataclass(frozen=True)
 class Group:
-    """Stages that may become one, and their bytes.
+    """Stages that may be merged, and their bytes.
 
-    input_bytes, output_bytes: of the values around them. kept_bytes: ā. unsaved_bytes: of the output, what neither the
-    last of them nor the stage after it saves, and nobody else holds. differentiable: whether an output needs a
-    gradient. inner_bytes: of the largest value between two of them. part_bytes: the largest `need_bytes` of one of them
-    by itself.
+    Attributes:
+        input_bytes, output_bytes: of the values around them.
+        kept_bytes: of ā.
+        unsaved_bytes: of the output that neither the last of them nor the next stage saves, and nothing else holds.
+        differentiable: whether an output needs a gradient.
+        inner_bytes: of the largest value between two of them.
+        part_bytes: the largest `need_bytes` of one of them alone.
     """
 
     stage: StageModule
@@ -42,7 +45,7 @@ class Group:
 
     @property
     def need_bytes(self) -> int:
-        """What its ``B`` needs: the input, ā, and two gradients, of which one may be of a value within."""
+        """What its ``B`` needs: the input, ā, and two gradients, one of which may be of a value within."""
         return self.input_bytes + self.kept_bytes + self.output_bytes + max(self.input_bytes, self.inner_bytes)
 
     def merged(self, following: Group) -> Group:
@@ -59,7 +62,7 @@ class Group:
 
 
 class _Storage(NamedTuple):
-    watch: StorageWeakRef  # while it is there, no other storage gets the same key
+    watch: StorageWeakRef  # while it exists, no other storage gets the same key
     nbytes: int
 
     @classmethod
@@ -69,21 +72,22 @@ class _Storage(NamedTuple):
 
 
 def merge_unsaved(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[StageModule]:
-    """Merge each stage with the one before it where the output between them is charged for nothing.
+    """Merge each stage with the one before it if the output between them is not needed.
 
     Args:
-        stages: in order, each of which makes something (`aliasing.merge_aliases`). value: the sample input, which stays
-            as it is; each stage is run on it once, and its graph let go before the next.
+        stages: in order, each of which makes something (`aliasing.merge_aliases`).
+        value: the sample input, which stays unchanged; each stage runs on it once, and its graph is freed before the
+            next.
     """
     return [group.stage for group in merge_groups(_look_at(stages, value, device))]
 
 
 def merge_groups(stages: Sequence[Group]) -> list[Group]:
-    """`stages`, the neighbours merged of which the first one's output is saved by nobody.
+    """Merge neighbours if nothing saves the output of the first.
 
-    Larger stages leave a plan less to choose from, and could raise the smallest limit: so what is merged must need no
-    more bytes in its ``B`` than one of its parts does. That keeps apart what saves much, and what lies around a value
-    smaller than its neighbours, which is a good one to recompute from.
+    Larger stages leave a plan fewer choices, and could raise the smallest limit. So a merged stage must need no more
+    bytes in its ``B`` than one of its parts does. That keeps stages apart that save much, and those around a value that
+    is smaller than its neighbours, which is a good one to recompute from.
     """
     groups: list[Group] = []
     for stage in stages:
@@ -98,7 +102,7 @@ def merge_groups(stages: Sequence[Group]) -> list[Group]:
 
 
 def _look_at(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[Group]:
-    """Run `stages` one by one: what each keeps, and leaves to nobody."""
+    """Run `stages` one by one; return what each keeps and leaves unused."""
     found: list[Group] = []
     made: dict[int, _Storage] = {}  # by the stage before
     saved: set[int] = set()
@@ -108,15 +112,14 @@ def _look_at(stages: Sequence[StageModule], value: Any, device: torch.device) ->
         if found:
             free = [s for key, s in made_before.items() if key not in saved_before | saved | made.keys()]
             if not all(s.watch.expired() for s in free):
-                gc.collect()  # else it would depend on when that happens, and processes that plan together could differ
-            found[-1] = replace(found[-1], unsaved_bytes=_gone(free))
+                gc.collect()  # otherwise the result would depend on when it runs, and processes could differ
+            found[-1] = replace(found[-1], unsaved_bytes=_freed(free))
         found.append(group)
     return found
 
 
 def _look(stage: StageModule, value: Any, device: torch.device) -> tuple[Any, Group, dict[int, _Storage], set[int]]:
-    """Run `stage`: its output, without a graph; what it keeps; the storages of the output; and the keys of those
-    saved."""
+    """Run `stage`; return its detached output, its group, the output's storages, and the keys of saved storages."""
     saved: dict[int, _Storage] = {}
 
     def note(tensor: torch.Tensor) -> None:
@@ -130,14 +133,15 @@ def _look(stage: StageModule, value: Any, device: torch.device) -> tuple[Any, Gr
         outputs, rebuild_output = flatten(stage.run(rebuild(leaves)))
     made = {storage_key(t): _Storage.of(t) for t in outputs}
     result = [t.detach().requires_grad_(t.requires_grad) for t in outputs]
-    del outputs  # and with them the graph
+    del outputs  # frees the graph
     entering = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
     leaving = sum(s.nbytes for s in made.values())
-    kept = leaving + _gone(s for key, s in saved.items() if key not in made)
+    kept = leaving + _freed(s for key, s in saved.items() if key not in made)
     group = Group(stage, entering, leaving, kept, differentiable=any(t.requires_grad for t in result))
     return rebuild_output(result), group, made, set(saved)
 
 
-def _gone(storages: Iterable[_Storage]) -> int:
-    """Bytes of those that nobody holds now: the rest were there before, such as parameters and the stage's input."""
+def _freed(storages: Iterable[_Storage]) -> int:
+    """Return the bytes of the storages that nothing holds now; the rest existed before, such as parameters and the
+    input."""
     return sum(s.nbytes for s in storages if s.watch.expired())

@@ -21,7 +21,7 @@ from torch import nn
 from ..capture import strategy
 from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
-from ..capture.outside import own_function, without_checkpoints
+from ..capture.interception import custom_function, without_checkpoints
 from ..capture.recording import same_calls
 from ..capture.sharding import collectives_waited_for, tensor_parallel
 from ..capture.tape import Tape
@@ -30,7 +30,7 @@ from ..core.chain import LinkRates, Stage
 from ..errors import MeasureError
 from ..io.cache import Cache
 from ..io.progress import Bar
-from ..profile.kept_profile import find_profile, keep_profile, tells_bytes
+from ..profile.kept_profile import bytes_are_portable, find_profile, keep_profile
 from ..profile.measure import UNKNOWN, Progress, Walk, link_of, measure, measure_bytes, measure_times
 from ..profile.memory.eager_memory import HeldLate
 from ..profile.profile import Profile
@@ -230,7 +230,7 @@ class CourseMeter:
         """Log once which modules and Functions run their own code more often than in the plain model."""
         names = {module: repr(name) for name, module in self.model.named_modules()}
         functions = {one.function for op in tape.operations for one in tape.inner.get(id(op), (op,))}
-        told = sorted({names.get(one, "") if isinstance(one, nn.Module) else own_function(one) for one in functions})
+        told = sorted({names.get(one, "") if isinstance(one, nn.Module) else custom_function(one) for one in functions})
         told = [name for name in told if name]
         if not told or self._told_whole:
             return
@@ -290,7 +290,7 @@ class _Measurement:
     @cached_property
     def _kept_holds(self) -> bool:
         """Whether the cached profile's bytes can be used without measuring them again."""
-        return self._device.type in KNOWN_WHOLE and tells_bytes(self.captured.stages)
+        return self._device.type in KNOWN_WHOLE and bytes_are_portable(self.captured.stages)
 
     def bytes(self) -> Profile:
         """The profile without times, or a cached one with times."""
@@ -334,8 +334,8 @@ class _Measurement:
     def _meter(self) -> Meter:
         options = self._of.options
         others = other_algorithms(self._device) if read_conv_algorithms(options.conv_algorithms) else ()
-        bench = MeasurementContext.on(self._device, self._wanted.repeats, self._lender)
-        return Meter(bench, read_forms(options.forms), others, self._of.group is None)
+        context = MeasurementContext.on(self._device, self._wanted.repeats, self._lender)
+        return Meter(context, read_forms(options.forms), others, self._of.group is None)
 
     def with_link(self, profile: Profile) -> Profile:
         """`profile` with the link's bandwidth measured now."""
@@ -372,7 +372,7 @@ class _Measurement:
         stuck = profile.unmanaged_bytes + self._of.links.staging_bytes + tape.changed_bytes
         if tape.unsaved_cast_bytes:
             kept = HeldLate(0, len(profile.stages), tape.unsaved_cast_bytes)
-            profile = replace(profile, lingering=(*profile.lingering, kept))
+            profile = replace(profile, held_late=(*profile.held_late, kept))
         return replace(profile, unmanaged_bytes=stuck).described(type(self._of.model).__name__, meta)
 
 

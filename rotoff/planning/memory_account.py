@@ -71,9 +71,9 @@ def _passed(profile: Profile, op: Op) -> int:
     charged twice; less the bytes that it holds in an ``F`` and that are not charged."""
     i = op.stage
     if op.kind is OpKind.B:
-        return sum(one.nbytes for one in profile.passing if one.first < i) + sum(profile.twice_bytes[: i - 1])
-    held = sum(one.nbytes for one in profile.lingering if one.first < i <= one.until)
-    return sum(one.nbytes for one in profile.passing if one.until < i) - held + sum(profile.twice_bytes)
+        return sum(one.nbytes for one in profile.freed_early if one.first < i) + sum(profile.twice_bytes[: i - 1])
+    held = sum(one.nbytes for one in profile.held_late if one.first < i <= one.until)
+    return sum(one.nbytes for one in profile.freed_early if one.until < i) - held + sum(profile.twice_bytes)
 
 
 def _let_go(profile: Profile, op: Op) -> int:

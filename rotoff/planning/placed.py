@@ -115,7 +115,7 @@ def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
     """A plan of `groups` within `asked` bytes in all; None if none was found."""
-    chain = replace(profile.with_upkeep().chain, parameters=groups.costs)
+    chain = replace(profile.with_overhead().chain, parameters=groups.costs)
     constant = _constant(profile, request, groups)
     limit = room = asked - constant
     for _ in range(TRIES):

@@ -110,7 +110,7 @@ def make_plan(
     kept, compact = _choice(sequence)
     chosen = profile.keeping(kept, compact)
     if not sequence.meta.get(PLAIN):
-        chosen = chosen.with_upkeep()
+        chosen = chosen.with_overhead()
     plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, request.in_flight)
     plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)), lets_go=request.lets_go)
     _report(profile, request, plan, time.perf_counter() - began)
@@ -274,7 +274,7 @@ def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
     for kept, compact in choice if request.policy is None else [((), False)]:
         if compact and profile.compact is None:
             continue
-        chosen = profile.keeping(kept, compact).with_upkeep()
+        chosen = profile.keeping(kept, compact).with_overhead()
         offset = chosen.resident_input_bytes - chosen.unmanaged_bytes - chosen.snapshot_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
         way = PlanVariant(kept, compact, chosen.chain, request, more, forms)

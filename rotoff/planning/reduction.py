@@ -16,7 +16,7 @@ from ..core.parameters import ParameterGroup
 from ..errors import MeasureError
 from ..profile.memory.eager_memory import FreedEarly, HeldLate
 from ..profile.profile import Compact, Profile
-from ..runtime.overhead import UpkeepTimes
+from ..runtime.overhead import OverheadTimes
 
 Rule = Callable[[Sequence[Any]], Any]  # from the values of all processes, in the order of ranks, to the common value
 Identity = tuple[tuple[int, ...], str]  # `Recipe.identity` of a form
@@ -120,7 +120,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "output_retention": each(max),
         "freed_before_backward": each(min),
     },
-    UpkeepTimes: named(max, "forward backward pack unpack"),
+    OverheadTimes: named(max, "forward backward pack unpack"),
     Profile: {
         "device": own,
         "chain": parts(Chain),
@@ -136,15 +136,15 @@ RULES: dict[type, dict[str, Rule]] = {
         "freed_before_backward": each(min),
         # if bytes or places differed, too much could be taken off the chain, and too little off the limit
         "skips": alike_or((), same),
-        "passing": alike_or((), each(parts(FreedEarly))),
+        "freed_early": alike_or((), each(parts(FreedEarly))),
         "returned": alike_or((), each(parts(FreedEarly))),
-        "lingering": longest,
+        "held_late": longest,
         "spare_bytes": each(each(min)),
         "outside_bytes": each(min),
         "output_retention": each(max),
         "compact": alike_or(None, parts(Compact)),
         "copy_bandwidth": alike_or(None, min),
-        "upkeep_times": parts(UpkeepTimes),
+        "overhead_times": parts(OverheadTimes),
         "host_bound": alike_or((), each(any)),
         "beside_loss_bytes": max,
         "twice_bytes": each(min),

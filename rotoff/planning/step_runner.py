@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..capture import strategy
-from ..capture.outside import without_checkpoints
+from ..capture.interception import without_checkpoints
 from ..capture.sharding import gathers
 from ..capture.unrepeatable import compiled
 from ..errors import OptionError

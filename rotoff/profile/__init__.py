@@ -1,1 +1,1 @@
-"""A chain from a model."""
+"""Measures or estimates the chain of a model."""

@@ -1,13 +1,12 @@
-"""The profile of an input size that was not measured, from the profiles of some that were.
+"""Interpolates the profile of an input size that was not measured, from profiles of measured sizes.
 
-Bytes of a tensor are a product of sizes, bytes at a moment of the step are a sum of those, and a peak is the largest
-of such sums. What weights of measured profiles are never below any of these is for who chooses them
-(`planning.sizes`). All fields of a profile are taken with the same weights: what one field subtracts from another it
-subtracts there, too.
+The bytes of a tensor are a product of sizes, the bytes held at a moment are a sum of such products, and a peak is the
+largest of such sums. `planning.sizes` chooses weights for which the weighted sum of the measured profiles is never
+below any of these. All fields of a profile use the same weights, because some fields are subtracted from others.
 
-What must be the same at all sizes is compared: stages, what each saves, changes and draws, which of its tensors share
-storages, and how its smaller forms are made again. Where anything differs there is no profile in between, and the new
-size is measured.
+The measured profiles must agree in everything else: the stages, what each saves, changes and draws, which tensors share
+storages, and how the smaller forms are redone. If they differ anywhere, no profile is interpolated and the new size is
+measured.
 """
 
 from __future__ import annotations
@@ -30,32 +29,31 @@ from .memory.eager_memory import FreedEarly
 from .memory.skips import Skip
 from .profile import Profile
 
-SUBTRACTED = (Skip, FreedEarly)  # parts of other fields, which their sum must not exceed
-ROUNDING = 64  # bytes of a stage that whole numbers may be short of
-# what a step of any size has in common: what moves bytes and what the runtime takes for a tensor
-OF_FIRST = ("meta", "d2h_bandwidth", "h2d_bandwidth", *BIDIRECTIONAL, "copy_bandwidth", "upkeep_times", "host_bound")
-PLACES = ("first", "last", "until", "enough")  # whole numbers that are no bytes
+SUBTRACTED = (Skip, FreedEarly)  # are subtracted from other fields, so their bytes are rounded down
+ROUNDING = 64  # bytes added for each stage, since whole numbers of bytes may be rounded down
+# fields that do not depend on the size of the input; taken from the first profile
+OF_FIRST = ("meta", "d2h_bandwidth", "h2d_bandwidth", *BIDIRECTIONAL, "copy_bandwidth", "overhead_times", "host_bound")
+PLACES = ("first", "last", "until", "early_stop")  # whole numbers that are not bytes
 
-
-_REDONE = attrgetter("stop", "functions", "single", "whole")  # of a recipe: which operations its redo runs
+_REDONE = attrgetter("stop", "functions", "single", "whole")  # the fields of a recipe that say what its redo runs
 
 
 class NotAlike(Exception):
-    """The two profiles are not of the same step at other sizes."""
+    """Raised if profiles differ in more than sizes."""
 
 
 class Share(NamedTuple):
-    """What a measured profile counts for: its bytes, and its seconds."""
+    """The weight of a measured profile: for its bytes, and for its seconds."""
 
     bytes: float
     time: float
 
 
 def between(profiles: Sequence[Profile], shares: Sequence[Share]) -> Profile:
-    """The sum of the `shares` of `profiles`; the first one tells what is neither bytes nor seconds of the step.
+    """Return the sum of `profiles`, weighted with `shares`. All but bytes and seconds comes from the first profile.
 
     Raises:
-        NotAlike: where they differ in more than bytes and seconds.
+        NotAlike: if the profiles differ in more than bytes and seconds.
     """
     try:
         found: Profile = _mixed(_with_common_forms(profiles), shares)
@@ -103,7 +101,7 @@ def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[floa
 
 
 def _with_common_forms(profiles: Sequence[Profile]) -> list[Profile]:
-    """All with the forms alone that each stage has at every size, whose redo runs and hands on the same operations."""
+    """Reduce each profile to the forms that all have, and whose redo runs the same operations with the same results."""
     counts = {len(profile.behaviours) for profile in profiles}
     if len(counts) > 1:
         raise NotAlike(f"{sorted(counts)} stages")
@@ -113,7 +111,7 @@ def _with_common_forms(profiles: Sequence[Profile]) -> list[Profile]:
 
 
 def _common(forms: Sequence[Sequence[Recipe]]) -> list[list[int]]:
-    """Of each form that all have, its number in each."""
+    """For each form that all profiles have, return its index in each of them."""
     places = [{recipe.identity: n for n, recipe in enumerate(one)} for one in forms]
 
     def everywhere(recipe: Recipe) -> bool:
@@ -124,7 +122,8 @@ def _common(forms: Sequence[Sequence[Recipe]]) -> list[list[int]]:
 
 
 def _same_redo(a: Recipe, b: Recipe) -> bool:
-    """Whether two recipes are the same but for how tensors lie, and the operations themselves tell how they do."""
+    """Whether two recipes differ in sizes alone. All their tensors must be dense, so that the operations themselves
+    determine the layouts."""
     if _REDONE(a) != _REDONE(b) or a.views.keys() != b.views.keys() or a.results.keys() != b.results.keys():
         return False
     both = [pair for n in a.results for pair in zip(a.results[n], b.results[n], strict=True)]
@@ -136,19 +135,19 @@ def _same_result(pair: tuple[Any, Any]) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Stored):
-        return bool(a.slot == b.slot and _lie_alike(a.view, b.view))
+        return bool(a.slot == b.slot and _same_layout(a.view, b.view))
     if isinstance(a, Unread):
-        return bool(a.device == b.device and _lie_alike(a.view, b.view))
+        return bool(a.device == b.device and _same_layout(a.view, b.view))
     return bool(a.value == b.value if isinstance(a, Constant) else a.place == b.place)
 
 
-def _lie_alike(a: View, b: View) -> bool:
-    """Whether two tensors of other sizes go through their storages in one order, without gaps."""
+def _same_layout(a: View, b: View) -> bool:
+    """Whether two tensors of different sizes traverse their storages in the same order, without gaps."""
     return a.dense and b.dense and a.order == b.order
 
 
 def _keeping(profile: Profile, forms: Sequence[Iterable[int]]) -> Profile:
-    """`profile`, where each stage has these of its forms alone, at any size."""
+    """Return `profile` with the given forms of each stage alone; their recipes then apply to any size."""
     chosen = [tuple(rows) for rows in forms]
 
     def staged(stages: Sequence[Stage]) -> tuple[Stage, ...]:

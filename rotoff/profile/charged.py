@@ -1,4 +1,4 @@
-"""The costs of a stage in its chain: what it takes by itself, and the gradients that it makes and is given."""
+"""The costs of a stage in its chain: those measured for it alone, and those of the gradients it makes and receives."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from .memory.gradients import Charge
 
 @dataclass(frozen=True)
 class ChargedStage:
-    """made: the gradients that the backward makes (δ_{i-1}). own: those that it is given (δ_i). copying: seconds that
-    it takes to copy those of `made` that are copies."""
+    """A measured stage and the gradients at its ends.
+
+    Attributes:
+        made: the gradients that its backward makes (δ_{i-1}).
+        own: the gradients that its backward receives (δ_i).
+        copying: seconds that it takes to copy gradients of `made`.
+    """
 
     measured: Measured
     made: Charge
@@ -26,15 +31,16 @@ class ChargedStage:
 
     @cached_property
     def costs(self) -> Stage:
-        """As the chain has them."""
+        """The costs of the stage in the chain."""
         costs = self.measured.costs
         stage: Stage = self._charged(costs, grad_bytes=self.own.nbytes)
-        # what the copy of a strange gradient takes was measured of the whole stage, whose peak may be elsewhere
+        # the copies of a noncontiguous gradient were measured for the whole stage, whose peak may be elsewhere
         more = max(0, self.own.nbytes - self.measured.other_layout_bytes) if self.own.layout else 0
         return replace(stage, forms=tuple(self._charged(form, more) for form in costs.forms))
 
     def _charged(self, one: Any, beside: int = 0, **more: int) -> Any:
-        """A stage or a form, with what its ``B`` holds and takes here. beside: bytes that it holds, too."""
+        """Return a stage or form with the bytes and seconds of its ``B`` in this chain. beside: further bytes that it
+        holds."""
         transient = self._while_copying(one.backward_transient_bytes) + self._beside + beside - self.made.nbytes
         time = one.backward_time + self.copying
         return replace(one, backward_time=time, backward_transient_bytes=max(0, transient), **more)
@@ -46,7 +52,7 @@ class ChargedStage:
 
     @property
     def output_retention(self) -> int:
-        """Bytes that ``B`` needs more where nothing gives the outputs back."""
+        """Bytes that ``B`` needs beyond the machine's charge if the outputs are not freed."""
         return max(0, self._while_copying(self.measured.output_retention) + self._beside - self._machine_bytes)
 
     @property
@@ -56,20 +62,21 @@ class ChargedStage:
 
     @property
     def _beside(self) -> int:
-        """Bytes that ``B`` holds beside what it does by itself: of δ_i what stays, copies of what is not contiguous,
-        and sums."""
+        """Bytes that ``B`` holds beyond those measured alone: shared storages of δ_i, copies of noncontiguous
+        gradients, and sums of gradients."""
         copies = self.measured.other_layout_bytes if self.own.layout else 0
         return self.own.shared + copies + self.measured.grad_accumulation_bytes
 
     def _while_copying(self, peak: int) -> int:
-        """The peak of a backward, or its end, where what is copied and the copies are there."""
+        """Return the larger of `peak` and the bytes held while gradients are copied at the end of a backward."""
         return max(peak, self.made.fresh_bytes + self.made.copied_bytes) if self.made.copied else peak
 
 
 def charged_stages(
     measured: Sequence[Measured], charges: Sequence[Charge], copy_bandwidth: float = math.inf
 ) -> list[ChargedStage]:
-    """The stages of a chain whose gradients keep `charges` alive. copy_bandwidth: of the device's own memory, B/s."""
+    """Return the stages of a chain whose gradients keep `charges` alive. copy_bandwidth: within the device's memory,
+    B/s."""
     return [
         ChargedStage(one, made, own, made.copied_bytes / copy_bandwidth)
         for one, (made, own) in zip(measured, pairwise(charges), strict=True)

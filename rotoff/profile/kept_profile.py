@@ -1,7 +1,8 @@
-"""A measured model kept on disk, for the next process: each value of a `Profile` as JSON, under its type's name.
+"""Caches the profile of a model on disk, so that the next process need not measure it.
 
-What cannot be written (an operation outside of PyTorch's tables, a value of an unknown type) keeps the whole profile
-out of the cache. Modules are told by their position among those of the recorded stages.
+Each value of a `Profile` is written as JSON under the name of its type. A module is written as its position among those
+of the recorded stages. A profile with a value that cannot be written (an operation that is not PyTorch's, an unknown
+type) is not cached.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from ..capture.partition.segment import Segment
 from ..core.chain import Chain, Form, Stage
 from ..io.cache import Cache
-from ..runtime.overhead import UpkeepTimes
+from ..runtime.overhead import OverheadTimes
 from ..tensors.convolutions import Algorithms
 from ..tensors.recipe import Argument, Constant, Recipe, Stored, Unread
 from ..tensors.stage import Behaviour, SavedKind, StageModule
@@ -34,7 +35,7 @@ _RECORDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         Argument, Behaviour, Chain, Compact, Constant, Form, FreedEarly, HeldLate, Profile, Recipe, Skip, Stage,
-        Stored, Unread, UpkeepTimes, View,
+        Stored, Unread, OverheadTimes, View,
     )
 }  # fmt: skip
 _OTHERS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -47,7 +48,7 @@ _OTHERS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def find_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[StageModule]) -> Profile | None:
-    """What `keep_profile` kept for `key`, of a model recorded as these `stages`; None where there is nothing."""
+    """Return the profile cached for `key` of a model recorded as `stages`; None if there is none."""
     found = None if key is None else cache.find(KIND, key)
     if not isinstance(found, dict):
         return None
@@ -58,15 +59,15 @@ def find_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[Stag
         pairs = zip(profile.behaviours, groups, strict=True)
         behaviours = tuple(replace(behaviour, modes=stage.modes()) for behaviour, stage in pairs)
         return replace(profile, prefix=tuple(prefix), stages=tuple(groups), behaviours=behaviours)
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError):  # not what was kept
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError):  # the file was damaged
         return None
 
 
 def keep_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[StageModule], profile: Profile) -> None:
-    """Keep a measured model that was recorded as `stages`, if it can be written."""
+    """Cache the profile of a model recorded as `stages`, if it can be written."""
     if key is None or cache.directory is None:
         return
-    told = replace(
+    portable = replace(
         profile,
         prefix=(),
         stages=(),
@@ -74,22 +75,22 @@ def keep_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[Stag
     )
     numbers = {id(module): n for n, module in enumerate(_modules(stages))}
     try:
-        written = _written(told, numbers)
+        written = _written(portable, numbers)
     except (TypeError, KeyError):
         return
     names = [stage.name for stage in (*profile.prefix, *profile.stages)]
     cache.keep(KIND, key, {"profile": written, "stages": names, "prefix": len(profile.prefix)})
 
 
-def tells_bytes(stages: Sequence[StageModule]) -> bool:
-    """Whether a kept profile of these stages holds in full: all that they call is PyTorch's own, and no bytes follow
-    from data. What other code takes may be another number of bytes once that was edited."""
+def bytes_are_portable(stages: Sequence[StageModule]) -> bool:
+    """Whether a cached profile of these stages also gives bytes. It does if they call PyTorch's own code alone, and no
+    bytes depend on data: other code may have been edited since, and then take other bytes."""
     for module in (module for stage in stages for module in stage.modules):
         if getattr(module, "varying", False):
             return False
         if isinstance(module, Segment):
-            met = [value for name, value in module.written()[1].items() if re.fullmatch(r"c\d+", name)]
-            if not all(_of_torch(value) for value in met if callable(value)):
+            constants = [value for name, value in module.written()[1].items() if re.fullmatch(r"c\d+", name)]
+            if not all(_of_torch(value) for value in constants if callable(value)):
                 return False
         elif not type(module).__module__.startswith("rotoff."):
             return False
@@ -114,7 +115,7 @@ def _modules(stages: Sequence[StageModule]) -> list[nn.Module]:
 
 
 def _written(value: Any, modules: dict[int, int]) -> Any:
-    """`value` of JSON values: tuples as lists, all else that JSON has not as an object of one entry."""
+    """Return `value` as JSON values: a tuple as a list, and what JSON does not know as an object with one entry."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is tuple:
@@ -135,7 +136,7 @@ def _written(value: Any, modules: dict[int, int]) -> Any:
 
 
 def _read(value: Any, modules: list[nn.Module]) -> Any:
-    """What was `_written`."""
+    """The inverse of `_written`."""
     if isinstance(value, list):
         return tuple(_read(one, modules) for one in value)
     if not isinstance(value, dict):
@@ -155,7 +156,7 @@ def _read(value: Any, modules: list[nn.Module]) -> Any:
 
 
 def _fields(kind: type) -> tuple[str, ...]:
-    """Of what a value of `kind` is made; caches that it fills later aside."""
+    """Return the fields that a value of `kind` is made of, without caches that it fills later."""
     if not is_dataclass(kind):
         return kind._fields  # type: ignore[attr-defined]
     return tuple(field.name for field in fields(kind) if field.init and field.repr)

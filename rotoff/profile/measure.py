@@ -1,8 +1,8 @@
-"""A chain from a model, measured on its device: bytes and seconds of every stage, never holding more than one stage.
+"""Measures a model on its device: bytes and seconds of each stage, holding one stage at a time.
 
-Bytes come from the allocator's own events (`allocations`), so they include kernels' temporaries and whatever a stage
-keeps past autograd's hooks. The user's gradients, buffers, generators and memory statistics are left as they were:
-gradients are taken with ``torch.autograd.grad``, which adds to no ``.grad``.
+Bytes come from the allocator's events (`memory.allocator`), so they include temporaries inside kernels and whatever a
+stage keeps out of reach of autograd's hooks. The user's gradients, buffers, generators and memory statistics stay as
+they were: ``torch.autograd.grad`` adds to no ``.grad``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..capture.backward_roots import BackwardStarts
 from ..capture.unsaved import merge_unsaved
 from ..core.chain import Chain, LinkRates, Stage
 from ..errors import MeasureError
-from ..runtime.overhead import NO_UPKEEP
+from ..runtime.overhead import NO_OVERHEAD
 from ..tensors.buffers import preserved
 from ..tensors.stage import StageModule
 from ..tensors.storage import block_bytes, storage_key
 from ..tensors.tree import flatten
 from .charged import charged_stages
 from .measured import Measured
-from .memory.eager_memory import find_lingering, find_passing, find_returned
+from .memory.eager_memory import find_freed_early, find_held_late, find_returned
 from .memory.gradients import Charge, charge
 from .memory.skips import find_skips
 from .profile import Compact, Profile, replay_bytes
@@ -38,12 +38,17 @@ from .timing.timing_cache import KnownTimes
 
 logger = logging.getLogger("rotoff")
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
-UNKNOWN = LinkRates(1.0, 1.0)  # of a profile that is not timed, whose rates nobody reads
+UNKNOWN = LinkRates(1.0, 1.0)  # of a profile that is not timed; never read
 
 
 class Walk(NamedTuple):
-    """The model's stages, run one after the other. prefix: those before the chain. stages, measured: of the chain.
-    starts: the tensors of its input that are no buffers."""
+    """The model's stages, run one after the other.
+
+    Attributes:
+        prefix: the stages before the chain.
+        stages, measured: those of the chain.
+        starts: the tensors of the chain's input, without buffers.
+    """
 
     prefix: list[StageModule]
     stages: list[StageModule]
@@ -64,17 +69,17 @@ def measure(
     """Measure `stages` on the sample input `value`.
 
     Args:
-        stages: in order; those that alias or overwrite their input are merged with their predecessor, and so are most
+        stages: in order. A stage that aliases or overwrites its input is merged with the one before it, and so are most
             whose input no backward needs (`capture.unsaved`).
-        value: a tensor, or a tuple of them, on the device of `meter`.
-        bandwidth: given the bytes that typically move at once, and in all, what the link does.
-        known: times that need not be measured, where they are of the same stages.
-        named: whether the user named the stages, so that they stay apart unless they alias.
-        merged: what stages were called once they had been merged, on an input of other sizes.
+        value: a tensor, or a structure of tensors, on the device of `meter`.
+        bandwidth: given the bytes that typically move at once, and in all, returns the rates of the link.
+        known: times that need not be measured if they are of the same stages.
+        named: whether the user named the stages; then they are merged only if they alias.
+        merged: the names of the merged stages for an input of another size.
 
     Raises:
-        MeasureError: where no parameter or input needs a gradient, or a stage cannot be measured.
-        TimesChanged: where `known` are no longer the times of these stages.
+        MeasureError: if no parameter or input needs a gradient, or a stage cannot be measured.
+        TimesChanged: if the stages no longer take the `known` times.
     """
     walk = _walked(_groups(stages, value, meter, named, merged), value, meter, known, progress)
     return _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
@@ -88,9 +93,9 @@ def measure_bytes(
     named: bool = False,
     merged: Sequence[str] = (),
 ) -> tuple[Walk, Profile]:
-    """As `measure`, but no times, and so no smaller forms; also returns what `measure_times` takes.
+    """Measure bytes but no times, and so no smaller forms. Also returns the input of `measure_times`.
 
-    It tells what keeping everything takes. Where that fits, a step needs no more.
+    The profile says what keeping everything takes; if that fits, no more is needed.
     """
     walk = _walked(_groups(stages, value, meter, named, merged), value, meter, None, progress, timed=False)
     return walk, _profile(walk, value, meter, None, UNKNOWN, timed=False)
@@ -104,7 +109,7 @@ def measure_times(
     progress: Progress | None = None,
     known: KnownTimes | None = None,
 ) -> Profile:
-    """What `measure` would have found, where `measure_bytes` made the `walk`."""
+    """Complete the measurement that `measure_bytes` began; return the profile that `measure` would have returned."""
     meter.trust(known)
     output, found = value, []
     every = [*zip(walk.prefix, [None] * len(walk.prefix), strict=True), *zip(walk.stages, walk.measured, strict=True)]
@@ -124,7 +129,7 @@ def measure_times(
 def _profile(
     walk: Walk, batch: Any, meter: Meter, known: KnownTimes | None, link: LinkRates, timed: bool = True
 ) -> Profile:
-    device, measured = meter.bench.device, walk.measured
+    device, measured = meter.context.device, walk.measured
     gradients = _gradients(walk, meter)
     chain = charged_stages(measured, gradients)
     compact, copy_bandwidth = _compact(walk, meter, known) if timed else (None, None)
@@ -132,9 +137,9 @@ def _profile(
     given = {storage_key(t) for t in flatten(batch)[0]}
     returned = measured[-1].own_gradient_bytes
     losses = [_loss_bytes(nbytes, device) for nbytes in returned]
-    runs = [(m.lies, m.behaviour) for m in measured]
+    runs = [(m.aliasing, m.behaviour) for m in measured]
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what stages took one by one lies in other pieces than a step needs
+        torch.cuda.empty_cache()  # blocks of single stages do not fit the needs of a step
     return Profile(
         device=device,
         chain=Chain(
@@ -154,17 +159,17 @@ def _profile(
         prefix_peak_bytes=_prefix_peak(walk.prefix, batch, meter),
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips(runs),
-        passing=find_passing(runs, walk.stages),
-        returned=find_returned(runs, _others(walk.stages[-1])),
-        lingering=find_lingering(walk.prefix, walk.stages, meter.allocator.rounded),
-        spare_bytes=tuple(m.lies.spare for m in measured),
+        freed_early=find_freed_early(runs, walk.stages),
+        returned=find_returned(runs, _outputs_without_backward(walk.stages[-1])),
+        held_late=find_held_late(walk.prefix, walk.stages, meter.allocator.rounded),
+        spare_bytes=tuple(m.aliasing.spare for m in measured),
         output_retention=tuple(one.output_retention for one in chain),
         compact=compact,
         copy_bandwidth=copy_bandwidth,
-        upkeep_times=((known and known.upkeep) or meter.upkeep_times()) if timed else NO_UPKEEP,
+        overhead_times=((known and known.overhead) or meter.overhead_times()) if timed else NO_OVERHEAD,
         host_bound=_host_bound(measured) if timed and device.type == "cuda" else (),
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
-        twice_bytes=_twice(walk, meter),
+        twice_bytes=_twice_bytes(walk, meter),
         timed=timed,
     )
 
@@ -172,14 +177,14 @@ def _profile(
 def _groups(
     stages: Sequence[StageModule], value: Any, meter: Meter, named: bool, merged: Sequence[str]
 ) -> list[StageModule]:
-    """`stages` as they are measured; arguments as of `measure`."""
+    """Return the stages as they are measured; the arguments are those of `measure`."""
     for tensor in flatten(value)[0]:
         if not meter.plain(tensor):
-            raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff takes plain tensors only")
+            raise MeasureError(f"the model's input is a {type(tensor).__name__}; rotoff accepts plain tensors only")
     if groups := merged_as(stages, merged):
         return groups
-    groups = merge_aliases(stages, value, meter.bench.device)
-    return groups if named else merge_unsaved(groups, value, meter.bench.device)
+    groups = merge_aliases(stages, value, meter.context.device)
+    return groups if named else merge_unsaved(groups, value, meter.context.device)
 
 
 def _walked(
@@ -190,12 +195,12 @@ def _walked(
     progress: Progress | None,
     timed: bool = True,
 ) -> Walk:
-    """Measure each stage on the output of the one before. timed: as of `Meter.stage`."""
+    """Measure each stage on the output of the stage before it. timed: as in `Meter.stage`."""
     meter.begin(value)
     meter.trust(known)
     waiting = {(row.name, n): row for n, row in enumerate(known.stages if known else ())}
     measured: list[Measured] = []
-    prefix, start = 0, value  # groups up to the last one whose output needs no gradient, and that output
+    prefix, start = 0, value  # the number of groups up to the last whose output needs no gradient, and that output
     for n, group in enumerate(groups):
         if progress is not None:
             progress(n, len(groups), group.name)
@@ -213,18 +218,18 @@ def _walked(
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
     stages = groups[prefix:]
     read = _with_buffers_read([one.timed() for one in measured], stages)
-    joined = zip(read, _joining(stages, _shared_parameters(stages)), strict=True)
+    joined = zip(read, _grad_accumulation_bytes(stages, _shared_parameters(stages)), strict=True)
     tables = {storage_key(buffer) for group in groups[:prefix] for *_, buffer in group.buffers()}
-    starts = [t for t in flatten(start)[0] if storage_key(t) not in tables]  # a view of which takes nothing
+    starts = [t for t in flatten(start)[0] if storage_key(t) not in tables]  # a view of a buffer takes no bytes
     return Walk(groups[:prefix], stages, [replace(m, grad_accumulation_bytes=n) for m, n in joined], starts)
 
 
 @contextmanager
 def _running(stage: StageModule, meter: Meter) -> Iterator[None]:
-    """Within, `stage` can be run; its buffers and the generators are then as they were before."""
-    if meter.bench.lender is not None:
-        meter.bench.lender.keep(p for module in stage.modules for p in module.parameters())
-    with preserved(list(stage.buffers()), meter.bench.device), torch.enable_grad():
+    """Make `stage` runnable; restore its buffers and the generators afterwards."""
+    if meter.context.lender is not None:
+        meter.context.lender.keep(p for module in stage.modules for p in module.parameters())
+    with preserved(list(stage.buffers()), meter.context.device), torch.enable_grad():
         yield
 
 
@@ -235,20 +240,21 @@ def _link(
 
 
 def link_of(stages: Sequence[Stage], bandwidth: Callable[[int, int], LinkRates]) -> LinkRates:
-    """What the link does in steps of `stages`; bandwidth: as of `measure`."""
+    """Return the rates of the link in steps of `stages`. bandwidth: as in `measure`."""
     sizes = [stage.saved_bytes for stage in stages]
     return bandwidth(max(1, int(statistics.median(sizes))), sum(sizes))
 
 
 def _gradients(walk: Walk, meter: Meter, compact: bool = False) -> list[Charge]:
-    """What δ_0 to δ_L keep alive. compact: whether those that wait in a part of a storage are copied."""
+    """Return what δ_0 to δ_L keep alive. compact: whether gradients that wait in a part of a storage are copied."""
     charges = charge([(m.gradients, m.own_gradient_bytes) for m in walk.measured], compact)
     nbytes = max(charges[0].nbytes, meter.gradient_bytes(walk.starts))
     return [charges[0]._replace(nbytes=nbytes), *charges[1:]]
 
 
 def _compact(walk: Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compact | None, float | None]:
-    """The chain whose waiting gradients are copied, and at how many B/s; None where none wait."""
+    """Return the chain in which waiting gradients are copied, and the bandwidth of the copies in B/s; None if none
+    wait."""
     charges = _gradients(walk, meter, compact=True)
     if not any(one.copied for one in charges):
         return None, None
@@ -265,20 +271,20 @@ def _compact(walk: Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compac
 
 
 def _unmanaged_bytes(walk: Walk, meter: Meter) -> int:
-    """What stays throughout a step whatever is dropped, a loss that the model returns aside."""
+    """Return what stays throughout a step whatever is dropped, without a loss that the model returns."""
     held = sum(meter.allocator.rounded(one.nbytes) for g in (*walk.prefix, *walk.stages) for one in g.lives.held)
     shared = sum(parameter.nbytes for parameter in _shared_parameters(walk.stages))
     return sum(m.held_bytes for m in walk.measured) + held + shared + _casts(walk.measured)
 
 
-def _others(last: StageModule) -> tuple[int, ...]:
-    """The outputs of the last stage from which no backward starts, where the user says so."""
+def _outputs_without_backward(last: StageModule) -> tuple[int, ...]:
+    """Return the outputs of the last stage from which no backward starts, as the user says."""
     module = last.modules[-1]
     return module.others if isinstance(module, BackwardStarts) else ()
 
 
 def merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[StageModule]:
-    """`stages` merged so that they have these names; none where they do not come to that."""
+    """Return `stages`, merged so that they have these names; an empty list if that is impossible."""
     groups: list[StageModule] = []
     rest = iter(stages)
     for name in names:
@@ -292,8 +298,8 @@ def merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[Stage
     return groups if next(rest, None) is None else []
 
 
-def _twice(walk: Walk, meter: Meter) -> tuple[int, ...]:
-    """Of each stage, bytes of its values that are charged as staying, too."""
+def _twice_bytes(walk: Walk, meter: Meter) -> tuple[int, ...]:
+    """Return, for each stage, the bytes of its values that are also charged as staying."""
     handed_on = {storage for stage in walk.stages for storage in stage.storages}
     found = []
     for one, stage in zip(walk.measured, walk.stages, strict=True):
@@ -304,13 +310,13 @@ def _twice(walk: Walk, meter: Meter) -> tuple[int, ...]:
 
 
 def _host_bound(measured: Sequence[Measured]) -> tuple[bool, ...]:
-    """Of each stage, whether the device waits for the host there; says so in the log."""
+    """Return whether the device waits for the host in each stage, and log the stages in which it does."""
     found = tuple(one.host_bound for one in measured)
     if any(found):
         names = [one.costs.name for one in measured if one.host_bound]
         logger.info(
-            "rotoff: launching the kernels of %d of %d stages takes as long as running them, so that planned steps are"
-            " slower by what the interpreter takes there: %s%s",
+            "rotoff: in %d of %d stages, launching kernels takes as long as running them; the interpreter's overhead"
+            " slows planned steps there: %s%s",
             len(names),
             len(found),
             ", ".join(names[:5]),
@@ -320,8 +326,8 @@ def _host_bound(measured: Sequence[Measured]) -> tuple[bool, ...]:
 
 
 def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModule]) -> list[Measured]:
-    """The same where each stage also notes the buffers that it reads and that another one changes: its replay comes
-    after that."""
+    """Return `measured`, in which each stage also notes the buffers that it reads and another stage changes, since its
+    replay comes after that change."""
     changed = {buffer for one in measured for buffer in one.behaviour.changed_buffers}
     found = []
     for one, stage in zip(measured, stages, strict=True):
@@ -333,14 +339,15 @@ def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModul
 
 
 def _shared_parameters(stages: Sequence[StageModule]) -> set[torch.nn.Parameter]:
-    """Those that several stages use: autograd holds such a gradient from its first part to its last."""
+    """Return the parameters that several stages use. Autograd holds the gradient of each from its first part to its
+    last."""
     users = Counter(parameter for stage in stages for parameter in stage.parameters())
     return {parameter for parameter, count in users.items() if count > 1}
 
 
-def _joining(stages: Sequence[StageModule], shared: Collection[torch.nn.Parameter]) -> list[int]:
-    """Of each stage the bytes of the largest sum that its backward makes of a part that waits and its own: autograd
-    adds the two into a third tensor, one parameter after the other."""
+def _grad_accumulation_bytes(stages: Sequence[StageModule], shared: Collection[torch.nn.Parameter]) -> list[int]:
+    """Return, for each stage, the bytes of the largest parameter gradient that its backward adds to a waiting one:
+    autograd adds the two into a third tensor, one parameter at a time."""
     waiting: set[torch.nn.Parameter] = set()
     found = []
     for stage in reversed(stages):
@@ -351,13 +358,14 @@ def _joining(stages: Sequence[StageModule], shared: Collection[torch.nn.Paramete
 
 
 def _casts(measured: Sequence[Measured]) -> int:
-    """Bytes of the casts that autocast keeps, of weights that several stages use once."""
+    """Return the bytes of autocast's casts, counting the cast of a weight that several stages use once."""
     return sum({weight: nbytes for one in measured for weight, nbytes in one.casts.items()}.values())
 
 
 def _loss_bytes(output_bytes: int, device: torch.device) -> int:
-    """What a loss takes that the model returns: its caller holds it to the end, as ``backward()`` holds its gradient,
-    where the machine frees them with the last stage. Larger outputs are dropped by whoever makes a loss of them."""
+    """Return the bytes of a loss that the model returns. The caller holds it to the end, and ``backward()`` holds its
+    gradient; the machine frees both with the last stage. A larger output is dropped by the code that makes a loss of
+    it."""
     return output_bytes if output_bytes <= max(8, block_bytes(device)) else 0
 
 
@@ -371,5 +379,5 @@ def _prefix_peak(prefix: Sequence[StageModule], value: Any, meter: Meter) -> int
             result = stage.run(result)
         return result
 
-    with preserved([found for stage in prefix for found in stage.buffers()], meter.bench.device), torch.enable_grad():
+    with preserved([found for stage in prefix for found in stage.buffers()], meter.context.device), torch.enable_grad():
         return meter.allocator.log(run)[1].peak()

@@ -1,4 +1,4 @@
-"""What measuring one stage gives: of the forward that keeps everything, and in all."""
+"""What measuring one stage gives: the result of one forward that keeps everything, and of all measurements."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ from .timing.stage_timing import Timings
 
 @dataclass(frozen=True)
 class Forward:
-    """What a forward that keeps everything leaves behind.
+    """The result of a forward that keeps everything.
 
-    outputs: detached; empty tensors for the last stage. output_bytes, saved_bytes: of a_i and ā_i; carried_bytes: of
-    those, what lies in the input's storages and is charged to the output too. own_gradient_bytes, lies: as of
-    `Measured`. behaviour: as far as this run shows it. shapes: of what autograd saved.
+    Attributes:
+        outputs: detached; empty tensors for the last stage.
+        output_bytes, saved_bytes: of a_i and ā_i.
+        carried_bytes: the part of both that lies in the input's storages.
+        own_gradient_bytes, aliasing: as in `Measured`.
+        behaviour: as far as this run shows it.
+        shapes: (shape, dtype) of each tensor that autograd saved.
+        log: the allocator's events.
     """
 
     outputs: list[torch.Tensor]
@@ -30,7 +35,7 @@ class Forward:
     saved_bytes: int
     carried_bytes: int
     own_gradient_bytes: tuple[int, ...]
-    lies: StorageAliasing
+    aliasing: StorageAliasing
     behaviour: Behaviour
     shapes: list[tuple[torch.Size, torch.dtype]]
     log: AllocationLog
@@ -38,35 +43,35 @@ class Forward:
 
 @dataclass(frozen=True)
 class Measured:
-    """Costs of a stage for the chain, and its behaviour for the runtime.
+    """The costs of a stage for the chain, and its behaviour for the runtime.
 
-    The costs count gradients one by one; those that share or outgrow their bytes are `gradients.charge`'s business. So
-    `backward_transient_bytes`, of the forms too, are the most that the backward holds above ā_i and δ_i: what of it is
-    δ_{i-1} follows from that charge.
+    The costs count each gradient by itself; `gradients.charge` handles those that share a storage or lie in a larger
+    one. `backward_transient_bytes`, also of the forms, is therefore the peak of the backward above ā_i and δ_i; how
+    much of it is δ_{i-1} follows from that charge.
 
-    gradients: where the backward leaves the gradient of each input tensor; None for those without.
-    own_gradient_bytes: of each output tensor's gradient by itself, 0 for those without.
-    lies: which tensors share storages.
-    begun_bytes, output_retention: of the backward, as of `BackwardBytes`.
-    other_layout_bytes: what the backward holds more where gradients are given that lie otherwise than their tensors.
-    grad_accumulation_bytes: what it holds more where a gradient of a parameter of its own is added to a waiting part.
-    held_bytes: what stays whatever is dropped (`dropped`).
-    holds_others: whether its inputs or outputs are among that.
-    no_forms: why the stage has no smaller forms, if so.
-    casts: what autocast keeps of its weights (`casts.kept_casts`).
-    timings: of the stages of its kind, in which those that come later are still missing; None where the times were
-        known.
-    host_bound: whether the device waits for the host there.
-    carried_bytes: as of `Forward`.
-    kind: what stages that need no measuring of their own have in common; None where each needs it.
-    collective: as of `Run`.
+    Attributes:
+        gradients: where the backward leaves the gradient of each input tensor; None if there is none.
+        own_gradient_bytes: of each output tensor's gradient by itself; 0 if there is none.
+        aliasing: which tensors share storages.
+        begun_bytes, output_retention: of the backward, as in `BackwardBytes`.
+        other_layout_bytes: what the backward holds more if it receives gradients in another layout than their tensors'.
+        grad_accumulation_bytes: what it holds more while a parameter's gradient is added to that of another stage.
+        held_bytes: what stays whatever a plan drops (`dropped`).
+        holds_others: whether inputs or outputs are among those.
+        no_forms: why the stage has no smaller forms; empty if it has some.
+        casts: the casts of weights that autocast keeps (`casts.kept_casts`).
+        timings: shared by all stages of the same kind, also by those not measured yet; None if the times were known.
+        host_bound: whether the device waits for the host in this stage.
+        carried_bytes: as in `Forward`.
+        kind: equal for stages of which one measurement serves all; None if each must be measured.
+        collective: as in `Run`.
     """
 
     costs: Stage
     behaviour: Behaviour
     gradients: tuple[GradientPlace | None, ...]
     own_gradient_bytes: tuple[int, ...]
-    lies: StorageAliasing
+    aliasing: StorageAliasing
     begun_bytes: int
     output_retention: int
     other_layout_bytes: int = 0
@@ -83,23 +88,23 @@ class Measured:
 
     @property
     def holds_for_its_kind(self) -> bool:
-        """Whether stages that do the same on inputs that lie alike need no measuring of their own."""
+        """Whether stages that do the same on inputs of the same layout need no measurement of their own."""
         behaviour = self.behaviour
         fresh = all(
             mine or given is not None
-            for mine, (_, given, _) in zip(behaviour.own_outputs, self.lies.outputs, strict=True)
+            for mine, (_, given, _) in zip(behaviour.own_outputs, self.aliasing.outputs, strict=True)
         )
         return fresh and not (behaviour.varying or behaviour.changed_attributes or self.casts or self.holds_others)
 
     def of(self, stage: StageModule, like: StageModule) -> Measured:
-        """The same for a `stage` of the kind of the one that was measured, `like`."""
+        """Return this measurement of `like` for `stage`, which is of the same kind."""
         own = dict(zip(like.buffers_read(), stage.buffers_read(), strict=True))
         changed = tuple(own[buffer] for buffer in self.behaviour.changed_buffers)
         behaviour = replace(self.behaviour, modes=stage.modes(), changed_buffers=changed)
         return replace(self, costs=replace(self.costs, name=stage.name), behaviour=behaviour)
 
     def with_times_of(self, other: Measured) -> Measured:
-        """With the times and the smaller forms of `other`, a stage of its kind."""
+        """Return this with the times and smaller forms of `other`, a stage of the same kind."""
         times, forms = other.costs, other.behaviour
         return replace(
             self,
@@ -110,14 +115,14 @@ class Measured:
                 tail_time=times.tail_time,
                 forms=times.forms,
             ),
-            behaviour=replace(self.behaviour, forms=forms.forms, enough=forms.enough),
+            behaviour=replace(self.behaviour, forms=forms.forms, early_stop=forms.early_stop),
             no_forms=other.no_forms,
             timings=other.timings,
             host_bound=other.host_bound,
         )
 
     def timed(self) -> Measured:
-        """With the times of all stages of its kind, once these are measured."""
+        """Return this with the times of all stages of its kind, once they are measured."""
         if self.timings is None:
             return self
         forward, backward, tail = self.timings.medians()

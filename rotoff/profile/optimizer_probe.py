@@ -1,5 +1,4 @@
-"""What an optimizer keeps of each parameter, and what a step of it takes: asked of the optimizer itself, on small
-parameters."""
+"""Finds out what an optimizer keeps for each parameter and what a step costs, by running it on small parameters."""
 
 from __future__ import annotations
 
@@ -22,23 +21,25 @@ from ..tensors.clock import finish
 from ..tensors.storage import block_bytes, rounded
 from .memory.allocator import DeviceAllocator
 
-_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that tell the dimensions of a state's tensor apart
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor
 _TIMED = 1 << 18  # elements
 _REPEATS = 3
-_SCALARS = 64  # bytes of a parameter's scalars, such as its count of steps
+_SCALARS = 64  # bytes of a parameter's scalars, such as its step count
 _OTHER = (
-    "rotoff places parameters under optimizers that update each by itself; give a mem_limit in place of a device_limit"
+    "rotoff can place parameters only if the optimizer updates each one by itself; give a mem_limit instead of a"
+    " device_limit"
 )
 
 
 class OptimizerProbe:
-    """Asks the optimizers that update a model.
+    """Measures the optimizers that update a model.
 
     Args:
-        device: on which parameters are updated, unless the host does it. times: what was measured before, and is now.
+        device: on which parameters are updated, unless the host does it.
+        times: earlier measurements; new ones are added.
 
     Raises:
-        OptionError: where one of them does not update each parameter by itself, or needs a closure.
+        OptionError: if an optimizer does not update each parameter by itself, or needs a closure.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class OptimizerProbe:
                     self._group[id(parameter)] = optimizer, group
 
     def updates(self, parameter: nn.Parameter) -> bool:
-        """Whether one of the optimizers has it, and it needs a gradient."""
+        """Whether the parameter needs a gradient and one of the optimizers updates it."""
         return parameter.requires_grad and id(parameter) in self._group
 
     def state_bytes(self, parameter: nn.Parameter) -> int:
-        """What its optimizer keeps of it beside numbers, each tensor as it takes room where it is placed."""
+        """Return the bytes of the tensors that the optimizer keeps for the parameter, each rounded as where it is
+        placed."""
         if not self.updates(parameter):
             return 0
         optimizer, _ = self._group[id(parameter)]
@@ -81,12 +83,12 @@ class OptimizerProbe:
         return rounded(room_of(tensor), block_bytes(self._device))
 
     def update_time(self, parameters: Sequence[nn.Parameter], host: bool = False) -> float:
-        """Seconds in which `parameters` are updated. host: by the host's processor."""
+        """Return the seconds of updating `parameters`. host: on the host's processor."""
         device = torch.device("cpu") if host else self._device
         return sum(self._timed(p, device)[0] * p.nbytes for p in parameters if self.updates(p))
 
     def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """What updating `parameters` takes beside them, their gradients and their states."""
+        """Return what updating `parameters` takes beside them, their gradients and their states."""
         timed = [(self._timed(p, self._device), p.nbytes) for p in parameters if self.updates(p)]
         alone = max((found[1] * nbytes for found, nbytes in timed), default=0.0)
         together = sum(found[2] * nbytes for found, nbytes in timed)
@@ -97,7 +99,7 @@ class OptimizerProbe:
         return id(group), parameter.dtype, parameter.dim()
 
     def _state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Of a small parameter of its kind; checks its optimizer first."""
+        """Return the state of a small parameter of the same kind; checks the optimizer first."""
         key = self._key(parameter)
         if key not in self._states:
             shape = _PRIMES[: parameter.dim()]
@@ -117,17 +119,16 @@ class OptimizerProbe:
                         one_by_one.param_groups[0]["params"] = [p]
                         own_step(one_by_one)
             except Exception as error:
-                raise OptionError(
-                    f"{name} cannot be asked what it keeps, since its step fails by itself ({error}); {_OTHER}"
-                ) from error
+                raise OptionError(f"{name} fails in a step on small parameters ({error}); {_OTHER}") from error
             if _options(both) != before or not all(map(torch.equal, small, apart)):
-                raise OptionError(f"{name} keeps something of all parameters together; {_OTHER}")
+                raise OptionError(f"{name} does not update each parameter by itself; {_OTHER}")
             state = both.state[small[0]]
             self._states[key] = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
         return self._states[key]
 
     def _timed(self, parameter: nn.Parameter, device: torch.device) -> tuple[float, float, float]:
-        """Seconds and bytes for each byte of a parameter, and the bytes where the optimizer takes several at once."""
+        """Return seconds and bytes per byte of a parameter, and the bytes if the optimizer updates several parameters
+        at once."""
         key = device, type(self._group[id(parameter)][0]), self._key(parameter)
         if key not in self._times:
             self._state(parameter)
@@ -151,14 +152,14 @@ class OptimizerProbe:
         return self._times[key]
 
     def _stand_in(self, parameter: nn.Parameter, small: list[nn.Parameter]) -> Optimizer:
-        """The same optimizer, of `small` in place of its parameters."""
+        """Return a copy of the parameter's optimizer that updates `small` instead."""
         optimizer, group = self._group[id(parameter)]
         made = copy_of(optimizer)
         made.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": small}]
         made.state = defaultdict(dict)
         made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         known = optimizer.state.get(parameter, {})
-        for p in small if known else ():  # of one that makes its state when it is made
+        for p in small if known else ():  # an optimizer may make its state in its constructor
             made.state[p] = {k: _like(v, parameter, p) for k, v in known.items()}
         return made
 

@@ -1,4 +1,4 @@
-"""The groups of parameters of a measured model: who reads them, what they take, and what updating them takes."""
+"""The groups of parameters of a measured model: which stages read them, their bytes, and the cost of updating them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from .optimizer_probe import OptimizerProbe
 
 @dataclass(frozen=True)
 class FoundGroups:
-    """costs: for the chain. placed: their parameters. outside_bytes: of the parameters that stay on the device, with
-    gradients, states and buffers. outside_update_bytes: what updating those takes. first_bytes: of each group, the most
-    that the first update of one of its parameters makes, and takes, where host and device are one. outside: the
-    parameters that stay on the device."""
+    """Groups of parameters.
+
+    Attributes:
+        costs: for the chain.
+        placed: the parameters of each group.
+        outside_bytes: of the parameters that stay on the device, with gradients, optimizer states and buffers.
+        outside_update_bytes: what updating those takes.
+        first_bytes: for each group, the most that the first update of one of its parameters takes and leaves behind; 0
+            unless host and device are one.
+        outside: the parameters that stay on the device.
+    """
 
     costs: tuple[ParameterGroup, ...]
     placed: tuple[PlacedGroup, ...]
@@ -33,7 +40,7 @@ class FoundGroups:
 
     @property
     def all_bytes(self) -> int:
-        """Of all parameters, gradients, states and buffers."""
+        """The bytes of all parameters, gradients, optimizer states and buffers."""
         return self.outside_bytes + sum(one.bytes + one.grad_bytes + one.state_bytes for one in self.costs)
 
 
@@ -45,12 +52,16 @@ def find_groups(
     device: torch.device,
     may_move: Callable[[nn.Parameter], bool] = placeable,
 ) -> FoundGroups:
-    """One group for the parameters of each stage, or of the stages that share them, a few where they are large; those
-    that are trained and those that are not apart.
+    """Group the parameters of each stage, or of the stages that share them; large groups are split, and trained and
+    frozen parameters are kept apart.
 
-    Parameters stay on the device that no stage reads, that are read by compiled modules, and that share their bytes
-    with others. host: whether the host may update a group: on the CPU it is the same processor, which then does so
-    where the tensors lie. device: on which steps run. may_move: whether a parameter could lie anywhere.
+    Parameters stay on the device if no stage reads them, if a compiled module reads them, or if they share a storage
+    with others.
+
+    Args:
+        host: whether the host may update a group. On the CPU, host and device are the same processor.
+        device: on which steps run.
+        may_move: whether a parameter can be placed.
     """
     readers = _readers(stages)
     every = list({id(p): p for p in model.parameters()}.values())
@@ -70,18 +81,16 @@ def find_groups(
     ]
     for (stages_of, needs, updated), parameters in parts:
         nbytes = sum(rounded(room_of(p), block_bytes(device)) for p in parameters)
-        transient = probe.update_bytes(parameters) if updated else 0
         states = tuple(probe.state_bytes(p) for p in parameters)
-        seconds = probe.update_time(parameters)
         costs.append(
             ParameterGroup(
                 stages=stages_of,
                 bytes=nbytes,
                 grad_bytes=nbytes if needs else 0,
                 state_bytes=sum(states),
-                update_time=seconds,
+                update_time=probe.update_time(parameters),
                 host_update_time=probe.update_time(parameters, host=True) if host and needs else None,
-                update_transient_bytes=transient,
+                update_transient_bytes=probe.update_bytes(parameters) if updated else 0,
                 name="..".join(dict.fromkeys(stages[i - 1].name for i in (stages_of[0], stages_of[-1]))),
             )
         )
@@ -89,15 +98,14 @@ def find_groups(
         here = updated and device.type == "cpu"
         first.append(max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if here else 0)
     buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
-    outside_bytes = sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside) + sum(
-        buffers.values()
-    )
+    outside_bytes = sum(buffers.values())
+    outside_bytes += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
     update = probe.update_bytes(outside)
     return FoundGroups(tuple(costs), tuple(placed), outside_bytes, update, tuple(first), tuple(outside))
 
 
 def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:
-    """By id of a parameter, the stages that read it, outside of compiled modules."""
+    """Return the stages that read each parameter (by id), except in compiled modules."""
     found: dict[int, list[int]] = {}
     for i, stage in enumerate(stages, start=1):
         inside = {id(p) for module in stage.every_module() if compiled(module) for p in module.parameters()}
@@ -108,7 +116,7 @@ def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:
 
 
 def _sharing(parameters: Sequence[nn.Parameter]) -> set[int]:
-    """Those whose bytes are in the storage of another one, too."""
+    """Return the ids of parameters that share a storage with another one."""
     by_storage: dict[int, list[int]] = {}
     for parameter in parameters:
         by_storage.setdefault(storage_key(parameter), []).append(id(parameter))

@@ -1,4 +1,4 @@
-"""What measuring a model gives: its chain, how its stages behave, and the bytes that belong to no value."""
+"""The result of measuring a model: its chain, how its stages behave, and the bytes that belong to no value."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.chain import Chain, Form, Stage
-from ..runtime.overhead import NO_UPKEEP, UpkeepTimes
+from ..runtime.overhead import NO_OVERHEAD, OverheadTimes
 from ..tensors.convolutions import Algorithms
 from ..tensors.stage import Behaviour, StageModule
 from ..tensors.storage import block_bytes, rounded
 from .memory.eager_memory import FreedEarly, HeldLate
-from .memory.skips import Skip, behave_in_place, gone_in_place, keep_in_place
-from .provenance import UPKEEP_TIMES
+from .memory.skips import Skip, behave_in_place, freed_in_place, keep_in_place
+from .provenance import OVERHEAD_TIMES
 
 
 class StageForms(NamedTuple):
-    """Smaller forms of the stage `name`, as ``F_sel i 1``, ``F_sel i 2``, ... make them.
+    """The smaller forms of the stage `name`, which ``F_sel i 1``, ``F_sel i 2``, ... make.
 
-    forms: their costs. keeps: of each, the tensors that it keeps, as the operations that made them and shapes. reason:
-    why there are none. algorithms: of each, by which its convolutions run, where that is not the flags' choice.
+    Attributes:
+        forms: their costs.
+        keeps: for each, the tensors that it keeps, as the operation that made it and a shape.
+        reason: why there are none; empty if there are some.
+        algorithms: for each, the algorithms of its convolutions; None if the flags choose them.
     """
 
     name: str
@@ -33,11 +36,13 @@ class StageForms(NamedTuple):
 
 
 class Compact(NamedTuple):
-    """What becomes of the chain where gradients that wait in a part of a larger storage are copied, so that the rest
-    can go.
+    """Changes to the chain if waiting gradients that fill a part of a larger storage are copied, so that the storage is
+    freed.
 
-    stages: its costs. copied: of each stage, the inputs whose gradients are. output_retention, freed_before_backward:
-    as of `Profile`.
+    Attributes:
+        stages: the costs.
+        copied: for each stage, the inputs whose gradients are copied.
+        output_retention, freed_before_backward: as in `Profile`.
     """
 
     stages: tuple[Stage, ...]
@@ -48,27 +53,42 @@ class Compact(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured model. How processes agree on each field `common.RULES` says.
+    """A measured model. `common.RULES` says how processes agree on each field. Tuples have an entry for each stage.
 
-    device: where it was measured. chain: costs of the stages that have a backward. prefix: stages before them, through
-    which no gradient flows. stages, behaviours: of the chain. unmanaged_bytes: what autograd keeps past all hooks, and
-    autocast of weights, in every step. replay_bytes: the most that snapshots take in a step that runs stages twice.
-    prefix_peak_bytes: the most that the prefix holds, its output (the chain's input) included. made_input_bytes: those
-    of a_0 that the prefix makes. outside_bytes: of each stage, what the chain charges in its forward for a prefix of
-    which the model's own code runs a part there. skips: bytes that several values carry. passing: bytes of values that
-    the plain model lets go; returned: of values that it returns and that nobody saves; lingering: others that it holds
-    longer. spare_bytes: of each stage, by how much the charge while it runs is above what it takes, as ``F_all`` and as
-    ``F_ck`` (`skips.StorageAliasing.spare`). freed_before_backward: of each stage, what the machine
-    charges in its ``B`` and is not there: an output, say, that only the next stage's backward needed. output_retention:
-    of each stage, what its ``B`` needs more where nothing gives its outputs back. rng_bytes: of one state of the
-    generators, on the device. compact: the same with gradients that wait copied, where there are any. copy_bandwidth:
-    of those copies, B/s. upkeep_times: what the runtime itself takes (`with_upkeep`). host_bound: of each stage,
-    whether the device waits for the host there, so that it does for the runtime too; empty where they are one.
-    beside_loss_bytes: of the gradients of what the model returns beside a loss, which a caller may ask for or not.
-    twice_bytes: of each stage, those of `unmanaged_bytes` that its values are charged with as well: the plain model has
-    them once. cast_bytes: what autocast within the model keeps to the end of its region; saved_cast_bytes: of that,
-    what is in the ā of each stage as well. timed: whether it has times, of stages, copies and the runtime, and smaller
-    forms. Otherwise these are 0 and none, and it tells only what keeping everything takes.
+    Attributes:
+        device: on which it was measured.
+        chain: the costs of the stages that have a backward.
+        prefix: the stages before them, through which no gradient flows.
+        stages, behaviours: of the chain.
+        unmanaged_bytes: what autograd keeps out of reach of hooks, and autocast's casts of weights, in every step.
+        replay_bytes: the most that snapshots take in a step that runs stages twice.
+        prefix_peak_bytes: the peak of the prefix, including its output (the chain's input).
+        made_input_bytes: the part of a_0 that the prefix makes.
+        outside_bytes: what the chain charges in a stage's forward for a prefix that the model's code partly runs there.
+        no_forms: why the stage has no smaller forms.
+        rng_bytes: of one state of the generators, on the device.
+        freed_before_backward: what the machine charges in ``B`` although it is freed, such as an output that only the
+            next stage's backward needs.
+        skips: storages that several values carry.
+        freed_early: storages that the plain model frees in its forward.
+        returned: storages that the model returns and nobody saves.
+        held_late: storages that the plain model holds longer than the chain does.
+        spare_bytes: how much the charge while a stage runs exceeds its need, in ``F_all`` and ``F_ck``
+            (`skips.StorageAliasing.spare`).
+        output_retention: what ``B`` needs more if its outputs are not freed.
+        compact: the changes if waiting gradients are copied; None if none wait.
+        copy_bandwidth: of those copies, B/s.
+        overhead_times: the interpreter's overhead (`with_overhead`).
+        host_bound: whether the device waits for the host in the stage, so that overhead costs time; empty if host and
+            device are one.
+        beside_loss_bytes: of the gradients of what the model returns beside a loss; a caller may or may not ask for
+            them.
+        twice_bytes: the part of `unmanaged_bytes` that is also charged to the stage's values; the plain model holds it
+            once.
+        cast_bytes: what autocast within the model keeps to the end of its region.
+        saved_cast_bytes: the part of that which is also in the stage's ā.
+        timed: whether times of stages, copies and the interpreter, and smaller forms, were measured; if not, the
+            profile only says what keeping everything takes.
     """
 
     device: torch.device
@@ -85,14 +105,14 @@ class Profile:
     rng_bytes: int = 0
     freed_before_backward: tuple[int, ...] = ()
     skips: tuple[Skip, ...] = ()
-    passing: tuple[FreedEarly, ...] = ()
+    freed_early: tuple[FreedEarly, ...] = ()
     returned: tuple[FreedEarly, ...] = ()
-    lingering: tuple[HeldLate, ...] = ()
+    held_late: tuple[HeldLate, ...] = ()
     spare_bytes: tuple[tuple[int, int], ...] = ()
     output_retention: tuple[int, ...] = ()
     compact: Compact | None = None
     copy_bandwidth: float | None = None
-    upkeep_times: UpkeepTimes = NO_UPKEEP
+    overhead_times: OverheadTimes = NO_OVERHEAD
     host_bound: tuple[bool, ...] = ()
     beside_loss_bytes: int = 0
     twice_bytes: tuple[int, ...] = ()
@@ -101,14 +121,16 @@ class Profile:
     timed: bool = True
 
     def described(self, name: str, meta: Mapping[str, Any]) -> Profile:
-        """The same, whose chain has this name and says `meta`, and the times that are not in its stages."""
-        times = {UPKEEP_TIMES: self.upkeep_times._asdict()}
+        """Return this with the chain's name and `meta`, to which the overhead times are added."""
+        times = {OVERHEAD_TIMES: self.overhead_times._asdict()}
         return replace(self, chain=replace(self.chain, name=name, meta={**meta, **times}))
 
     def keeping(self, kept: Collection[int], compact: bool = False) -> Profile:
-        """The same stages where the `skips` of these numbers are kept in place: constants of the step, and in no value.
+        """Return this with the `skips` of the indices `kept` kept in place: they are a constant of the step, and in no
+        value.
 
-        compact: whether gradients that wait are copied.
+        Args:
+            compact: whether waiting gradients are copied.
         """
         if compact and self.compact is not None:
             copying = zip(self.behaviours, self.compact.copied, strict=True)
@@ -128,31 +150,31 @@ class Profile:
             chain=keep_in_place(self.chain, staying, self.spare_bytes, self.output_retention),
             behaviours=behave_in_place(self.behaviours, staying),
             unmanaged_bytes=self.unmanaged_bytes + self.kept_bytes(kept),
-            freed_before_backward=gone_in_place(self.freed_before_backward, staying, self.output_retention),
+            freed_before_backward=freed_in_place(self.freed_before_backward, staying, self.output_retention),
             skips=(),
             compact=None,
         )
 
-    def with_upkeep(self) -> Profile:
-        """The same stages as a planned step runs them, with what the runtime takes; on CUDA, where the host is what
-        they wait for."""
+    def with_overhead(self) -> Profile:
+        """Return this with the interpreter's overhead in the stages' times; on CUDA, only in stages that wait for the
+        host."""
         bound = self.host_bound or (True,) * len(self.chain)
         rows = zip(self.chain.stages, self.behaviours, bound, strict=True)
-        stages = tuple(self.upkeep_times.added_to(s, len(b.saved)) if host else s for s, b, host in rows)
-        return replace(self, chain=replace(self.chain, stages=stages), upkeep_times=NO_UPKEEP)
+        stages = tuple(self.overhead_times.added_to(s, len(b.saved)) if host else s for s, b, host in rows)
+        return replace(self, chain=replace(self.chain, stages=stages), overhead_times=NO_OVERHEAD)
 
     @property
     def resident_input_bytes(self) -> int:
-        """Bytes of a_0 that were there before the step: all of it, or what a prefix hands on of the batch."""
+        """The bytes of a_0 that exist before the step: all of them, or what the prefix passes on from the batch."""
         return self.chain.input_bytes - self.made_input_bytes
 
     def kept_bytes(self, kept: Collection[int]) -> int:
-        """Bytes of the `skips` of these numbers."""
+        """Return the bytes of the `skips` of the indices `kept`."""
         return sum(self.skips[n].nbytes for n in kept)
 
     @property
     def forms(self) -> tuple[StageForms, ...]:
-        """Of each stage its smaller forms and what they keep, or why it has none."""
+        """The smaller forms of each stage and what they keep, or why it has none."""
         reasons = self.no_forms or ("",) * len(self.stages)
         rows = zip(self.chain.stages, self.behaviours, reasons, strict=True)
         return tuple(
@@ -161,7 +183,8 @@ class Profile:
         )
 
     def replay_extra(self, replayed: Collection[int]) -> dict[int, int]:
-        """What `replay_bytes` is where just the stages in `replayed` run twice: bytes held while each does."""
+        """Return, for each stage in `replayed`, the bytes that snapshots take while it is replayed; `replay_bytes` of
+        these stages."""
         behaviours = {i: self.behaviours[i - 1] for i in replayed}
         return {
             i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes
@@ -170,21 +193,20 @@ class Profile:
 
     @property
     def snapshot_bytes(self) -> int:
-        """What a planned step holds throughout: copies of the buffers that forwards change, as they were before, and
-        what autocast within the model keeps."""
+        """What a planned step holds throughout: copies of the buffers that forwards change, and autocast's casts within
+        the model."""
         return sum(sum(buffer_bytes(b)) for b in self.behaviours) + self.cast_bytes
 
 
 def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
-    """What replays hold beside values: the clones of buffers that one replay at a time runs on, states of generators as
-    they are put, and what its graph keeps past all hooks and autocast of its weights, beside what that of the first run
-    does."""
+    """Return what replays hold beside values: clones of buffers for one replay at a time, two states of the generators,
+    and what its graph keeps out of reach of hooks and autocast's casts of its weights."""
     return max(sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes for b in behaviours) + 2 * rng_bytes
 
 
 def buffer_bytes(behaviour: Behaviour) -> list[int]:
-    """Of each buffer that the forward changes, what a copy of it takes; and of other tensors that it sets, what those
-    before take."""
+    """Return the bytes of a copy of each buffer that the forward changes, and of the earlier values of other tensors it
+    sets."""
     found = (module._buffers[name] for module, name in behaviour.changed_buffers)
     copies = [rounded(buffer.nbytes, block_bytes(buffer.device)) for buffer in found if buffer is not None]
     return copies + [nbytes for _, _, nbytes in behaviour.changed_attributes if nbytes]

@@ -1,4 +1,4 @@
-"""What a chain file says about where its numbers are from: the ``meta`` of a chain, plain JSON."""
+"""What a chain file says about the origin of its numbers: the ``meta`` of a chain, plain JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from ..tensors.tree import flatten
 from ..version import __version__
 from .estimate.devices import Device
 
-UPKEEP_TIMES = "upkeep_times"  # in a chain's meta: seconds for a stage and for a tensor (`runtime.overhead`)
+OVERHEAD_TIMES = "upkeep_times"  # key in a chain's meta: seconds for each stage and each tensor (`runtime.overhead`)
 
 
 def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> dict[str, Any]:
-    """The model, the input's shapes, the device and the versions that a chain was measured or estimated with.
+    """Return the model, the shapes of its input, the device and the versions that a chain was measured or estimated
+    with.
 
-    device: what it was measured on, or the `Device` that it was estimated for.
+    Args:
+        device: on which the model was measured, or the `Device` for which it was estimated.
     """
     parameters = list(model.parameters())
     estimated = isinstance(device, Device)
@@ -38,7 +40,7 @@ def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> d
 
 
 def device_name(device: torch.device) -> str:
-    """What people call the device."""
+    """Return the device's name for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {platform.processor()}".strip() if device.type == "cpu" else str(device)

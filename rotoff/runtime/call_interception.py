@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..capture.collectives import collectives_visible, in_company
-from ..capture.outside import APPLIES, APPLY, SEEN_APPLY, Patches, without_checkpoints
+from ..capture.collectives import collectives_visible, several_processes
+from ..capture.interception import APPLIES, APPLY, SEEN_APPLY, Patches, without_checkpoints
 
 if TYPE_CHECKING:
     from .live import LiveForward
@@ -32,7 +32,7 @@ def following(live: LiveForward) -> Iterator[None]:
     before = _FOLLOWED.live
     _FOLLOWED.live = live
     try:
-        with _SEEN, collectives_visible() if in_company() else nullcontext(), without_checkpoints(), live:
+        with _SEEN, collectives_visible() if several_processes() else nullcontext(), without_checkpoints(), live:
             yield
     finally:
         _FOLLOWED.live = before

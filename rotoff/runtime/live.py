@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..capture.collectives import in_company
+from ..capture.collectives import several_processes
 from ..capture.course import OUTSIDE, Course
 from ..capture.places import Places, is_exact
 from ..capture.tape import name_of
@@ -204,7 +204,7 @@ class LiveForward(EagerFunctionMode):
                 whole_base(tensor)
                 if (known := vars(tensor._base).get(TAG)) is not None:
                     known.hollow = False
-        if in_company():  # the thread of a collective lets go of its tensors a moment after it has ended
+        if several_processes():  # the thread of a collective lets go of its tensors a moment after it has ended
             end = time.monotonic() + LETTING_GO
             while any(var.hollow and var.tensor() is not None for var in self._hollowed) and time.monotonic() < end:
                 time.sleep(1e-4)

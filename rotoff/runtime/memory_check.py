@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ..capture.for_nothing import SCALARS
+from ..capture.unused_results import SCALARS
 from ..core.chain import Chain
 from ..core.sequence import Op, Value, a
 from ..core.sequence import Sequence as Operations

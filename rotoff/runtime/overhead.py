@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..core.chain import Stage
 
 
-class UpkeepTimes(NamedTuple):
+class OverheadTimes(NamedTuple):
     """Seconds. forward, backward: of the interpreter for each stage. pack, unpack: of the hooks for each tensor that
     autograd saves and reads."""
 
@@ -35,4 +35,4 @@ class UpkeepTimes(NamedTuple):
         )
 
 
-NO_UPKEEP = UpkeepTimes()
+NO_OVERHEAD = OverheadTimes()

@@ -115,7 +115,7 @@ class StageRun:
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
         self.brought: dict[int, PlacedTensor] = {}
         self._open_hooks: saved_tensors_hooks | None = None
-        self._enough = 0  # number of saved tensors after which a replay for the stage's own backward may stop
+        self._early_stop = 0  # number of saved tensors after which a replay for the stage's own backward may stop
         self._dead = 0  # number of tensors saved by dead calls
         self._as_measured = False  # whether autograd saved the same tensors as when the stage was measured
 
@@ -200,7 +200,7 @@ class StageRun:
         self.cease()
         self._as_measured = [slot is not None for slot in self._slots] == self._behaviour.own_saved
         if self._as_measured:
-            self._enough = self._behaviour.enough
+            self._early_stop = self._behaviour.early_stop
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
         self.kept = {n: outputs[n] for n in kept}
 
@@ -264,7 +264,7 @@ class StageRun:
 
         alone: the run serves only the stage's own backward, so it stops at the last saved tensor and returns none.
         """
-        enough = self._enough if alone else 0
+        enough = self._early_stop if alone else 0
         inputs, places = self._detached(given)
         slots, shapes, count = self._slots, self._shapes, 0
         if keep:

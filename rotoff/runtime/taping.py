@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.outside import Patches, other_generators, put_other_generators
+from ..capture.interception import Patches, other_generators, put_other_generators
 from ..capture.recorder import HOOKS, one_call
 from ..tensors.rng import Generators
 from ..tensors.storage import version_of

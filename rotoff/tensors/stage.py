@@ -117,7 +117,7 @@ class Behaviour:
     changed_attributes: (module, name, bytes) of other attributes of its modules that it sets, such as counters.
     draws: whether it draws random numbers. modes: of `StageModule`.
     unmanaged_bytes: held by its graph past all hooks. cast_bytes: held by autocast's cache of its weights.
-    enough: the number of saved tensors after which a replay for its backward alone may stop; 0: it runs to its end.
+    early_stop: the number of saved tensors after which a replay for its backward alone may stop; 0: it runs to its end.
     forms: the recipe of each smaller form of ``F_sel``, in the order of the chain's `Stage.forms`.
     kept: the outputs in skip connections that are kept in place; a replay returns those of the first run.
     copied: the inputs whose gradients are copied if they are parts of larger storages.
@@ -130,7 +130,7 @@ class Behaviour:
     changed_buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: bool = False
     unmanaged_bytes: int = 0
-    enough: int = 0
+    early_stop: int = 0
     forms: tuple[Recipe, ...] = ()
     kept: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()

@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]]
 
 @pytest.mark.parametrize("count", [2, 6, 40])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_stages_one_after_another_are_the_model(name: str, count: int) -> None:
+def test_stages_in_sequence_equal_the_model(name: str, count: int) -> None:
     build, batch = MODELS[name]
     model, values = build(), batch()
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -162,7 +162,7 @@ def train(model: nn.Module, batch: Callable[[], tuple[Any, ...]], steps: int = 2
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 @pytest.mark.parametrize("name", MODELS)
-def test_training_at_the_smallest_limit_gives_the_bits_of_the_plain_model(name: str, mode: str) -> None:
+def test_training_at_smallest_limit_is_bit_for_bit(name: str, mode: str) -> None:
     build, batch = MODELS[name]
     torch.manual_seed(0)
     expected = train(build(), batch)
@@ -188,7 +188,7 @@ def test_training_at_the_smallest_limit_gives_the_bits_of_the_plain_model(name: 
     wrapped.close()
 
 
-def test_arguments_by_name_and_left_out_are_filled_in() -> None:
+def test_keyword_and_default_arguments_are_filled_in() -> None:
     _, batch = MODELS["two inputs"]
     model = TwoInputs()
     tokens, weight, _ = batch()
@@ -255,7 +255,7 @@ class Masked(nn.Module):
         return x
 
 
-def test_masks_are_made_first_and_counted_once() -> None:
+def test_masks_are_made_first_and_charged_once() -> None:
     keep = torch.rand(64) > 0.5
     wrapped = same_as_plain(Masked(), (torch.randn(64, 8), keep))
     assert [stage.name for stage in wrapped.profile.prefix] == ["masks and tables"]
@@ -264,7 +264,7 @@ def test_masks_are_made_first_and_counted_once() -> None:
     assert wrapped.chain.input_bytes - wrapped.profile.resident_input_bytes == 64 * 8 * 4
 
 
-def test_a_question_about_the_batch_has_a_plan_for_each_answer() -> None:
+def test_branch_on_the_batch_has_a_plan_for_each_case() -> None:
     some, every = torch.arange(16) % 2 == 0, torch.ones(16, dtype=torch.bool)
     batches = [(torch.randn(16, 8), keep) for keep in (some, every, some, every)]
     same_as_plain(Masked(), *batches)
@@ -280,7 +280,7 @@ class Branches(nn.Module):
         return self.other(x) if x.sum() > 0 else -self.other(x).tanh()
 
 
-def test_a_branch_that_turns_is_right_and_measured_when_it_comes_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_branch_is_correct_and_measured_when_it_recurs(caplog: pytest.LogCaptureFixture) -> None:
     model = Branches()
     nn.init.ones_(model.linear.weight)
     twin = copy.deepcopy(model)
@@ -338,7 +338,7 @@ def counted(module: Any, x: torch.Tensor) -> float:
     ids=["random", "numpy.random", "numpy", "tolist", "rand", "coin", "counter", "manual_seed"],
 )
 @pytest.mark.parametrize("mode", ["remat", "offload"])
-def test_what_the_models_own_code_decides_holds_in_replays(what: Any, mode: str) -> None:
+def test_decisions_of_model_code_hold_in_replays(what: Any, mode: str) -> None:
     torch.manual_seed(0)
     plain, batches = Does(what), [(torch.randn(32, 8),) for _ in range(3)]
     wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True, cache_directory=None).measure(
@@ -388,7 +388,7 @@ class AtTheEnd(nn.Module):
     ],
     ids=["metric", "distribution"],
 )
-def test_the_cure_for_results_that_cannot_be_looked_into(end: Any, said: str, cured: Any, same: Any) -> None:
+def test_error_for_opaque_results_names_a_working_cure(end: Any, said: str, cured: Any, same: Any) -> None:
     """Naming stages would give the same error again."""
     torch.manual_seed(0)
     for options in ({}, {"stages": ["blocks.0", "blocks.1"]}):
@@ -464,7 +464,7 @@ def test_all_kinds_of_calls_are_recorded() -> None:
     same_as_plain(Odds(), batch, batch)
 
 
-def test_a_custom_function_between_is_one_call_while_measuring_too() -> None:
+def test_custom_function_is_one_call_while_measuring() -> None:
     """Its stage has forms, which are tried by runs of the stage that was written out."""
 
     class Doubles(nn.Module):
@@ -494,7 +494,7 @@ def test_hooks_run_in_every_step() -> None:
 
 
 @pytest.mark.parametrize("change", ["rate", "frozen", "eval", "hook"])
-def test_a_changed_model_is_recorded_anew(change: str) -> None:
+def test_changed_model_is_recorded_again(change: str) -> None:
     model = Masked()
     twin = copy.deepcopy(model)
     batch = (torch.randn(16, 8), None)
@@ -531,19 +531,19 @@ def test_named_modules_are_the_stages(by_name: bool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, True, [], ["nowhere"], [nn.Linear(2, 2)], "layers.0"])
-def test_stages_that_are_none_are_refused(wrong: Any) -> None:
+def test_invalid_stages_option_is_refused(wrong: Any) -> None:
     with pytest.raises(rotoff.OptionError, match="stages"):
         rotoff.Checkpointable(Masked(), stages=wrong)
 
 
-def test_more_stages_where_more_are_asked_for() -> None:
+def test_stages_option_sets_number_of_stages() -> None:
     batch = (torch.randn(16, 8), None)
     few = rotoff.Checkpointable(Masked(8), stages=4).measure(*batch)
     many = rotoff.Checkpointable(Masked(8), stages=60).measure(*batch)
     assert len(few.chain) <= 8 < len(many.chain)
 
 
-def test_what_was_found_is_a_table() -> None:
+def test_stages_are_shown_as_a_table() -> None:
     model = Masked()
     found = rotoff.stages(model, torch.randn(16, 8), torch.arange(16) % 2 == 0)
     assert "recorded" in found.strategy
@@ -567,7 +567,7 @@ def test_recording_holds_no_activations() -> None:
     assert peak_bytes(lambda: strategy.capture(model, ((x,), {}), CPU, 8).stages) < 8 * one
 
 
-def test_an_argument_may_hide_tensors() -> None:
+def test_argument_hiding_tensors_is_handled() -> None:
     class Box:
         def __init__(self, inside: torch.Tensor) -> None:
             self.inside = inside
@@ -593,7 +593,7 @@ class Grows(nn.Module):
         return torch.cat([self.linear(x)] * ROWS["times"])
 
 
-def test_a_named_stage_may_return_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_stage_may_return_varying_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, x = Masked(8), torch.randn(64, 8)
     plain.layers[0] = Grows()
     plain.layers[0].forward = lambda x, mask, inner=plain.layers[0].forward: inner(x)
@@ -607,7 +607,7 @@ def test_a_named_stage_may_return_other_shapes(monkeypatch: pytest.MonkeyPatch) 
     wrapped.close()
 
 
-def test_a_view_of_a_parameter_never_crosses_a_cut() -> None:
+def test_view_of_parameter_never_crosses_a_cut() -> None:
     class Standardised(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -624,7 +624,7 @@ def test_a_view_of_a_parameter_never_crosses_a_cut() -> None:
     assert len(wrapped.chain) >= 4
 
 
-def test_a_cache_that_the_configuration_asks_for_is_switched_off_while_recording() -> None:
+def test_use_cache_in_configuration_is_off_while_recording() -> None:
     class Kept:
         pass
 
@@ -645,7 +645,7 @@ def test_a_cache_that_the_configuration_asks_for_is_switched_off_while_recording
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_what_chance_skips_is_skipped(rate: float) -> None:
+def test_randomly_skipped_layers_are_skipped(rate: float) -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()

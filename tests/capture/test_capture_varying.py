@@ -80,7 +80,7 @@ def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]
 
 @pytest.mark.parametrize("block", [Sent, Shifted, Counter])
 @pytest.mark.parametrize("share", [0.0, 2.0])
-def test_what_depends_on_data_runs_as_its_own_code(block: type[nn.Module], share: float) -> None:
+def test_data_dependent_modules_run_their_own_code(block: type[nn.Module], share: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), block(), nn.Linear(8, 8)) for _ in range(4)))
     batches = [torch.randn(12, 8), 3 * torch.randn(12, 8), torch.ones(12, 8)]  # the last sends all rows to one expert
@@ -115,7 +115,7 @@ class Paced(nn.Module):
 
 
 @pytest.mark.parametrize("block", [Paced, lambda: nn.BatchNorm1d(8, momentum=None)], ids=["Paced", "BatchNorm1d"])
-def test_a_count_of_the_steps_is_no_reason_to_measure_each_of_them(block: Callable[[], nn.Module]) -> None:
+def test_step_counter_does_not_cause_measuring(block: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     pieces = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]
     model = Around(nn.Sequential(*pieces[:2], block(), *pieces[2:]))
@@ -161,7 +161,7 @@ class Reads(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, list])
-def test_sequences_are_packed_by_other_lengths_in_each_batch(kind: Callable[[list[int]], Any]) -> None:
+def test_packed_sequences_may_vary_in_length(kind: Callable[[list[int]], Any]) -> None:
     torch.manual_seed(0)
     model, x = Reads(), torch.randn(6, 7, 8)
     twin = copy.deepcopy(model)
@@ -180,7 +180,7 @@ def test_sequences_are_packed_by_other_lengths_in_each_batch(kind: Callable[[lis
     run.close()
 
 
-def test_packing_in_the_models_own_forward_is_refused_with_a_cure_that_cures() -> None:
+def test_packing_in_model_forward_is_refused_with_working_cure() -> None:
     with pytest.raises(rotoff.MeasureError, match=r"packs sequences .*in a submodule.*or give the lengths as a list"):
         rotoff.Checkpointable(Packs(), cache_directory=None).measure(torch.randn(6, 7, 8), torch.tensor([7] * 6))
 
@@ -207,7 +207,7 @@ class Sized(nn.Module):
 
 
 @pytest.mark.parametrize("sizes", [[3], [3, 4]])
-def test_a_number_drawn_may_be_asked_for(sizes: list[int]) -> None:
+def test_random_number_may_be_read(sizes: list[int]) -> None:
     x, plain = torch.ones(2, 5), Sized(sizes)
     model = (
         rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None)
@@ -239,7 +239,7 @@ class Table(nn.Module):
         return self.linear(x) + self.table.to(torch.float32)
 
 
-def test_a_constant_that_a_call_hands_back_is_still_one() -> None:
+def test_constant_returned_by_a_call_stays_a_constant() -> None:
     model, x = Table(), torch.ones(2, 4)
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1).compute_sequence("1 MiB")
     assert torch.equal(wrapped(x), model(x))
@@ -258,7 +258,7 @@ class Waves(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["offload", "remat"])
-def test_conjugates_come_back_as_conjugates(mode: str) -> None:
+def test_offloaded_conjugates_stay_conjugates(mode: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Waves() for _ in range(5))), torch.randn(32, 16)
     expected = trained(copy.deepcopy(model), [x])

@@ -11,7 +11,7 @@ from rotoff.capture.sharding import gathers
 from rotoff.profile import stage_meter as meter
 
 
-def test_parameters_of_this_process_alone_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_of_one_process_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a stage that saves them is not run again and again for a collective's sake."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert not gathers(model)

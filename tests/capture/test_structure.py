@@ -40,25 +40,25 @@ def other(code: str) -> FunctionType:
     return found["changed"]
 
 
-def test_equal_modules_are_told_by_equal_texts() -> None:
+def test_equal_modules_have_equal_structure_texts() -> None:
     assert structure([Calls()]) == structure([Calls()])
 
 
 @pytest.mark.parametrize("name", ["helper", "deeper"])
-def test_a_function_that_the_forward_calls_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structure_includes_called_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = structure([Calls()])
     monkeypatch.setitem(globals(), name, other("x * 3"))
     assert structure([Calls()]) != before
 
 
-def test_a_constant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structure_includes_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "deeper", other("x * 3"))
     three = structure([Calls()])
     monkeypatch.setitem(globals(), "deeper", other("x * 4"))
     assert structure([Calls()]) != three
 
 
-def test_methods_and_properties_of_the_class_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structure_includes_methods_and_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     before = structure([Calls()])
     monkeypatch.setattr(Calls, "method", lambda self, x: x.exp() * self.factor)
     changed = structure([Calls()])
@@ -83,7 +83,7 @@ class Scaled(nn.Module):
         return self.scale(x)
 
 
-def test_a_closure_is_told_by_its_code_and_what_it_closes_over() -> None:
+def test_structure_of_closure_includes_code_and_cells() -> None:
     assert "@" not in structure([Scaled(2)])
     assert structure([Scaled(2)]) == structure([Scaled(2)])
     assert structure([Scaled(2)]) != structure([Scaled(3)])
@@ -99,7 +99,7 @@ class Pooled(nn.Module):
         return torch.nn.functional.max_pool2d(self.conv(x), self.size)
 
 
-def test_times_of_a_recorded_model_that_pools_are_known_again() -> None:
+def test_times_of_pooling_model_are_found_in_cache() -> None:
     """`max_pool2d` is a closure, and what the model returns is put together by a specification."""
 
     def key(size: int) -> object:
@@ -112,7 +112,7 @@ def test_times_of_a_recorded_model_that_pools_are_known_again() -> None:
     assert key(2) != key(4)
 
 
-def test_a_profile_is_known_by_the_default_dtype_too() -> None:
+def test_profile_key_includes_default_dtype() -> None:
     """A forward that makes tensors from numbers takes other bytes under another one."""
     x = torch.zeros(1, 3, 8, 8)
     found = strategy.capture(Pooled(2), ((x,), {}), torch.device("cpu"))

@@ -16,7 +16,7 @@ def names(*modules: nn.Module, x: torch.Tensor) -> list[str]:
     return [stage.name for stage in merge_unsaved(stages, x, torch.device("cpu"))]
 
 
-def test_what_is_saved_on_either_side_stays_between() -> None:
+def test_saved_values_keep_stages_apart() -> None:
     x = torch.randn(64, 32)
     linear = [nn.Linear(32, 32) for _ in range(4)]
     assert names(*linear, x=x) == ["0", "1", "2", "3"]  # each saves its input
@@ -24,22 +24,22 @@ def test_what_is_saved_on_either_side_stays_between() -> None:
     assert names(linear[0], nn.GELU(), nn.BatchNorm1d(32), linear[1], x=x) == ["0", "1", "2", "3"]
 
 
-def test_stages_that_save_nothing_become_one() -> None:
+def test_stages_that_save_nothing_are_merged() -> None:
     frozen = [nn.Linear(32, 32).requires_grad_(False) for _ in range(4)]
     assert names(*frozen, nn.Tanh(), nn.Linear(32, 8), x=torch.randn(64, 32, requires_grad=True)) == ["0..4", "5"]
 
 
-def test_what_runs_before_the_first_gradient_stays_before_it() -> None:
+def test_stages_before_first_gradient_are_not_merged() -> None:
     frozen = nn.Linear(32, 32).requires_grad_(False)
     assert names(frozen, nn.Linear(32, 32), nn.ReLU(), x=torch.randn(64, 32)) == ["0", "1..2"]
 
 
-def test_a_bottleneck_is_kept_since_a_replay_may_start_there() -> None:
+def test_bottleneck_value_is_kept_for_replays() -> None:
     narrow, wide = nn.Linear(32, 4).requires_grad_(False), nn.Linear(4, 32).requires_grad_(False)
     assert names(narrow, wide, nn.Linear(32, 8), x=torch.randn(64, 32, requires_grad=True)) == ["0", "1", "2"]
 
 
-def test_an_output_that_someone_else_holds_is_not_let_go_by_merging() -> None:
+def test_output_held_elsewhere_prevents_merging() -> None:
     class Keeping(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.kept = super().forward(x)
@@ -48,7 +48,7 @@ def test_an_output_that_someone_else_holds_is_not_let_go_by_merging() -> None:
     assert names(Keeping(32, 32), nn.ReLU(), nn.Linear(32, 8), x=torch.randn(64, 32)) == ["0", "1", "2"]
 
 
-def test_what_is_merged_needs_no_more_than_one_of_its_parts() -> None:
+def test_merged_stage_needs_no_more_than_its_parts() -> None:
     def group(name: str, given: int, made: int, kept: int, unsaved: int) -> Group:
         return Group(StageModule(name, ()), given, made, kept, unsaved)
 
@@ -63,7 +63,7 @@ def test_what_is_merged_needs_no_more_than_one_of_its_parts() -> None:
     assert [g.stage.name for g in merge_groups([shrinks, group("m", 4, 4, 6, 4)])] == ["wide", "m"]
 
 
-def test_named_stages_stay_apart() -> None:
+def test_named_stages_are_not_merged() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     x = torch.randn(64, 32)
     assert [s.name for s in rotoff.Checkpointable(model).measure(x, repeats=1).chain.stages] == ["0..1", "2"]
@@ -71,7 +71,7 @@ def test_named_stages_stay_apart() -> None:
     assert [s.name for s in named.chain.stages] == ["0", "1", "2"]
 
 
-def test_the_smallest_limit_is_that_of_the_stages_apart_and_keeping_everything_takes_less() -> None:
+def test_merging_keeps_smallest_limit_and_lowers_keep_all_memory() -> None:
     layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1))]
     model, x = nn.Sequential(*layers), torch.randn(2048, 64)
     merged = rotoff.Checkpointable(model).measure(x, repeats=1)

@@ -185,7 +185,9 @@ def test_by_default_there_are_none() -> None:
 
 
 def test_the_times_of_such_forms_are_known_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotoff.profile.timing.timing_cache.FAR", math.inf)  # they hold, however busy the machine is
+    monkeypatch.setattr(
+        "rotoff.profile.timing.timing_cache.TOLERANCE", math.inf
+    )  # they hold, however busy the machine is
     first, _ = measured(conv_algorithms="any", cache_directory=tmp_path)
     again, _ = measured(conv_algorithms="any", cache_directory=tmp_path)
     for a, b in zip(first.profile.behaviours, again.profile.behaviours, strict=True):

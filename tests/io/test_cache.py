@@ -84,7 +84,7 @@ def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def _an_even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that were kept hold, however busy the machine is."""
-    monkeypatch.setattr(known_times, "FAR", math.inf)
+    monkeypatch.setattr(known_times, "TOLERANCE", math.inf)
 
 
 def planned(directory: Path | None) -> rotoff.Checkpointable:

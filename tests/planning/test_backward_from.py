@@ -162,7 +162,7 @@ def test_what_is_returned_beside_it_is_the_plain_models_but_for_its_gradient(sha
         assert output[name].requires_grad and not output[name].is_leaf
     assert output["logits"].detach().argmax(1).shape == (ROWS,)
     with pytest.raises(
-        rotoff.ExecutionError, match="backward_from='loss' names, for which none is planned; name that output too"
+        rotoff.ExecutionError, match="that backward_from='loss' does not name, so none is planned; name that output too"
     ):
         (output["loss"] + output["logits"].mean()).backward()
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_the_last_module_of_a_sequential_may_return_several(ids: torch.Tensor) -
     peaks = [wrapped(model, backward_from=starts).measure(ids).keep_all_memory for starts in (None, 0)]
     assert peaks[1] <= peaks[0] - 0.9 * LOGITS
     with pytest.raises(
-        rotoff.MeasureError, match="names 'loss', and the model returns a tuple of 2; name one of those"
+        rotoff.MeasureError, match="names 'loss', but the model returns a tuple of 2; name one of those"
     ):
         wrapped(model, backward_from="loss").measure(ids)
 
@@ -232,12 +232,12 @@ def test_what_names_no_output_is_refused(wrong: Any) -> None:
 
 def test_what_the_model_does_not_return_is_refused(ids: torch.Tensor) -> None:
     with pytest.raises(
-        rotoff.MeasureError, match="names 'los', and the model returns 'loss', 'logits'; name one of those"
+        rotoff.MeasureError, match="names 'los', but the model returns 'loss', 'logits'; name one of those"
     ):
         wrapped(made(), backward_from="los").measure(ids, labels=ids)
-    with pytest.raises(rotoff.MeasureError, match="names 7, and the model returns a tuple of 2"):
+    with pytest.raises(rotoff.MeasureError, match="names 7, but the model returns a tuple of 2"):
         wrapped(made("tuple"), backward_from=7).measure(ids, labels=ids)
-    with pytest.raises(rotoff.MeasureError, match="of which nothing needs a gradient on this input; .* labels"):
+    with pytest.raises(rotoff.MeasureError, match="which needs no gradient on this input; .* labels"):
         wrapped(made(), backward_from="loss").measure(ids)
-    with pytest.raises(rotoff.MeasureError, match="names 'loss', and the model returns a tensor alone"):
+    with pytest.raises(rotoff.MeasureError, match="names 'loss', but the model returns a tensor alone"):
         wrapped(nn.Sequential(nn.Linear(4, 4)), backward_from="loss").measure(torch.randn(2, 4))

@@ -21,7 +21,7 @@ from rotoff.planning.reduction import RULES, Told, check_rules, common_profile, 
 from rotoff.planning.request import Request
 from rotoff.profile.memory.eager_memory import FreedEarly, HeldLate
 from rotoff.profile.profile import Compact, Profile
-from rotoff.runtime.overhead import UpkeepTimes
+from rotoff.runtime.overhead import OverheadTimes
 
 NAMES = ("mlp", "residual", "convolutional", "frozen", "handed_on", "side_inputs", "unet", "concatenates")
 DECIDED = [name for name, rule in RULES[Profile].items() if rule is not own]
@@ -52,8 +52,8 @@ def shaken(value: Any, rng: random.Random) -> Any:
         return value._replace(nbytes=value.nbytes + rng.randrange(1000))
     if isinstance(value, Compact):
         return value._replace(**{n: shaken(getattr(value, n), rng) for n in value._fields if n != "copied"})
-    if isinstance(value, UpkeepTimes):
-        return UpkeepTimes(*(shaken(one, rng) for one in value))
+    if isinstance(value, OverheadTimes):
+        return OverheadTimes(*(shaken(one, rng) for one in value))
     if is_dataclass(value):
         named = {
             f.name: getattr(value, f.name) for f in fields(value) if f.name not in ("extra", "meta", "name", "duplex")
@@ -170,8 +170,8 @@ def test_other_stages_are_one_sentence() -> None:
 def test_lingering_bytes_are_the_most_of_each_span() -> None:
     one = profile_of("mlp", 1)
     theirs = [((0, 2, 100), (3, 5, 10)), ((3, 5, 90),), ()]
-    ours = agreed([replace(one, lingering=tuple(HeldLate(*span) for span in spans)) for spans in theirs])
-    assert ours[0].lingering == (HeldLate(0, 2, 100), HeldLate(3, 5, 90))
+    ours = agreed([replace(one, held_late=tuple(HeldLate(*span) for span in spans)) for spans in theirs])
+    assert ours[0].held_late == (HeldLate(0, 2, 100), HeldLate(3, 5, 90))
 
 
 @pytest.mark.parametrize("kind", RULES)

@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(stage_meter, "time_stage")
     count(stage_meter.FormMeter, "find")
-    for name in ("sample_upkeep", "upkeep_times", "copy_bandwidth"):
+    for name in ("sample_overhead", "overhead_times", "copy_bandwidth"):
         count(stage_meter.Meter, name)
     count(LinkPool, "bandwidth")
     return seen
@@ -333,7 +333,7 @@ def test_no_graph_and_no_batch_but_the_last_is_held(calls: Counter[str]) -> None
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a cache whose times hold, however busy the machine is."""
-    monkeypatch.setattr("rotoff.profile.timing.timing_cache.FAR", float("inf"))
+    monkeypatch.setattr("rotoff.profile.timing.timing_cache.TOLERANCE", float("inf"))
     return tmp_path
 
 

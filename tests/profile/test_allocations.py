@@ -18,7 +18,7 @@ MIB = 1 << 20
 STAGE = rotoff.Stage("s", 1.0, 2.0, 100, 300, forward_transient_bytes=10 * MIB, backward_transient_bytes=20 * MIB)
 
 
-def test_a_block_that_was_not_split_counts_as_what_was_asked_for() -> None:
+def test_unsplit_block_counts_as_requested_size() -> None:
     log = AllocationLog(
         (
             Allocation(1, 20 * MIB),  # a temporary
@@ -39,7 +39,7 @@ def test_a_block_that_was_not_split_counts_as_what_was_asked_for() -> None:
     assert log.sized({4: 9 * MIB - UNSPLIT - 512}) == log  # not what the allocator leaves: the storage is another
 
 
-def test_garbage_of_earlier_code_is_not_given_back_within_a_log() -> None:
+def test_garbage_collection_is_off_within_a_log() -> None:
     device, often = torch.device("cpu"), gc.get_threshold()
 
     def littering() -> None:
@@ -61,7 +61,7 @@ def test_garbage_of_earlier_code_is_not_given_back_within_a_log() -> None:
     assert log.level() == 0
 
 
-def test_stages_that_do_the_same_are_alike_within_what_blocks_may_be_larger() -> None:
+def test_equal_stages_match_within_unsplit_block_slack() -> None:
     other = replace(STAGE, forward_transient_bytes=11 * MIB, backward_transient_bytes=18 * MIB)
     assert _alike(STAGE, STAGE)
     assert not _alike(STAGE, other)
@@ -70,11 +70,11 @@ def test_stages_that_do_the_same_are_alike_within_what_blocks_may_be_larger() ->
     assert not _alike(STAGE, replace(STAGE, saved_bytes=301), 2 * UNSPLIT)
 
 
-def test_an_allocator_that_does_not_tell_what_it_gives_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_without_events_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     logs = [AllocationLog(()), AllocationLog((Allocation(1, 512), Allocation(1, -512)))]
-    monkeypatch.setattr(allocator, "_telling", set())
+    monkeypatch.setattr(allocator, "_checked", set())
     monkeypatch.setattr(allocator, "record", lambda *_: (None, logs.pop(0)))
-    with pytest.raises(rotoff.MeasureError, match="allocator of cuda:0 does not tell what it gives.*cudaMallocAsync"):
+    with pytest.raises(rotoff.MeasureError, match="allocator of cuda:0 reports no events.*cudaMallocAsync"):
         DeviceAllocator(torch.device("cuda", 0))
     for _ in range(2):
         DeviceAllocator(torch.device("cuda", 0))
@@ -82,11 +82,11 @@ def test_an_allocator_that_does_not_tell_what_it_gives_is_refused(monkeypatch: p
 
 
 @pytest.mark.parametrize("told", ["", "expandable_segments:True", "roundup_power2_divisions:4,max_split_size_mb:64"])
-def test_options_that_make_blocks_larger_are_told_of(
+def test_block_enlarging_options_are_logged(
     told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = AllocationLog((Allocation(1, 512), Allocation(1, -512)))
-    monkeypatch.setattr(allocator, "_telling", set())
+    monkeypatch.setattr(allocator, "_checked", set())
     monkeypatch.setattr(allocator, "record", lambda *_: (None, log))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)

@@ -93,14 +93,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize(("step_bytes", "rate"), [(0, HOT), (4 << 20, HOT), (48 << 20, COLD), (1 << 40, COLD)])
-def test_copies_go_round_what_a_step_moves(clock: Clock, step_bytes: int, rate: float) -> None:
+def test_copies_cycle_over_the_bytes_of_a_step(clock: Clock, step_bytes: int, rate: float) -> None:
     link = CachedLink(clock)
     out, back = measure_bandwidth(link, 3 << 20, step_bytes)
     assert (out, back) == (pytest.approx(rate), pytest.approx(rate))
     assert link.capacity == max(3 << 20, -(-min(step_bytes, COLD_BYTES) // (3 << 20)) * (3 << 20))
 
 
-def test_a_link_past_the_caches_is_measured_with_one_value(clock: Clock) -> None:
+def test_uncached_link_is_measured_with_one_value(clock: Clock) -> None:
     link = CachedLink(clock)
     link.cached = False
     out, back = measure_bandwidth(link, 3 << 20, 1 << 40)
@@ -117,7 +117,7 @@ class SeenLate(CachedLink):
 
 
 @pytest.mark.parametrize(("nbytes", "rate"), [(64 << 10, HOT), (1 << 20, HOT), (300 << 20, COLD)])
-def test_copies_that_queue_are_timed_together(clock: Clock, nbytes: int, rate: float) -> None:
+def test_queued_copies_are_timed_together(clock: Clock, nbytes: int, rate: float) -> None:
     link = SeenLate(clock)
     link.cached = False
     one = measure_bandwidth(link, nbytes)
@@ -129,7 +129,7 @@ def test_copies_that_queue_are_timed_together(clock: Clock, nbytes: int, rate: f
     assert (FileLink.queues, CudaLink.queues) == (False, True)
 
 
-def test_a_link_where_copies_queue_is_asked_for_no_more_than_256_mib(clock: Clock) -> None:
+def test_queueing_link_copies_at_most_256_mib(clock: Clock) -> None:
     for nbytes, reserved in ((100 << 20, 100 << 20), (3 << 30, 256 << 20)):
         link = CachedLink(clock)
         link.cached, link.queues = False, True
@@ -137,7 +137,7 @@ def test_a_link_where_copies_queue_is_asked_for_no_more_than_256_mib(clock: Cloc
         assert link.capacity == reserved
 
 
-def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_released_after_measuring_bandwidth(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who only recomputes has none at all, and a link whose memory steps have used keeps it."""
     made: list[Closing] = []
 
@@ -162,9 +162,7 @@ def test_no_pinned_memory_stays_when_the_bandwidth_is_known(clock: Clock, monkey
     assert (len(made), made[1].closed, made[1].capacity) == (2, False, 100 << 20)
 
 
-def test_a_host_with_little_room_is_enough_for_who_only_recomputes(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_little_host_memory_is_enough_for_remat(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_pool, "new_link", lambda *_: TwoWays(clock, (0.5, 0.5), room=20 << 20))
     monkeypatch.setattr(link_pool, "_shares", {})
     rates = LinkPool().bandwidth(torch.device("cpu"), 3 << 30)
@@ -229,9 +227,7 @@ def test_both_directions_are_measured_alone_and_together(
     assert link.capacity <= 256 << 20
 
 
-def test_a_device_without_room_for_copies_in_both_directions_is_enough(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bandwidth_is_measured_without_room_for_both_directions(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(TwoWays):
         def allocate(self, nbytes: int) -> torch.Tensor:
             if nbytes > 1 << 20:
@@ -245,7 +241,7 @@ def test_a_device_without_room_for_copies_in_both_directions_is_enough(
     assert not link_pool._shares
 
 
-def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
+def test_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
     link = CachedLink(clock, room=5 << 20)
     assert measure_bandwidth(link, 3 << 20, 1 << 40) == (pytest.approx(HOT), pytest.approx(HOT))
     assert link.capacity == 3 << 20
@@ -256,15 +252,13 @@ def test_a_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("step_bytes", "beside", "values"), [(10 << 20, 12 << 20, 4), (10 << 20, 11 << 20, 1), (0, 0, 1)]
 )
-def test_the_bytes_on_the_device_are_others_too_where_there_is_room(
-    clock: Clock, step_bytes: int, beside: int, values: int
-) -> None:
+def test_device_bytes_vary_if_there_is_room(clock: Clock, step_bytes: int, beside: int, values: int) -> None:
     link = CachedLink(clock, beside=beside)
     measure_bandwidth(link, 3 << 20, step_bytes)
     assert len(link.moved) == values
 
 
-def test_what_stands_in_for_the_cpus_memory_takes_none_of_it(tmp_path: Path) -> None:
+def test_cpu_bandwidth_buffer_is_file_backed(tmp_path: Path) -> None:
     link = FileLink(tmp_path)
     taken = []
 
@@ -284,7 +278,7 @@ def test_what_stands_in_for_the_cpus_memory_takes_none_of_it(tmp_path: Path) -> 
     link.close()
 
 
-def test_the_file_link_is_measured_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_link_is_measured_over_the_bytes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
     real = LinkPool.bandwidth
 

@@ -115,7 +115,7 @@ def blocks() -> tuple[rotoff.Checkpointable, list[Block], torch.Tensor]:
 
 
 @pytest.mark.parametrize("by", list(Algorithms))
-def test_the_flags_change_for_convolutions_of_a_forward_and_for_a_whole_backward(by: Algorithms) -> None:
+def test_flags_change_per_forward_convolution_and_for_whole_backward(by: Algorithms) -> None:
     wrapped, (first, second, third), x = blocks()
     smallest = len(with_forms(wrapped, by).chain.stages[1].forms)
     with_sequence(wrapped, planned("F_sel 1 1", "F_ck 2", "F_all 3", "B 3", f"F_sel 2 {smallest}", "B 2", "B 1"))
@@ -129,7 +129,7 @@ def test_the_flags_change_for_convolutions_of_a_forward_and_for_a_whole_backward
     assert {*first.forwards, *second.forwards, *third.forwards} == {USUAL}
 
 
-def test_the_form_made_last_says_how_its_backward_runs() -> None:
+def test_last_form_determines_backward_algorithms() -> None:
     wrapped, (first, *_), x = blocks()
     with_forms(wrapped, Algorithms.NATIVE)
     with_sequence(wrapped, planned("F_sel 1 1", "F_all 2", "F_all 3", "drop abar 1", "B 3", "F_all 1", "B 2", "B 1"))
@@ -137,7 +137,7 @@ def test_the_form_made_last_says_how_its_backward_runs() -> None:
     assert first.backwards == [USUAL]
 
 
-def test_every_way_to_call_a_convolution_is_seen() -> None:
+def test_every_way_to_call_a_convolution_is_recognised() -> None:
     x, weight = torch.randn(1, 2, 6, 6), torch.randn(2, 2, 3, 3)
     with Convolutions() as seen, forward_by(Algorithms.NATIVE):
         nn.Conv2d(2, 2, 3, padding="same")(x)
@@ -154,7 +154,7 @@ def test_every_way_to_call_a_convolution_is_seen() -> None:
 
 @pytest.mark.parametrize("by", list(Algorithms))
 @pytest.mark.parametrize("name", ["convolutional", "stateful", "double"])
-def test_any_legal_sequence_runs_within_its_bytes(name: str, by: Algorithms) -> None:
+def test_random_sequences_keep_predicted_bytes(name: str, by: Algorithms) -> None:
     model, batch = fresh(name)
     wrapped = with_forms(rotoff.Checkpointable(model).measure(batch(), repeats=1), by)
     chain = wrapped.chain
@@ -172,7 +172,7 @@ class Failing(Block):
         return super().forward(Fails.apply(x))
 
 
-def test_a_backward_that_fails_leaves_the_flags_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_backward_restores_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Block(4), Failing(4), Block(4))
     x = torch.randn(2, 4, 8, 8)
     wrapped = rotoff.Checkpointable(model, stages=list(model)).measure(x, repeats=1)
@@ -186,7 +186,7 @@ def test_a_backward_that_fails_leaves_the_flags_as_they_were(monkeypatch: pytest
     assert caught.value.args == ("injected",)
 
 
-def test_a_forward_that_fails_leaves_the_flags_as_they_were() -> None:
+def test_failing_forward_restores_flags() -> None:
     wrapped, (_, second, _), x = blocks()
     with_sequence(with_forms(wrapped, Algorithms.NATIVE), every_form(wrapped.chain, 1))
     second.conv.dilation = (9, 9)  # the convolution itself raises
@@ -195,7 +195,7 @@ def test_a_forward_that_fails_leaves_the_flags_as_they_were() -> None:
     assert flags() == USUAL
 
 
-def test_a_step_that_is_given_up_half_way_leaves_the_flags_as_they_were() -> None:
+def test_aborted_step_restores_flags() -> None:
     wrapped, (first, *_), x = blocks()
     with_sequence(with_forms(wrapped, Algorithms.DETERMINISTIC), every_form(wrapped.chain, 1))
     output = wrapped(x)
@@ -209,7 +209,7 @@ def test_a_step_that_is_given_up_half_way_leaves_the_flags_as_they_were() -> Non
 # -- the option
 
 
-def test_a_cpu_has_nothing_to_choose() -> None:
+def test_cpu_offers_no_algorithms() -> None:
     model, batch = fresh("convolutional")
     wrapped = rotoff.Checkpointable(model, conv_algorithms="any").measure(batch(), repeats=1)
     assert other_algorithms(torch.device("cpu")) == ()
@@ -219,7 +219,7 @@ def test_a_cpu_has_nothing_to_choose() -> None:
     assert same(train(wrapped, batch), plain("convolutional"))
 
 
-def test_what_the_flags_leave_to_choose() -> None:
+def test_flags_determine_available_algorithms() -> None:
     cuda = torch.device("cuda")
     assert other_algorithms(cuda) == (Algorithms.DETERMINISTIC, Algorithms.NATIVE)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
@@ -229,14 +229,14 @@ def test_what_the_flags_leave_to_choose() -> None:
 
 
 @pytest.mark.parametrize("bad", [True, None, "all", 3, ["any"]])
-def test_other_values_are_refused(bad: Any) -> None:
+def test_unknown_conv_algorithms_are_refused(bad: Any) -> None:
     with pytest.raises(OptionError, match="conv_algorithms is .*; give 'plain'"):
         rotoff.Checkpointable(nn.Linear(2, 2), conv_algorithms=bad)
     with pytest.raises(OptionError, match="conv_algorithms is .*; give 'plain'"):
         rotoff.attach(nn.Linear(2, 2), conv_algorithms=bad)
 
 
-def test_forms_that_store_the_same_are_told_apart() -> None:
+def test_forms_with_equal_storage_differ_by_algorithm() -> None:
     recipes = [Recipe(frozenset({3, 1}), {}, 0, (), {}, algorithms=by) for by in (None, *Algorithms)]
     assert [recipe.identity for recipe in recipes] == [((1, 3), ""), ((1, 3), "deterministic"), ((1, 3), "native")]
     assert KnownForm(recipes[1].identity, 1.0) == (((1, 3), "deterministic"), 1.0)

@@ -91,7 +91,7 @@ def count_only(flops: float) -> Device:
          [5, 10], 180 + 10 + (20 - 1.0) + (10 - 0.5)),  # ten seconds for the way back
     ],
 )  # fmt: skip
-def test_replays_right_before_their_backward_leave_their_tails_out(text: str, early: list[int], seconds: float) -> None:
+def test_replay_before_its_backward_leaves_out_tail(text: str, early: list[int], seconds: float) -> None:
     sequence = rotoff.Sequence.from_text(text.split("; "))
     assert sorted(early_stops(sequence)) == early
     assert rotoff.simulate(CHAIN, sequence).makespan == seconds
@@ -100,7 +100,7 @@ def test_replays_right_before_their_backward_leave_their_tails_out(text: str, ea
     assert rotoff.simulate(whole, sequence).peak_bytes == rotoff.simulate(CHAIN, sequence).peak_bytes
 
 
-def test_an_update_in_between_is_on_the_compute_lane_if_the_device_makes_it() -> None:
+def test_device_update_before_backward_prevents_early_stop() -> None:
     text = ["F_ck 1", "F_ck 2", "F_all 3", "B 3", "F_all 2", "{update}", "B 2", "F_all 1", "B 1"]
     found = {
         update: early_stops(rotoff.Sequence.from_text([op.format(update=update) for op in text], resident=[]))
@@ -109,13 +109,13 @@ def test_an_update_in_between_is_on_the_compute_lane_if_the_device_makes_it() ->
     assert found == {"U 1": {7}, "H 1": {4, 7}}
 
 
-def test_a_copy_is_waited_for_before_a_shorter_replay() -> None:
+def test_early_stopping_replay_waits_for_its_copy() -> None:
     text = "F_ck 1; F_all 2; F_all 3; offload a 1; B 3; B 2; F_all 1; B 1"
     slow = replace(CHAIN, d2h_bandwidth=0.05)  # a copy of 200 s, which what drops the value waits for
     assert rotoff.simulate(slow, rotoff.Sequence.from_text(text.split("; "))).makespan == 60 + 200 + 29.5
 
 
-def test_a_tail_is_a_part_of_the_forward_and_written_where_there_is_one() -> None:
+def test_tail_time_is_validated_and_written_if_nonzero() -> None:
     with pytest.raises(rotoff.ChainError, match=r"tail_time of stage 'a' is 2.0, more than its forward_time of 1.0"):
         rotoff.Stage("a", 1.0, 1.0, tail_time=2.0)
     told = CHAIN.to_dict()
@@ -134,7 +134,7 @@ def test_no_sequence_beats_the_bound_with_tails() -> None:
 # -- how long they are
 
 
-def test_an_estimate_counts_the_operations_behind() -> None:
+def test_estimated_tail_counts_operations_after_last_saved_tensor() -> None:
     model, x = stack()
     flops = 1e9
     profile = estimate_profile(model, (x,), {}, count_only(flops))
@@ -166,7 +166,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_measured_it_is_the_last_product() -> None:
+def test_measured_tail_is_the_last_product() -> None:
     model, x = stack()
     profile = rotoff.Checkpointable(model, forms=False).measure(x.repeat(16, 1), repeats=9).profile
     first, second, third, fourth = profile.chain.stages
@@ -176,15 +176,15 @@ def test_measured_it_is_the_last_product() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_stage_that_may_have_something_to_do_at_its_end_has_none() -> None:
+def test_stage_with_work_at_its_end_has_no_tail() -> None:
     model, x = stack()
     model[0] = torch.compile(model[0], backend="eager")
     profile = rotoff.Checkpointable(model, forms=False).measure(x.repeat(16, 1), repeats=5).profile
-    assert (profile.chain.stage(1).tail_time, profile.behaviours[0].enough) == (0.0, 0)
+    assert (profile.chain.stage(1).tail_time, profile.behaviours[0].early_stop) == (0.0, 0)
     assert profile.chain.stage(3).tail_time > 0
 
 
-def test_between_two_sizes_a_tail_is_on_the_line() -> None:
+def test_tail_is_interpolated_between_sizes() -> None:
     low, high = (
         Profile(
             torch.device("cpu"),
@@ -207,7 +207,7 @@ def bare_profile() -> Profile:
     return replace(profile, chain=replace(profile.chain, stages=stages))
 
 
-def test_a_plan_counts_on_replays_without_their_tails() -> None:
+def test_plan_prices_early_stop() -> None:
     """Stage 1 twice and stage 2 once, or once more each: the tails decide."""
     bare = bare_profile()
     whole = tuple(replace(stage, tail_time=0.0) for stage in bare.chain.stages)
@@ -227,7 +227,7 @@ def test_a_plan_counts_on_replays_without_their_tails() -> None:
     assert found
 
 
-def test_a_forward_that_stops_early_may_be_of_a_form_and_may_move() -> None:
+def test_early_stop_works_with_forms_and_offload() -> None:
     model, x = stack()
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     for again in (["F_sel 3 1"], ["F_all 3", "offload abar 3", "free abar 3", "prefetch abar 3", "wait abar 3"]):
@@ -241,7 +241,7 @@ def test_a_forward_that_stops_early_may_be_of_a_form_and_may_move() -> None:
         wrapped.close()
 
 
-def test_joint_is_never_expected_to_be_slower_than_a_pure_mode() -> None:
+def test_joint_is_never_slower_than_other_modes() -> None:
     bare = bare_profile()
     most = make_plan(bare, Request(10**12, "joint", 50, {})).trace.peak_bytes
     for bandwidth in (1e6, 1e8):
@@ -254,7 +254,7 @@ def test_joint_is_never_expected_to_be_slower_than_a_pure_mode() -> None:
         assert joint <= min(remat, offload) * (1 + 1e-9)
 
 
-def test_the_form_that_stores_nothing_is_redone_as_a_whole() -> None:
+def test_form_that_stores_nothing_redoes_all() -> None:
     model, x = stack()
     profile = rotoff.Checkpointable(model, forms=lambda _: False).measure(x, repeats=1).profile
     recipe = profile.behaviours[0].forms[-1]

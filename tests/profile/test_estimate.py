@@ -40,7 +40,7 @@ def values(chain: rotoff.Chain) -> list[tuple[str, int, int, int | None]]:
 # mkldnn's recurrent kernels keep a workspace whose size only they know
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"recurrent"}))
 @pytest.mark.grid
-def test_bytes_of_values_are_those_measured(name: str) -> None:
+def test_estimated_value_bytes_equal_measured(name: str) -> None:
     model, batch = fresh(name)
     measured, estimated = pair(model, batch())
     assert values(estimated) == values(measured)
@@ -49,7 +49,7 @@ def test_bytes_of_values_are_those_measured(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["residual", "frozen", "tied", "overwriting", "handed_on", "double"])
 @pytest.mark.grid
-def test_transients_are_those_measured(name: str) -> None:
+def test_estimated_transients_equal_measured(name: str) -> None:
     """Of models whose kernels have no temporaries of their own."""
     model, batch = fresh(name)
     measured, estimated = pair(model, batch())
@@ -57,7 +57,7 @@ def test_transients_are_those_measured(name: str) -> None:
         assert [getattr(one, f) for f in BYTES] == [getattr(other, f) for f in BYTES], one.name
 
 
-def test_gradients_of_a_value_used_twice_are_added_in_place_as_the_engine_does() -> None:
+def test_gradient_accumulation_is_in_place_as_in_the_engine() -> None:
     class Twice(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cos(x) + torch.sin(x) + x.square()
@@ -70,7 +70,7 @@ def test_gradients_of_a_value_used_twice_are_added_in_place_as_the_engine_does()
 
 
 @pytest.mark.parametrize("wanted", [3, 12, ["1", "3"], "modules"])
-def test_a_checkpointables_stages_are_those_estimated(wanted: Any) -> None:
+def test_estimate_uses_stages_of_checkpointable(wanted: Any) -> None:
     model, batch = fresh("residual")
     if wanted == "modules":
         wanted = [model.get_submodule("1"), model.get_submodule("2")]
@@ -82,7 +82,7 @@ def test_a_checkpointables_stages_are_those_estimated(wanted: Any) -> None:
     assert len(estimated) != len(rotoff.estimate(model, batch(), device="CPU"))
 
 
-def test_a_checkpointables_forms_are_those_estimated() -> None:
+def test_estimate_uses_forms_of_checkpointable() -> None:
     model, batch = fresh("residual")
     assert any(stage.forms for stage in rotoff.estimate(model, batch(), device="CPU").stages)
     without = rotoff.Checkpointable(model, forms=False)
@@ -91,7 +91,7 @@ def test_a_checkpointables_forms_are_those_estimated() -> None:
     assert not any(stage.forms for stage in planned.chain.stages)
 
 
-def test_nothing_is_allocated_and_nothing_changed() -> None:
+def test_estimate_allocates_and_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.Dropout(0.1), nn.Linear(1024, 1024))
     x = torch.randn(4096, 1024)
     state = {name: t.clone() for name, t in model.state_dict().items()}
@@ -103,7 +103,7 @@ def test_nothing_is_allocated_and_nothing_changed() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_real_meta_and_fake_models_give_the_same_chain() -> None:
+def test_real_meta_and_fake_models_give_equal_chains() -> None:
     def model() -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
 
@@ -116,7 +116,7 @@ def test_real_meta_and_fake_models_give_the_same_chain() -> None:
     assert real == meta == fake
 
 
-def test_a_gpus_kernels_save_what_they_save_there() -> None:
+def test_estimate_for_cuda_saves_what_cuda_kernels_save() -> None:
     """Dropout a mask of bytes, fused attention its output and the logarithm of its rows' sums."""
 
     class Attend(nn.Module):
@@ -147,7 +147,7 @@ def test_a_gpus_kernels_save_what_they_save_there() -> None:
         ("K40", 64, False, torch.float32, "math"),
     ],
 )
-def test_attention_runs_in_the_kernel_that_the_device_takes(
+def test_attention_kernel_follows_device_and_switches(
     device: str, width: int, mask: bool, dtype: torch.dtype, kernel: str
 ) -> None:
     class Attend(nn.Module):
@@ -174,13 +174,13 @@ def test_attention_runs_in_the_kernel_that_the_device_takes(
     assert (stage.saved_bytes >= scores) == (kernel == "math")
 
 
-def test_sizes_are_rounded_as_the_devices_allocator_does() -> None:
+def test_estimated_sizes_are_rounded_as_by_the_allocator() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5))
     assert [s.output_bytes for s in rotoff.estimate(model, torch.randn(2, 3), device="V100").stages] == [512, 512]
     assert [s.output_bytes for s in rotoff.estimate(model, torch.randn(2, 3), device="CPU").stages] == [40, 40]
 
 
-def test_times_follow_the_data_sheet() -> None:
+def test_estimated_times_follow_the_data_sheet() -> None:
     """A large matrix product is bound by operations: 2 x 4096^3 forward, twice that backward."""
     model = nn.Sequential(nn.Linear(4096, 4096, bias=False)).to("meta")
     x = torch.empty(4096, 4096, device="meta", requires_grad=True)
@@ -193,7 +193,7 @@ def test_times_follow_the_data_sheet() -> None:
     assert half.forward_time == pytest.approx(seconds * 15.7 / 125, rel=0.2)
 
 
-def test_equal_stages_are_run_once_and_cost_the_same() -> None:
+def test_equal_stages_are_estimated_once() -> None:
     model, batch = fresh("residual")
     x = batch()
     shared = estimate_profile(model, (x,), {}, find("CPU")).chain.stages
@@ -202,7 +202,7 @@ def test_equal_stages_are_run_once_and_cost_the_same() -> None:
     assert [s.name for s in shared] == ["0", "1", "2", "3", "4", "5"]
 
 
-def test_stages_that_differ_in_a_number_only_are_told_apart() -> None:
+def test_stages_differing_in_a_constant_are_estimated_separately() -> None:
     class Repeat(nn.Module):
         def __init__(self, times: int) -> None:
             super().__init__()
@@ -219,7 +219,7 @@ def test_stages_that_differ_in_a_number_only_are_told_apart() -> None:
     assert [s.saved_bytes for s in stages] == [512, 3 * 512, 512]
 
 
-def test_the_chain_says_where_it_is_from(tmp_path: Path) -> None:
+def test_estimated_chain_records_its_provenance(tmp_path: Path) -> None:
     chain = rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="RTX 4090")
     chain.save(tmp_path / "chain.json")
     meta = rotoff.Chain.load(tmp_path / "chain.json").meta
@@ -230,12 +230,12 @@ def test_the_chain_says_where_it_is_from(tmp_path: Path) -> None:
     assert meta["versions"]["torch"] == torch.__version__
 
 
-def test_an_unknown_device_is_answered_with_the_known_ones() -> None:
+def test_unknown_device_error_lists_known_ones() -> None:
     with pytest.raises(rotoff.OptionError, match=r"device is 'H2000'; known ones are K40, Titan X, .*H200.*RTX 4090"):
         rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="H2000")
 
 
-def test_a_device_of_the_users_own() -> None:
+def test_registered_device_is_found() -> None:
     own = rotoff.Device("my box", 8 << 30, 100e9, {"float32": 1e12}, 10e9, 5e9, duplex=False)
     chain = rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device=own)
     assert (chain.d2h_bandwidth, chain.h2d_bandwidth, chain.duplex) == (8e9, 4e9, False)
@@ -253,11 +253,11 @@ def test_a_device_of_the_users_own() -> None:
     [
         ({"memory_bandwidth": 0}, "memory_bandwidth of device 'x' is 0; give a number above 0"),
         ({"flops": {"float32": 1e12, "int3": 1e12}}, "has the type 'int3'; known ones are float64"),
-        ({"flops": {"float16": 1e12}}, "misses 'float32'"),
+        ({"flops": {"float16": 1e12}}, "has no 'float32'"),
         ({"compute_efficiency": 2.0}, "give a share up to 1"),
     ],
 )
-def test_a_device_that_cannot_be(change: dict[str, Any], sentence: str) -> None:
+def test_invalid_device_is_refused(change: dict[str, Any], sentence: str) -> None:
     fields: dict[str, Any] = {
         "name": "x", "memory_bytes": 1, "memory_bandwidth": 1.0, "flops": {"float32": 1.0}, "d2h_bandwidth": 1.0,
         "h2d_bandwidth": 1.0,
@@ -267,7 +267,7 @@ def test_a_device_that_cannot_be(change: dict[str, Any], sentence: str) -> None:
 
 
 @pytest.mark.slow
-def test_networks_of_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_of_the_papers_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("needs torchvision")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
@@ -281,7 +281,7 @@ def test_networks_of_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chain.stages[0].saved_bytes == stem
 
 
-def test_models_that_are_no_sequential_are_cut_as_they_would_be_measured() -> None:
+def test_estimate_cuts_other_models_as_measuring_does() -> None:
     class Skip(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -297,7 +297,7 @@ def test_models_that_are_no_sequential_are_cut_as_they_would_be_measured() -> No
     assert values(estimated) == values(measured)
 
 
-def test_a_forward_that_reads_contents_is_refused_in_one_sentence() -> None:
+def test_estimate_of_forward_that_reads_contents_is_refused() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -310,7 +310,7 @@ def test_a_forward_that_reads_contents_is_refused_in_one_sentence() -> None:
         rotoff.estimate(Reader(), torch.randn(2, 4), device="V100")
 
 
-def test_convolutions_take_their_blocked_copies_too() -> None:
+def test_blocked_copies_of_convolutions_are_counted() -> None:
     """Without them a convolution's transients would be estimated as next to nothing."""
     convolutions = nn.Conv2d(20, 68, 3, padding=1), nn.Conv2d(68, 64, 3), nn.Conv2d(64, 64, 3, stride=2, groups=64)
     model = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2])
@@ -325,7 +325,7 @@ def test_convolutions_take_their_blocked_copies_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["residual", "language", "side_inputs"])
-def test_forms_take_the_bytes_that_are_measured(name: str) -> None:
+def test_estimated_form_bytes_equal_measured(name: str) -> None:
     """Which forms are worth it depends on times; those found both ways store the same."""
     model, batch = fresh(name)
     x = batch()
@@ -341,7 +341,7 @@ def test_forms_take_the_bytes_that_are_measured(name: str) -> None:
     assert both >= 2
 
 
-def test_forms_of_a_transformer_block_on_a_gpu() -> None:
+def test_estimated_forms_of_a_transformer_block() -> None:
     """bfloat16 on an H200: first goes what takes no matrix product, and a redo never takes the last one."""
 
     class Block(nn.Module):

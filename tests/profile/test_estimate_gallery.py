@@ -26,7 +26,7 @@ from gallery_models import LIBRARIES
         ("transformers", "mixtral", "float32"),
     ],
 )
-def test_bytes_estimated_are_those_measured(library: str, name: str, how: str) -> None:
+def test_estimated_bytes_equal_measured(library: str, name: str, how: str) -> None:
     torchvision_operators.declare()
     for needed in ("torchvision", library):
         pytest.importorskip(needed)

@@ -44,7 +44,7 @@ def norms(x: torch.dtype, w: torch.dtype) -> dict[str, Callable[[], torch.Tensor
 
 @pytest.mark.parametrize(("x", "w"), [(FULL, FULL), (HALF, HALF), (HALF, FULL)])
 @pytest.mark.parametrize("name", ["layer", "group", "batch", "instance"])
-def test_norms_keep_the_types_that_the_cpu_keeps(name: str, x: torch.dtype, w: torch.dtype) -> None:
+def test_fake_norms_keep_cpu_dtypes(name: str, x: torch.dtype, w: torch.dtype) -> None:
     real = norms(x, w)
     with fake_mode():
         fake = norms(x, w)
@@ -52,14 +52,14 @@ def test_norms_keep_the_types_that_the_cpu_keeps(name: str, x: torch.dtype, w: t
     assert answer == saved(real[name])
 
 
-def test_cuda_keeps_statistics_of_layer_and_batch_norm_in_float32() -> None:
+def test_fake_cuda_norms_keep_float32_statistics() -> None:
     with fake_mode(cuda=True):
         for name, shape in (("layer", (2, 4, 1)), ("batch", (8,))):
             kept = saved(norms(HALF, HALF)[name])
             assert kept.count((FULL, shape)) == 2, name
 
 
-def test_grouped_products_of_experts_can_be_estimated_in_float32() -> None:
+def test_grouped_matmul_is_estimated_in_float32() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -111,7 +111,7 @@ def kernels() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="blocks of 16 channels")
 @pytest.mark.parametrize("name", sorted(kernels()))
-def test_temporaries_of_a_kernel_are_those_measured(name: str) -> None:
+def test_estimated_kernel_temporaries_equal_measured(name: str) -> None:
     func, args = kernels()[name]
     func(*args)
     result, log = record(lambda: func(*args), CPU)

@@ -49,7 +49,7 @@ def measured(name: str, **options: Any) -> tuple[rotoff.Checkpointable, Callable
 
 
 @pytest.mark.parametrize("name", WITH_FORMS)
-def test_every_form_gives_the_bits_of_the_plain_model_within_its_bytes(name: str) -> None:
+def test_every_form_trains_bit_for_bit_within_its_bytes(name: str) -> None:
     wrapped, batch = measured(name)
     most = max(len(stage.forms) for stage in wrapped.chain.stages)
     assert most > 0
@@ -63,7 +63,7 @@ def test_every_form_gives_the_bits_of_the_plain_model_within_its_bytes(name: str
 
 
 @pytest.mark.parametrize("name", WITH_FORMS)
-def test_any_legal_sequence_with_forms(name: str) -> None:
+def test_random_sequences_with_forms_train_bit_for_bit(name: str) -> None:
     expected = plain(name, steps=2)
     for seed in range(4):
         wrapped, batch = measured(name, check=seed % 2 == 0)
@@ -86,7 +86,7 @@ def test_moved_forms_have_no_race(name: str, eagerness: float) -> None:
         link.close()
 
 
-def test_a_wait_for_a_form_that_is_left_out_is_noticed() -> None:
+def test_order_checker_notices_missing_wait_for_form() -> None:
     expected, noticed = plain("residual", steps=2), 0
     counting = Counting()
     wrapped, _ = measured("residual")
@@ -137,7 +137,7 @@ def over(
     return train(wrapped, batch, steps=2), sequence
 
 
-def test_an_error_anywhere_in_a_step_with_forms_leaves_nothing() -> None:
+def test_error_in_step_with_forms_releases_everything() -> None:
     wrapped, batch = measured("residual")
     with_sequence(wrapped, every_form(wrapped.chain, 2))
     calls = 0
@@ -171,7 +171,7 @@ def test_an_error_anywhere_in_a_step_with_forms_leaves_nothing() -> None:
     assert same(train(wrapped, batch), plain("residual"))
 
 
-def test_a_redo_leaves_aside_what_was_for_nothing_when_it_was_measured() -> None:
+def test_redo_ignores_unused_saved_tensors() -> None:
     """Calls whose result nobody was expected to need run again where somebody does: what autograd saves there is none
     of what the form knows by number."""
     x, beside, seen = torch.rand(8, requires_grad=True), [False], list[torch.Tensor]()
@@ -203,7 +203,7 @@ def found(model: nn.Module, x: torch.Tensor, stage: int = 1, **options: Any) -> 
     return rotoff.Checkpointable(model, **options).measure(x, repeats=1).profile
 
 
-def test_bytes_and_what_is_kept_of_a_block() -> None:
+def test_forms_of_a_block_keep_expected_tensors() -> None:
     """A feed-forward block of width w saves 11 w and statistics a row; without the activation's input or output 7 w."""
     rows, w = 64, 32
     profile = found(block(w), torch.randn(rows, 16))
@@ -221,7 +221,7 @@ def test_bytes_and_what_is_kept_of_a_block() -> None:
         assert len(recipe.keeps) == len(recipe.views)
 
 
-def test_a_redo_leaves_out_what_nobody_reads() -> None:
+def test_redo_skips_unread_operations() -> None:
     """The last matrix product of the block is never run again: of its dropout only the mask is saved."""
     profile = found(block(), torch.randn(64, 16))
     for recipe in profile.behaviours[1].forms:
@@ -244,7 +244,7 @@ class Masked(nn.Module):
         return x + hidden
 
 
-def test_a_mask_is_drawn_again_without_what_it_was_applied_to() -> None:
+def test_redo_draws_dropout_mask_without_its_input() -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 32), Masked(), nn.Linear(32, 4))
@@ -263,12 +263,12 @@ def test_a_mask_is_drawn_again_without_what_it_was_applied_to() -> None:
     assert same(train(wrapped, batch), expected)
 
 
-def test_identical_stages_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_stages_share_form_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     from rotoff.profile.selective import variant_meter as form_meter
 
     proved = []
-    original = form_meter._faithful
-    monkeypatch.setattr(form_meter, "_faithful", lambda *args: proved.append(args) or original(*args))
+    original = form_meter._reproduces
+    monkeypatch.setattr(form_meter, "_reproduces", lambda *args: proved.append(args) or original(*args))
     model, batch = fresh("residual")
     profile = found(model, batch())
     forms = [stage.forms for stage in profile.chain.stages[1:5]]
@@ -276,7 +276,7 @@ def test_identical_stages_share_the_work(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(proved) <= 4  # of four blocks, one
 
 
-def test_the_user_turns_forms_off_and_says_what_is_kept() -> None:
+def test_forms_option_switches_off_or_keeps_operations() -> None:
     x = torch.randn(64, 16)
     assert all(not stage.forms for stage in found(block(), x, forms=False).chain.stages)
     assert {f.reason for f in found(block(), x, forms=False).forms} == {"switched off"}
@@ -290,12 +290,12 @@ def test_the_user_turns_forms_off_and_says_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize("bad", [3, "addmm", [1], 0.5])
-def test_forms_of_another_type_are_refused(bad: object) -> None:
+def test_forms_option_of_wrong_type_is_refused(bad: object) -> None:
     with pytest.raises(rotoff.OptionError, match="forms is"):
         rotoff.Checkpointable(block(), forms=bad)
 
 
-def test_a_name_that_is_no_operation_is_refused() -> None:
+def test_forms_option_with_unknown_operation_is_refused() -> None:
     with pytest.raises(rotoff.OptionError, match="forms names 'adddmm', which is no operation"):
         rotoff.Checkpointable(block(), forms=["aten.addmm", "adddmm"])
 
@@ -314,7 +314,7 @@ class Invisible(nn.Module):
         return torch.sigmoid(x) * scale
 
 
-def test_a_form_that_something_past_the_dispatcher_would_spoil_is_not_offered() -> None:
+def test_stage_writing_past_the_dispatcher_gets_no_forms() -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(16, 32), Invisible(), nn.Linear(32, 4))
@@ -364,7 +364,7 @@ class Norm(nn.Module):
 
 
 @pytest.mark.parametrize("middle", [InPlace, Drawing, Norm])
-def test_what_makes_redoing_hard(middle: type[nn.Module]) -> None:
+def test_hard_to_redo_operations_train_bit_for_bit(middle: type[nn.Module]) -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(
@@ -385,7 +385,7 @@ def test_what_makes_redoing_hard(middle: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_forms_under_autocast(dtype: torch.dtype) -> None:
+def test_forms_under_autocast_train_bit_for_bit(dtype: torch.dtype) -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(0)
         blocks = [nn.Sequential(Attention(32, 4), Residual(32)) for _ in range(2)]
@@ -412,7 +412,7 @@ def test_forms_under_autocast(dtype: torch.dtype) -> None:
         assert same(run(with_sequence(wrapped, sequence)), expected), k
 
 
-def test_a_batch_that_lies_otherwise_is_named_or_right() -> None:
+def test_batch_with_other_strides_is_correct_or_refused() -> None:
     """The same shape in another memory order: views recorded when measuring would be wrong."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -432,7 +432,7 @@ def test_a_batch_that_lies_otherwise_is_named_or_right() -> None:
         assert same([p.grad for p in model.parameters()], expected)
 
 
-def test_a_redo_makes_what_the_forward_made_whatever_the_module_would_do_now() -> None:
+def test_redo_repeats_first_forward_after_module_changed() -> None:
     model, x = block(), torch.randn(8, 16)
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
     with_sequence(wrapped, every_form(wrapped.chain, 4))
@@ -447,7 +447,7 @@ def test_a_redo_makes_what_the_forward_made_whatever_the_module_would_do_now() -
     assert same([p.grad for p in model.parameters()], expected)
 
 
-def test_a_known_form_that_stores_everything_at_this_size_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_form_that_stores_everything_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     class Weights(nn.Module):
         def __init__(self) -> None:
             super().__init__()

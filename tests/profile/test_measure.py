@@ -24,7 +24,7 @@ def measured(*modules: nn.Module, x: torch.Tensor) -> rotoff.Chain:
     return model.chain
 
 
-def test_bytes_of_known_stages() -> None:
+def test_measured_bytes_of_simple_stages() -> None:
     """1024 x 64 floats are 256 KiB."""
     chain = measured(
         nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 16), x=torch.randn(1024, 64)
@@ -40,11 +40,11 @@ def test_bytes_of_known_stages() -> None:
     assert chain.stages[1].checkpoint_transient_bytes == 256 * KIB  # the mask, which F_ck lets go
 
 
-def test_the_inputs_gradient_is_charged_where_it_is_wanted() -> None:
+def test_input_gradient_is_charged_if_needed() -> None:
     assert measured(nn.Linear(64, 64), x=torch.randn(1024, 64, requires_grad=True)).input_grad_bytes == 256 * KIB
 
 
-def test_stages_that_alias_or_overwrite_are_merged() -> None:
+def test_aliasing_and_in_place_stages_are_merged() -> None:
     views = nn.Unflatten(1, (8, 8)), nn.Flatten()
     chain = measured(nn.Linear(64, 64), nn.ReLU(inplace=True), *views, nn.Linear(64, 8), x=torch.randn(32, 64))
     assert [s.name for s in chain.stages] == ["0..3", "4"]
@@ -56,7 +56,7 @@ def test_stages_that_alias_or_overwrite_are_merged() -> None:
     assert [s.name for s in wrapped.profile.prefix] == ["0"]  # nothing in it needs a gradient
 
 
-def test_what_the_batch_and_tables_bring_along_merges_nothing_and_is_charged_to_the_input() -> None:
+def test_passed_on_batch_tensors_and_tables_cost_nothing() -> None:
     model, batch = fresh("side_inputs")
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     chain = wrapped.chain
@@ -67,7 +67,7 @@ def test_what_the_batch_and_tables_bring_along_merges_nothing_and_is_charged_to_
     assert [s.grad_bytes for s in chain.stages[:3]] == [2 * 32 * 16 * 4] * 3  # the scale's too
 
 
-def test_an_activation_that_is_handed_on_is_charged_to_every_value_that_carries_it() -> None:
+def test_skip_is_charged_to_every_value_carrying_it() -> None:
     model, batch = fresh("handed_on")
     chain = rotoff.Checkpointable(model).measure(batch(), repeats=1).chain
     assert [s.name for s in chain.stages] == ["0", "1", "2", "3..4", "5..6"]
@@ -76,7 +76,7 @@ def test_an_activation_that_is_handed_on_is_charged_to_every_value_that_carries_
     assert [s.grad_bytes // tensor for s in chain.stages[:4]] == [1, 2, 2, 2]
 
 
-def test_changing_the_batch_in_place_far_from_the_start_is_as_in_the_plain_model() -> None:
+def test_late_in_place_change_of_batch_matches_plain_model() -> None:
     class Meddler(nn.Module):
         def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             return pair[0] * pair[1].add_(1)
@@ -97,7 +97,7 @@ def test_changing_the_batch_in_place_far_from_the_start_is_as_in_the_plain_model
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(wrapped.parameters(), model.parameters(), strict=True))
 
 
-def test_stages_before_the_first_gradient_are_no_stages_of_the_chain() -> None:
+def test_stages_before_first_gradient_form_the_prefix() -> None:
     model, batch = fresh("frozen")
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     assert [s.name for s in wrapped.chain.stages] == ["2..3", "4..5", "6"]
@@ -105,7 +105,7 @@ def test_stages_before_the_first_gradient_are_no_stages_of_the_chain() -> None:
     assert wrapped.profile.resident_input_bytes == 0
 
 
-def test_what_a_graph_keeps_past_all_hooks_is_a_constant() -> None:
+def test_bytes_held_by_ctx_are_unmanaged() -> None:
     model, batch = fresh("stateful")
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     assert wrapped.profile.unmanaged_bytes == 32 * 16 * 4
@@ -124,7 +124,7 @@ class ByNorm(nn.Module):
         return x @ self.weight / columns.square().sum(0).sqrt().detach()
 
 
-def test_what_a_part_of_the_graph_saves_that_nothing_leads_to_is_not_there() -> None:
+def test_saved_tensors_of_unused_graph_are_not_counted() -> None:
     """1024 x 64 floats are 256 KiB; the eye and the products, 16 KiB each, go with their graph."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(ByNorm(), nn.GELU()) for _ in range(4)])
@@ -166,7 +166,7 @@ class Leaves(nn.Module):
         return x + h * torch.tanh(h).repeat(6, 1).sum(0).detach()
 
 
-def test_what_a_module_has_left_in_its_last_run_is_not_given_back_in_the_next() -> None:
+def test_attribute_freed_by_next_run_is_not_counted() -> None:
     found = []
     for leaves in (False, True):
         model = nn.Sequential(*[Leaves(leaves) for _ in range(3)])
@@ -175,14 +175,14 @@ def test_what_a_module_has_left_in_its_last_run_is_not_given_back_in_the_next() 
     assert found[0] == found[1]
 
 
-def test_a_profiler_that_is_on_is_named() -> None:
+def test_measuring_under_a_profiler_is_refused() -> None:
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4)))
     with torch.autograd.profiler.profile(), pytest.raises(rotoff.MeasureError, match="profiler is active"):
         model.measure(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_nothing_of_the_users_is_changed(name: str) -> None:
+def test_measuring_changes_no_user_state(name: str) -> None:
     model, batch = fresh(name)
     x = batch()
     rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)  # what is made once in a process
@@ -256,7 +256,7 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("forms", [False, True])
 @pytest.mark.parametrize("kind", [nn.Sequential, Written])
-def test_measuring_recorded_models_and_forms_holds_one_stage_at_a_time(kind: type[nn.Module], forms: bool) -> None:
+def test_measuring_recorded_models_and_forms_holds_one_stage(kind: type[nn.Module], forms: bool) -> None:
     x = torch.randn(1024, 64)
 
     def held(layers: int) -> tuple[int, rotoff.Profile]:
@@ -278,7 +278,7 @@ def test_measuring_recorded_models_and_forms_holds_one_stage_at_a_time(kind: typ
     assert sum(s.saved_bytes for s in stages) > 4 * many[0]
 
 
-def test_the_log_sees_temporaries_and_marks() -> None:
+def test_allocation_log_contains_temporaries_and_marks() -> None:
     def run() -> torch.Tensor:
         x = torch.empty(1000)
         y = torch.empty(500)
@@ -295,7 +295,7 @@ def test_the_log_sees_temporaries_and_marks() -> None:
     assert [e.mark for e in log.events if e.mark] == ["middle"]
 
 
-def test_the_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told = []
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     model.measure(torch.randn(2, 4), progress=lambda done, of, name: told.append((done, of, name)))
@@ -317,7 +317,7 @@ class Noted(nn.Module):
         return (self.inner(x) + self.count).tanh()
 
 
-def test_stages_of_a_kind_change_buffers_of_their_own() -> None:
+def test_equal_stages_change_their_own_buffers() -> None:
     """What one of them was measured to change is that of the others, whatever buffers they have besides."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Noted(n) for n in (0, 2, 1, 0, 0)], nn.Linear(16, 1))
@@ -334,7 +334,7 @@ def test_stages_of_a_kind_change_buffers_of_their_own() -> None:
     wrapped.close()
 
 
-def test_backwards_are_timed_on_gradients_that_are_not_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_timed_on_nonconstant_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device is faster on numbers that are, which training's never are."""
     real, given = stage_timing.backward, list[torch.Tensor]()
 

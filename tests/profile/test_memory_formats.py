@@ -74,7 +74,7 @@ ALWAYS = {23, 44, *range(0, 80, 10)}  # two that held more than predicted, and o
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in range(80)])
-def test_no_step_holds_more_than_predicted(seed: int) -> None:
+def test_step_holds_at_most_predicted_bytes(seed: int) -> None:
     drawn = random.Random(seed)
     model, x = Images(drawn), torch.randn(4, 3, 16, 16)
     if drawn.random() < 0.3:
@@ -92,7 +92,7 @@ def test_no_step_holds_more_than_predicted(seed: int) -> None:
     wrapped.close()
 
 
-def test_what_is_stored_lies_as_its_kernel_laid_it_out_at_other_sizes() -> None:
+def test_stored_tensors_keep_kernel_layout_at_other_sizes() -> None:
     """On the CPU, convolutions of what lies channels last give what lies so; those of meta tensors do not."""
     layer = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
 
@@ -118,7 +118,7 @@ def test_what_is_stored_lies_as_its_kernel_laid_it_out_at_other_sizes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["remat", "joint"])
-def test_a_loss_that_gives_one_number_for_all_takes_no_more_than_predicted(mode: str) -> None:
+def test_expanded_loss_gradient_keeps_predicted_bytes(mode: str) -> None:
     """As a sum does: kernels then copy what lies channels last, the indices of pooling among it."""
     layers = [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.SiLU(), nn.MaxPool2d(3, 1, 1)]
     model = nn.Sequential(*copy.deepcopy(layers), *layers).to(memory_format=torch.channels_last)

@@ -38,7 +38,7 @@ def many(name: str) -> tuple[torch.nn.Module, Any]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_sequence_holds_more_than_predicted(name: str) -> None:
+def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
     model, draw = many(name)
     wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
     for seed in range(4, 7):
@@ -49,7 +49,7 @@ def test_no_sequence_holds_more_than_predicted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_sequence_holds_more_than_predicted_under_autocast(name: str) -> None:
+def test_sequences_under_autocast_hold_at_most_predicted_bytes(name: str) -> None:
     """Which keeps a cast of every weight from its first use on: as much as large weights take beside a small batch."""
     model, draw = fresh(name)
     wrapped = rotoff.Checkpointable(model)
@@ -86,7 +86,7 @@ def casting_peak(model: torch.nn.Module, draw: Any) -> int:
     return peak_bytes(step)
 
 
-def test_casts_of_weights_that_stages_share_are_charged_once() -> None:
+def test_casts_of_shared_weights_are_charged_once() -> None:
     tied, apart = nn.Linear(64, 64), [nn.Linear(64, 64) for _ in range(4)]
     charged = []
     for layers in (apart, [tied] * 4):
@@ -104,7 +104,7 @@ def test_casts_of_weights_that_stages_share_are_charged_once() -> None:
 
 
 @pytest.mark.parametrize("times", [2, 3, 6])
-def test_gradients_of_shared_parameters_that_wait_and_their_sums_are_charged(times: int) -> None:
+def test_gradients_of_shared_parameters_and_sums_are_charged(times: int) -> None:
     tied = nn.Linear(256, 256)
     wrapped = rotoff.Checkpointable(nn.Sequential(*(nn.Sequential(tied, nn.Tanh()) for _ in range(times))))
     wrapped.measure(torch.randn(4, 256), repeats=1)
@@ -115,7 +115,7 @@ def test_gradients_of_shared_parameters_that_wait_and_their_sums_are_charged(tim
         assert measured > 3 * tied.weight.nbytes
 
 
-def test_predicted_bytes_are_measured_ones_on_average() -> None:
+def test_predicted_bytes_are_close_to_measured_on_average() -> None:
     """Of every model: keeping everything, and each mode half-way between the smallest limit and that."""
     ratios = {}
     for name in ALL:
@@ -139,7 +139,7 @@ def test_predicted_bytes_are_measured_ones_on_average() -> None:
     assert max(ratios.values()) <= 1.3, ratios
 
 
-def test_predicted_host_bytes_are_those_that_the_link_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written where on the host, against the prediction; and no byte more is reserved."""
     ends: list[int] = []
     copy_out = FileLink.copy_out
@@ -168,7 +168,7 @@ def test_predicted_host_bytes_are_those_that_the_link_takes(monkeypatch: pytest.
     assert sum(ratios) / len(ratios) <= 1.05, ratios
 
 
-def test_a_replays_graph_keeps_neither_itself_nor_its_input() -> None:
+def test_replay_graph_keeps_neither_itself_nor_its_input() -> None:
     """Tanh saves its result; what a hook is given for that has a graph, which holds the input that is dropped here."""
     layers = nn.Linear(16, 64), nn.GELU(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64)
     model = nn.Sequential(*layers, nn.Linear(64, 8))
@@ -184,7 +184,7 @@ def test_a_replays_graph_keeps_neither_itself_nor_its_input() -> None:
     wrapped.close()
 
 
-def test_a_forward_that_is_dropped_needs_no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_forward_is_freed_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     import gc
 
     model, draw = many("mlp")
@@ -221,7 +221,7 @@ class Quantizer(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["joint", "offload"])
-def test_what_a_graph_saves_that_leads_to_nothing_is_not_held(mode: str) -> None:
+def test_saved_tensors_of_unused_graph_are_not_held(mode: str) -> None:
     torch.manual_seed(0)
     model, plain, x = Quantizer(), Quantizer(), torch.randn(256, 32)
     plain.load_state_dict(model.state_dict())
@@ -279,7 +279,7 @@ class Picks(nn.Module):
 
 
 @pytest.mark.parametrize("make", [ForNothing, Frames])
-def test_what_frames_hold_is_charged_and_what_is_for_nothing_is_held_by_no_tape(make: Callable[[], nn.Module]) -> None:
+def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)
     wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x, repeats=1)
@@ -307,7 +307,7 @@ class Checkpoints(nn.Module):
         return x.square().mean()
 
 
-def test_checkpoints_of_the_models_own_have_no_effect_with_room_for_everything_either() -> None:
+def test_own_checkpoints_are_ignored_also_if_everything_fits() -> None:
     model, x = Checkpoints(), torch.randn(16, 32)
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     wrapped.compute_sequence(wrapped.keep_all_memory)
@@ -333,7 +333,7 @@ class Narrow(nn.Module):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_casts_of_autocast_within_the_model_are_charged(shared: bool) -> None:
+def test_casts_of_inner_autocast_are_charged(shared: bool) -> None:
     model, x = Narrow(), torch.randn(64, 64)
     if shared:
         model.blocks[3] = model.blocks[0]

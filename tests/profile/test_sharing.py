@@ -30,13 +30,13 @@ def shared(text: str) -> dict[str, int]:
     return {f"{n} {op}": nbytes for n, (op, nbytes) in enumerate(zip(ops, found, strict=True)) if nbytes}
 
 
-def test_values_that_hand_it_on_share_it_but_for_an_operations_own_two() -> None:
+def test_carried_storage_is_shared_between_values() -> None:
     # F_all 3: of its input's and its output's no byte is taken off, of abar 1's 10 are
     kept = shared("F_all 1; F_all 2; F_all 3; F_all 4; B 4; B 3; B 2; B 1")
     assert kept == {"2 F_all 3": 10, "3 F_all 4": 20, "4 B 4": 20, "5 B 3": 10}
 
 
-def test_what_comes_back_or_is_made_again_has_it_for_itself() -> None:
+def test_prefetched_and_recomputed_values_own_their_storage() -> None:
     moved = shared(
         "F_all 1; F_all 2; offload abar 2; F_all 3; free abar 2; F_all 4; B 4; prefetch abar 2; wait abar 2; B 3; B 2;"
         " B 1"
@@ -60,7 +60,7 @@ def test_what_comes_back_or_is_made_again_has_it_for_itself() -> None:
     [(UNet, lambda: torch.randn(4, 3, 32, 32)), (Gated, lambda: torch.randn(256, 16))],
     ids=["unet", "gated"],
 )
-def test_no_step_holds_more_than_expected_which_is_nearer_than_what_is_charged(
+def test_expected_memory_is_between_measured_and_charged(
     make: Callable[[], nn.Module], draw: Callable[[], torch.Tensor]
 ) -> None:
     torch.manual_seed(0)

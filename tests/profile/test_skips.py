@@ -23,7 +23,7 @@ from rotoff.planning.planner import least_limit, make_plan
 from rotoff.planning.request import Request
 from rotoff.profile.memory.skips import Skip, StorageAliasing, behave_in_place, choices, find_skips, keep_in_place
 from rotoff.runtime.execution_plan import compile_sequence
-from rotoff.runtime.overhead import NO_UPKEEP
+from rotoff.runtime.overhead import NO_OVERHEAD
 from rotoff.solver import anneal
 from rotoff.tensors.stage import Behaviour, SavedKind
 
@@ -150,7 +150,7 @@ def ways(wrapped: rotoff.Checkpointable) -> Iterator[tuple[int, ...]]:
 # -- what is found
 
 
-def test_the_skips_of_a_model_are_found_with_their_bytes() -> None:
+def test_skips_are_found_with_their_bytes() -> None:
     wrapped, _ = made("handed_on")
     (skip,) = wrapped.profile.skips
     assert (skip.first, skip.last, skip.nbytes, skip.carried) == (2, 3, 32 * 16 * 4, 1)
@@ -160,7 +160,7 @@ def test_the_skips_of_a_model_are_found_with_their_bytes() -> None:
     )
 
 
-def test_a_unets_skips_and_the_memory_of_an_encoder_are_found() -> None:
+def test_skips_of_unet_and_encoder_are_found() -> None:
     found = made("unet")[0].profile.skips
     sizes = {2 * 4 * 16 * 16 * 4: 0, 2 * 8 * 8 * 8 * 4: 0}  # outputs of the first two resolutions
     for skip in found:
@@ -189,7 +189,7 @@ def test_storages_are_followed_from_stage_to_stage() -> None:
     assert find_skips(runs) == (Skip(1, 2, 64, ((1, 2), (0,)), ((0,), (), (1,))),)
 
 
-def test_what_the_batch_handed_on_and_what_is_overwritten_is_no_skip() -> None:
+def test_batch_tensors_and_overwritten_storages_are_no_skips() -> None:
     table = [
         (lies((8, None, 0), (64, None, 1)), own(1, lasting=1)),
         (lies((8, None, 0), (64, 1, 1)), own(1, lasting=1)),
@@ -200,7 +200,7 @@ def test_what_the_batch_handed_on_and_what_is_overwritten_is_no_skip() -> None:
     assert find_skips([*runs, (lies((8, None, 0), written=[1]), own(1))]) == ()
 
 
-def test_the_table_of_stages_lists_them_and_says_what_the_plan_does() -> None:
+def test_stage_table_lists_skips_and_the_plans_choice() -> None:
     torch.manual_seed(0)
     model, batch = MODELS["handed_on"]()
     wrapped = rotoff.Checkpointable(model, cache_directory=None)
@@ -217,7 +217,7 @@ def test_the_table_of_stages_lists_them_and_says_what_the_plan_does() -> None:
 # -- what it costs
 
 
-def test_a_kept_skip_is_in_no_value_and_beside_its_replay() -> None:
+def test_kept_skip_is_in_no_value() -> None:
     """Where it is handed on it was charged twice while the stage ran, which may have hidden what the stage takes
     then."""
     stage = Stage("s", 1.0, 2.0, 100, 300, 50, 7, 9, 11, (Form(250, 3.0, 5, 6),))
@@ -249,7 +249,7 @@ class Words(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), x.flatten()), "logits": logits}
 
 
-def test_an_output_that_the_caller_holds_leaves_no_room_for_the_backward() -> None:
+def test_output_held_by_caller_is_charged_in_backward() -> None:
     """Nobody's backward needs the logits, so that of the head could use their room; kept in place, they stay."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 80, (2, 24))
@@ -266,7 +266,7 @@ def test_an_output_that_the_caller_holds_leaves_no_room_for_the_backward() -> No
     wrapped.close()
 
 
-def test_what_autograd_saves_of_a_kept_skip_is_its_own_no_more() -> None:
+def test_saved_tensors_of_kept_skips_become_kept() -> None:
     kinds = (SavedKind.OWN, SavedKind.INPUT, SavedKind.RESIDENT)
     made = behave_in_place([Behaviour(kinds, (True, True))] * 3, [Skip(1, 2, 8, ((1,), (0,)), ((0,), (), (1, 2)))])
     assert [b.kept for b in made] == [(1,), (0,), ()]
@@ -278,7 +278,7 @@ def test_what_autograd_saves_of_a_kept_skip_is_its_own_no_more() -> None:
     ]
 
 
-def test_the_choices_are_all_the_long_ones_and_none() -> None:
+def test_choices_are_all_long_and_no_skips() -> None:
     short, long = Skip(1, 2, 8, (), ()), Skip(1, 5, 8, (), ())
     assert choices([]) == [()]
     assert choices([short]) == [(0,), ()]
@@ -290,7 +290,7 @@ def test_the_choices_are_all_the_long_ones_and_none() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_any_legal_sequence_gives_the_plain_models_bits_and_is_what_is_charged(name: str) -> None:
+def test_random_sequences_with_skips_train_bit_for_bit(name: str) -> None:
     expected = wanted(name)
     wrapped, batch = made(name, check=True)
     state = {k: v.clone() for k, v in wrapped.state_dict().items()}
@@ -304,7 +304,7 @@ def test_any_legal_sequence_gives_the_plain_models_bits_and_is_what_is_charged(n
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_sequence_holds_more_than_predicted(name: str) -> None:
+def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
     """On batches so large that the generators' states are nothing beside them."""
     torch.manual_seed(0)
     model, small = MODELS[name]()
@@ -342,7 +342,7 @@ class Joins(nn.Module):
         return pair[0] * pair[1]
 
 
-def test_what_a_stage_takes_while_it_runs_is_charged_beside_a_skip_that_it_hands_on() -> None:
+def test_transients_are_charged_beside_passed_on_skips() -> None:
     model = nn.Sequential(nn.Linear(8, 32), Splits(), TakesMuchFor(), Joins(), nn.Linear(32, 4))
     x = torch.randn(512, 8)
     wrapped = rotoff.Checkpointable(model, cache_directory=None, forms=False).measure(x, repeats=1)
@@ -366,7 +366,7 @@ def measured_peak(model: nn.Module, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", ["unet", "translator"])
-def test_moves_beside_kept_skips_have_no_race(name: str) -> None:
+def test_copies_with_kept_skips_have_no_race(name: str) -> None:
     expected = wanted(name)
     for seed in range(2):
         wrapped, batch = made(name)
@@ -394,7 +394,7 @@ def failing_in(stage: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-def test_a_forward_that_is_dropped_or_fails_leaves_no_skip_behind() -> None:
+def test_dropped_or_failed_forward_frees_kept_skips() -> None:
     wrapped, batch = made("handed_on")
     text = ["F_all 1", "F_ck 2", "F_none 3", "F_all 4", "F_all 5", "B 5", "B 4"]
     text += ["F_all 2", "F_all 3", "B 3", "B 2", "B 1"]
@@ -418,7 +418,7 @@ def test_a_forward_that_is_dropped_or_fails_leaves_no_skip_behind() -> None:
 # Stages that end where blocks do, as in a larger model: between finer ones lie outputs that nobody saves, which is
 # another matter.
 @pytest.mark.parametrize(("name", "count", "share"), [("unet", 40, 1.1), ("translator", 10, 1.05)])
-def test_keeping_everything_is_charged_about_what_the_plain_model_takes(name: str, count: int, share: float) -> None:
+def test_keep_all_memory_is_close_to_plain_model(name: str, count: int, share: float) -> None:
     torch.manual_seed(0)
     model, x = (
         (UNet(8), torch.randn(8, 3, 64, 64)) if name == "unet" else (Translator(64), torch.randint(0, 20, (8, 64)))
@@ -443,7 +443,7 @@ def with_times(stages: tuple[Stage, ...], more: float = 0.0) -> tuple[Stage, ...
     )
 
 
-def test_the_planner_takes_the_faster_way_and_the_smaller_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_chooses_faster_skip_treatment_and_smaller_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 100 * anneal.DEFAULT_SECONDS)  # the search has what users give it
     wrapped, _ = made("unet")
     found, request = wrapped.profile, Request(1, "remat", 50, {})
@@ -452,7 +452,7 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit(monkeypatch: pyt
         chain=replace(found.chain, stages=with_times(found.chain.stages)),
         compact=found.compact and found.compact._replace(stages=with_times(found.compact.stages, 0.1)),
         behaviours=tuple(replace(one, forms=()) for one in found.behaviours),
-        upkeep_times=NO_UPKEEP,
+        overhead_times=NO_OVERHEAD,
     )
     ways = [(kept, compact) for kept in choices(profile.skips) for compact in (False, True)]
     profiles = {way: replace(profile.keeping(*way), skips=(), compact=None) for way in ways}
@@ -469,7 +469,7 @@ def test_the_planner_takes_the_faster_way_and_the_smaller_limit(monkeypatch: pyt
         for way, alone in profiles.items():
             more = alone.resident_input_bytes - alone.unmanaged_bytes - alone.replay_bytes
             if limit >= limits[way]:
-                assert seconds <= rotoff.solve(alone.with_upkeep().chain, limit + more, mode="remat").meta["makespan"]
+                assert seconds <= rotoff.solve(alone.with_overhead().chain, limit + more, mode="remat").meta["makespan"]
     wrapped.compute_sequence(everything)
     assert wrapped._plan.keeps_all
     wrapped.close()

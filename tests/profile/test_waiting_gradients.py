@@ -16,7 +16,7 @@ from rotoff.planning.request import Request
 from rotoff.profile.memory.gradients import Charge, GradientPlace, charge
 
 
-def test_a_part_that_is_handed_on_is_copied_and_the_rest_let_go() -> None:
+def test_waiting_part_is_copied_and_its_storage_freed() -> None:
     # Stage 3 concatenates: both gradients lie in one storage of 12. Stage 2 hands the first on; stage 1 makes it.
     both = GradientPlace(7, 12, None)
     first, second = GradientPlace(1, 2, None), GradientPlace(0, 6, 0)
@@ -28,7 +28,7 @@ def test_a_part_that_is_handed_on_is_copied_and_the_rest_let_go() -> None:
     assert charge(longer, compact=True)[1:3] == [Charge(6), Charge(6, 0, (0,), 6, 0)]
 
 
-def test_what_fills_its_storage_is_not_copied() -> None:
+def test_gradient_filling_its_storage_is_not_copied() -> None:
     whole = [([GradientPlace(0, 6, 0)], [6]), ([GradientPlace(0, 6, 0)], [6]), ([GradientPlace(5, 6, None)], [4])]
     assert charge(whole, compact=True) == charge(whole)
 
@@ -51,7 +51,7 @@ def skipping() -> tuple[rotoff.Checkpointable, torch.Tensor]:
     return made()
 
 
-def test_smaller_limits_are_reached_and_kept_with_the_plain_models_bits(
+def test_copied_gradients_reach_smaller_limits_bit_for_bit(
     skipping: tuple[rotoff.Checkpointable, torch.Tensor],
 ) -> None:
     wrapped, x = skipping
@@ -76,7 +76,7 @@ def test_smaller_limits_are_reached_and_kept_with_the_plain_models_bits(
     wrapped.close()
 
 
-def test_where_memory_is_plenty_nothing_is_copied(skipping: tuple[rotoff.Checkpointable, torch.Tensor]) -> None:
+def test_nothing_is_copied_under_large_limits(skipping: tuple[rotoff.Checkpointable, torch.Tensor]) -> None:
     wrapped, x = skipping
     copied: list[int] = []
 
@@ -95,7 +95,7 @@ def test_where_memory_is_plenty_nothing_is_copied(skipping: tuple[rotoff.Checkpo
     wrapped.close()
 
 
-def test_a_gradient_is_copied_where_its_tensor_is_read() -> None:
+def test_gradient_is_copied_in_the_stage_reading_its_tensor() -> None:
     # Stage 4 concatenates two values of 6. Stages 2 and 3 make the second anew; the first passes them unread.
     both = GradientPlace(7, 12, None)
     made, unread = GradientPlace(1, 6, None), GradientPlace(0, 6, 0, untouched=True)

@@ -517,7 +517,7 @@ class Differentiates(Block):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_that_differentiates_is_refused_with_a_cure_that_cures(kind: Any) -> None:
-    with pytest.raises(rotoff.MeasureError, match="differentiates.*outside of the model") as refused:
+    with pytest.raises(rotoff.MeasureError, match="differentiates.*outside of the planned model") as refused:
         measured(kind(Differentiates), torch.randn(32, WIDTH))
     assert "stages=" not in str(refused.value)
 

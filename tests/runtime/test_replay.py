@@ -199,7 +199,7 @@ def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
     stages = sequential(nn.Linear(16, 16), nn.RReLU(), nn.Tanh(), nn.Linear(16, 4))[0]
     apart = rotoff.Checkpointable(stages, stages=["0", "1", "2", "3"])
     profile = apart.measure(torch.randn(8, 16), repeats=1).profile
-    assert [behaviour.enough for behaviour in profile.behaviours[1:3]] == [0, 1]
+    assert [behaviour.early_stop for behaviour in profile.behaviours[1:3]] == [0, 1]
 
 
 class DeviceGenerator:

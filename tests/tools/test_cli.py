@@ -206,7 +206,7 @@ def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.Ca
     same = json.loads(out(capsys, "estimate", "my_models_of_the_test:build", "--backward-from", "0", "--json"))
     assert same["stages"] == elsewhere["stages"]
     named = error(capsys, "estimate", "my_models_of_the_test:build", "--backward-from", "0,loss")
-    assert "backward_from names 'loss', and the model returns a tensor alone" in named
+    assert "backward_from names 'loss', but the model returns a tensor alone" in named
     assert "device is 'abacus'" in error(capsys, "estimate", "my_models_of_the_test:build", "--device", "abacus")
     text = out(capsys, "profile", "my_models_of_the_test:build", "--repeats", "1", "--name", "mine")
     assert "mine: 8 stages" in text

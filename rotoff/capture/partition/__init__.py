@@ -1,1 +1,1 @@
-"""From a recorded forward to stages: where it is cut, what crosses, what lives how long."""
+"""Divides a recorded forward into stages: the cuts, what crosses them, and lifetimes."""

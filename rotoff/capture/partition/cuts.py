@@ -1,13 +1,13 @@
-"""Where a tape of operations is cut into stages, and what flows from one to the next.
+"""Divides a tape of operations into stages, and finds what flows from one to the next.
 
-A cut after an operation is crossed by all variables made before and used after it; what crosses becomes the tuple that
-flows from stage to stage, skip connections included (they are handed on by every stage in between, and charged in each,
-as the chain's contract says). Cuts are placed greedily: after about one n-th of all bytes that the operations make,
-where the fewest bytes cross. A block's end, where only its output is alive, wins over its middle, where the skip
-connection is alive too.
+The variables made before a cut and used after it cross it. They form the tuple that flows from stage to stage,
+including skip connections, which every stage in between passes on and is charged for. Cuts are placed greedily: after
+about one n-th of all bytes that the operations make, where the fewest bytes cross. The end of a block, where only its
+output is alive, beats its middle, where the skip connection is alive, too.
 
-What needs no gradient, draws nothing and follows from the batch and constants alone (masks, positions, rotary tables)
-is made first where several stages use it: then it is there all along, like the batch, and charged once.
+Operations that need no gradient, draw nothing and depend on the batch and constants alone (masks, positions, rotary
+tables) run first if several stages use their results, which then exist throughout the step, like the batch, and are
+charged once.
 
 A cut never separates an operation that overwrites a tensor from the one that made it.
 """
@@ -27,13 +27,13 @@ from ..tape import NOTHING, Operation, Owned, Tape
 from .eager_lifetimes import lifetimes
 from .segment import Segment
 
-STAGES = 40  # of a model, unless asked otherwise; the solver answers for 100 while a person waits
-CROSSING = 0.25  # of the bytes that a stage makes: the share that it may hand on
-COARSE = 12  # stages that a model is cut into however much they hand on
+STAGES = 40  # by default; the solver takes seconds for 100
+CROSSING = 0.25  # share of the bytes that a stage makes that it may pass on
+COARSE = 12  # a model is cut into at least so many stages, however much they pass on
 
 
 def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[StageModule]:
-    """About `count` stages, or those that end where calls of the modules named `names` end."""
+    """Return about `count` stages, or those that end where calls of the modules named `names` end."""
     operations = used(tape)
     early = _early(tape, operations)
     after = _cuts_at(operations, names) if names else None
@@ -41,7 +41,7 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[S
     first = _needed_early(tape, operations, early, positions)
     pieces = [first] if first else []
     rest = {id(op) for op in first}
-    place: dict[int, int] = {}  # operation -> piece that ends no sooner than it does in the model
+    place: dict[int, int] = {}  # operation -> the piece in which the model runs it
     start = 0
     for cut in [*positions, len(operations) - 1]:
         piece = [op for op in operations[start : cut + 1] if id(op) not in rest]
@@ -49,7 +49,7 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[S
         if piece:
             pieces.append(piece)
         start = cut + 1
-    needed: dict[int, int] = {}  # variable -> last piece in which something is computed of it for nothing
+    needed: dict[int, int] = {}  # variable -> last piece in which an unused result is computed from it
     current = 0
     for op in tape.operations:
         current = max(current, place.get(id(op), 0))
@@ -90,7 +90,7 @@ def _modules(
 
 
 def used(tape: Tape) -> list[Operation]:
-    """The operations without those whose outcome nobody sees."""
+    """Return the operations whose results are used, or that have effects."""
     wanted = set(tape.result_variables())
     kept = []
     for op in reversed(tape.operations):
@@ -107,30 +107,35 @@ def _made(op: Operation) -> list[int]:
 
 @dataclass(frozen=True)
 class _Cost:
-    """made: bytes of the storages that an operation adds. alive: (birth, bytes) of every storage that is needed after
-    it, its birth being the position of the operation that made it; none where all that crosses can be made first; None
-    where no cut may be."""
+    """What a cut after an operation costs.
+
+    Attributes:
+        made: bytes of the storages that the operation adds.
+        alive: (birth, bytes) of every storage needed after it; the birth is the position of the operation that made it.
+            Empty if all that crosses can be made first; None if no cut is allowed.
+    """
 
     made: int
     alive: tuple[tuple[int, int], ...] | None
 
     def price(self, last: int) -> int:
-        """Bytes that cross a cut here; those that crossed the one at `last` already count twice, being charged
-        again."""
+        """Return the bytes that cross here; those that also crossed the cut at `last` count twice, because they are
+        charged again."""
         assert self.alive is not None
         return sum(size if birth > last else 2 * size for birth, size in self.alive)
 
 
 def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Cost]:
-    """One for each operation. early: variables that need not cross, since they can be made first."""
+    """Return the cost of a cut after each operation. early: variables that need not cross, because they can be made
+    first."""
     births, made = _births(tape, operations)
-    welded = _welded(operations, births)
+    inseparable = _inseparable(operations, births)
     begin, end = _crossing(tape, operations)
     lasting = early | set(tape.inputs)
     sizes = {v.storage: v.nbytes for v in tape.variables if v.storage is not None}
     changed = {owned for op in operations for owned in op.writes_owned}
     alive = Counter[int]()  # storage -> variables alive
-    bound = 0  # alive, and nothing that a stage can take as its input
+    bound = 0  # number of alive variables that cannot be a stage's input
     costs = []
     for position in range(len(operations)):
         for variables, more in ((begin, 1), (end, -1)):
@@ -139,13 +144,13 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
                 if n not in lasting and (storage := tape.variables[n].storage) is not None:
                     alive[storage] += more
         crossing = tuple((births[s], sizes[s]) for s, count in alive.items() if count)
-        costs.append(_Cost(made[position], None if position in welded or bound else crossing))
+        costs.append(_Cost(made[position], None if position in inseparable or bound else crossing))
     return costs
 
 
 def _births(tape: Tape, operations: list[Operation]) -> tuple[dict[int, int], list[int]]:
-    """Of each storage the position of the operation that made it, -1 for the batch; of each operation the bytes of
-    those that it made."""
+    """Return the position of the operation that made each storage (-1 for the batch), and the bytes that each operation
+    made."""
     births = {s: -1 for n in tape.inputs if (s := tape.variables[n].storage) is not None}
     made = []
     for position, op in enumerate(operations):
@@ -156,8 +161,8 @@ def _births(tape: Tape, operations: list[Operation]) -> tuple[dict[int, int], li
     return births, made
 
 
-def _welded(operations: list[Operation], births: dict[int, int]) -> set[int]:
-    """Positions after which no cut may be, between an operation and one that overwrites what it made."""
+def _inseparable(operations: list[Operation], births: dict[int, int]) -> set[int]:
+    """Return the positions without a cut: between an operation and one that overwrites its result."""
     spans = [
         range(max(0, births.get(storage, position)), position)
         for position, op in enumerate(operations)
@@ -167,8 +172,7 @@ def _welded(operations: list[Operation], births: dict[int, int]) -> set[int]:
 
 
 def _crossing(tape: Tape, operations: list[Operation]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """The variables that are used after the operation that makes them, by the positions of that one and of the last
-    use."""
+    """Return the variables used after the operation that makes them, by its position, and by that of their last use."""
     first: dict[int, int] = {}
     last: dict[int, int] = {n: len(operations) for n in tape.result_variables()}
     for position, op in enumerate(operations):
@@ -185,7 +189,7 @@ def _crossing(tape: Tape, operations: list[Operation]) -> tuple[dict[int, list[i
 
 
 def _is_bound(tape: Tape, n: int, changed: set[Owned]) -> bool:
-    """Whether no stage takes a variable as its input: a DTensor; a view of a parameter, or of a buffer that changes,
+    """Whether a variable cannot be a stage's input: a DTensor, or a view of a parameter or of a buffer that changes,
     which a stage gets from the module."""
     variable = tape.variables[n]
     inner = variable.storage is None and (variable.needs_grad or not changed.isdisjoint(variable.owners))
@@ -193,10 +197,10 @@ def _is_bound(tape: Tape, n: int, changed: set[Owned]) -> bool:
 
 
 def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
-    """Positions after which to cut: those of `after`, or around every n-th part of all bytes made, where the fewest
-    cross.
+    """Return the positions after which to cut: those of `after`, or around every n-th part of all bytes made, where the
+    fewest bytes cross.
 
-    Where much crosses, beside what a stage makes, cuts are spread further apart, up to a `COARSE`-th of all bytes.
+    If much crosses, compared with what a stage makes, cuts are further apart, up to a `COARSE`-th of all bytes.
     """
     if after is not None:
         return [cut for cut in after if cut < len(costs) - 1 and costs[cut].alive is not None]
@@ -217,12 +221,12 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
         last, best = best, None
     if best is not None:
         cuts.append(best)
-    # A last stage without an operation of its own is none.
+    # the last stage needs an operation
     return [cut for cut in cuts if cut < len(costs) - 1]
 
 
 def _cuts_at(operations: list[Operation], names: Sequence[str]) -> list[int]:
-    """Before the first call of one of `names`, and after each."""
+    """Return the cuts before the first call of one of `names`, and after each."""
     wanted = set(names)
     within: list[tuple[str, int] | None] = [
         next((call for call in op.place if call[0] in wanted), None) for op in operations
@@ -233,7 +237,7 @@ def _cuts_at(operations: list[Operation], names: Sequence[str]) -> list[int]:
 
 
 def _early(tape: Tape, operations: list[Operation]) -> set[int]:
-    """Variables that can be made before all others."""
+    """Return the variables that can be made before all others."""
     changed = {(o.module, o.table, o.name) for op in operations for o in op.writes_owned}
     producers: dict[int, Operation] = {}
     movable: dict[int, bool] = {}
@@ -272,7 +276,7 @@ def _early(tape: Tape, operations: list[Operation]) -> set[int]:
 
 
 def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts: list[int]) -> list[Operation]:
-    """The operations to be run first: those that make what would cross a cut, and all that those need."""
+    """Return the operations to run first: those that make what would cross a cut, and all that they need."""
     piece_of: dict[int, int] = {}
     number, bounds = 0, set(cuts)
     wanted: set[int] = set()
@@ -298,12 +302,12 @@ def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts
 
 
 def _calls(piece: list[Operation], wanted: Sequence[str]) -> set[tuple[str, int]]:
-    """The calls of the modules `wanted` that make some of the operations."""
+    """Return the calls of the modules `wanted` that make some of the operations."""
     return {call for op in piece for call in op.place if call[0] in wanted}
 
 
 def _name(piece: list[Operation], wanted: Sequence[str]) -> str:
-    """The modules that a stage's operations begin and end in: of those `wanted`, where there are any."""
+    """Name a stage after the modules in which its operations begin and end; only `wanted` ones, if there are any."""
     named = [name for op in piece for name, _ in op.place if name in wanted]
     if not named:
         named = [op.place[-1][0] for op in piece if op.place and op.place[-1][0]]

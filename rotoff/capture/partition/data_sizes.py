@@ -1,7 +1,7 @@
-"""Which tensors of a recorded forward have sizes that follow from data, such as the rows that a mask picks.
+"""Finds tensors of a recorded forward whose sizes depend on data, such as the rows that a mask selects.
 
-Experts that work on the tokens sent to them, anchors that match a box: how many there are is known only when all before
-has been computed. Python that asks for such a size goes on with a number which a recording would hold for good.
+The number of tokens for an expert, or of anchors that match a box, is known only after all before it was computed. If
+Python reads such a size, a recording would fix the number for good.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _INDEXED = frozenset(["__setitem__", "index_put", "index_put_", "masked_scatter"
 _TELL = frozenset(["size", "numel", "nelement", "__len__"])
 _COUNT = frozenset(["unbind", "split", "chunk", "tensor_split"])
 _MASKS = (torch.bool, torch.uint8)
-_COUNTS_VALUES = frozenset(["where", "one_hot", "bincount"])  # where they are given nothing but a tensor
+_COUNTS_VALUES = frozenset(["where", "one_hot", "bincount"])  # if a tensor is their only argument
 PACK_INSIDE = (
-    ", so that sizes are others in each batch: do all from pack_padded_sequence to pad_packed_sequence(...,"
-    " total_length=...) in a submodule, which is then run as it is, or give the lengths as a list of numbers, each of"
-    " which is measured by itself"
+    ", so sizes differ in each batch; do everything from pack_padded_sequence to pad_packed_sequence(...,"
+    " total_length=...) in a submodule, which is then called as a whole, or give the lengths as a list of numbers,"
+    " and each list is measured by itself"
 )
 
 
 class DataSizes:
-    """Kept while a forward is recorded.
+    """Follows sizes while a forward is recorded.
 
     Attributes:
-        computed: variables that follow from parameters or numbers drawn, rather than from the batch alone.
+        computed: variables that depend on parameters or random numbers, instead of the batch alone.
     """
 
     def __init__(self) -> None:
         self.computed: set[int] = set()
-        self._varying: set[int] = set()  # whose size follows from data, or may
-        self._constant: set[int] = set()  # variables that follow from Python's numbers and buffers alone
+        self._varying: set[int] = set()  # variables whose size may depend on data
+        self._constant: set[int] = set()  # variables that depend on Python's numbers and buffers alone
 
     def note(
         self,
@@ -48,7 +48,7 @@ class DataSizes:
         outputs: Sequence[int | None],
         random: bool,
     ) -> None:
-        """Take in a call with the arguments `references`, of which `tensors` are the tensors."""
+        """Note a call with the arguments `references`, among which are `tensors`."""
         made = {n for n in outputs if n is not None}
         learnt = any(isinstance(leaf, Owned) and leaf.table == "_parameters" for leaf in leaves(references))
         if learnt or random or isinstance(function, torch.nn.Module) or not self.computed.isdisjoint(reads):
@@ -63,7 +63,8 @@ class DataSizes:
             self._varying |= made
 
     def taken_whole(self, given: Collection[int], outputs: Sequence[int | None]) -> None:
-        """A module whose work depends on data has returned `outputs`, of constant sizes where what it was given is."""
+        """Note the `outputs` of a module whose work depends on data; their sizes are constant if those of its inputs
+        are."""
         made = {n for n in outputs if n is not None}
         self.computed |= made
         self._constant -= made
@@ -71,7 +72,7 @@ class DataSizes:
             self._varying -= made
 
     def picks(self, name: str, references: Any, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the sizes that a call gives, or has to be given, follow from the contents of its arguments."""
+        """Whether the sizes of a call's results, or of its arguments, depend on the contents of its arguments."""
         return (
             _picks(name, references, tensors)
             or name == "_pack_padded_sequence"
@@ -79,23 +80,23 @@ class DataSizes:
         )
 
     def asked(self, function: Any, name: str, reads: Collection[int]) -> bool:
-        """Whether this call asks for a size that follows from data."""
+        """Whether this call reads a size that depends on data."""
         tells = name in _TELL or (name == "__get__" and getattr(function.__self__, "__name__", "") == "shape")
         return tells and not self._varying.isdisjoint(reads)
 
     def packs(self, name: str, references: Any) -> bool:
-        """Whether a call with the arguments `references` packs sequences by lengths that follow from data."""
+        """Whether a call with the arguments `references` packs sequences by lengths that depend on data."""
         args, kwargs = references
         lengths = kwargs.get("lengths", args[1] if len(args) > 1 else None)
         return name == "_pack_padded_sequence" and isinstance(lengths, Ref) and lengths.variable not in self._constant
 
     def counted(self, name: str, reads: Collection[int]) -> bool:
-        """Whether the number of results of this call follows from data."""
+        """Whether the number of results of this call depends on data."""
         return name in _COUNT and not self._varying.isdisjoint(reads)
 
 
 def _picks(name: str, references: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a call gives as many rows as its arguments' contents say."""
+    """Whether the number of rows of a call's result depends on the contents of its arguments."""
     args, kwargs = references
     if name == "__getitem__":
         return any(t.dtype in _MASKS for t in tensors[1:])

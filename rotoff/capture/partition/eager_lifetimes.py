@@ -1,8 +1,7 @@
-"""How long the plain model holds what it makes, seen while its forward was recorded: longer than its stages do, or less
-long.
+"""How long the plain model holds what it makes, as seen while its forward was recorded, compared with its stages.
 
-A forward's local variables may outlive their last use, and it may compute what nobody uses. What autograd saves stays
-into the backward, and is known when stages are measured; here are the storages that it does not save.
+A forward's local variables may outlive their last use, and it may compute unused results. What autograd saves stays
+into the backward and is known when stages are measured; here are the storages that it does not save.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ from ..tape import Operation, Tape
 def lifetimes(
     tape: Tape, used: Collection[Operation], moved: Collection[Operation], place: Mapping[int, int], count: int
 ) -> list[Lifetimes]:
-    """Of each of `count` pieces.
+    """Return the lifetimes in each of `count` pieces.
 
-    used: the operations that somebody needs the outcome of. moved: those that no longer run where they do in the model.
-    place: of an operation (its id), the piece that ends no sooner than it does in the model; the others follow those
-    before them.
+    Args:
+        used: operations whose results are used.
+        moved: operations that no longer run where they do in the model.
+        place: by an operation's id, the piece in which the model runs it; others follow those before them.
     """
     needed = {id(op) for op in used} - {id(op) for op in moved}
     pieces = list(accumulate((place.get(id(op), 0) for op in tape.operations), max))
     pieces = [min(piece, count - 1) for piece in pieces]
     leading, leads = _leading(tape), _leads(tape, {id(op) for op in used}, pieces)
     saved = {storage for op in tape.operations if id(op) in leading for storage, _ in op.saves}
-    # a graph that leads to nothing saves them for as long as a variable holds its end
+    # a graph that leads to no result saves them as long as a variable holds its end
     saved_for_nothing = {storage for op in tape.operations for storage, _ in op.saves} - saved
     last = {
         storage: leads[id(op)]
@@ -36,7 +36,7 @@ def lifetimes(
         for storage, _ in op.saves
     }
     made: dict[int, tuple[int, int]] = {}  # storage -> position, bytes
-    begins: dict[int, int] = {}  # where it is in the way: made for nothing here, or past its last use
+    begins: dict[int, int] = {}  # from where it is not needed: after its last use, or where an unused one is made
     ends: dict[int, int] = {}
     batch = {tape.variables[n].storage for n in tape.inputs}
     elsewhere = batch | saved | tape.held
@@ -72,7 +72,7 @@ def lifetimes(
 
 
 def _leading(tape: Tape) -> set[int]:
-    """The operations (their ids) on which what the model returns depends."""
+    """Return the ids of the operations on which the model's result depends."""
     wanted = set(tape.result_variables())
     found = set()
     for op in reversed(tape.operations):
@@ -83,12 +83,12 @@ def _leading(tape: Tape) -> set[int]:
 
 
 def _leads(tape: Tape, used: Collection[int], pieces: Sequence[int]) -> dict[int, int]:
-    """Of each operation (its id) the last piece in which something `used` reads a tensor that holds its graph, -1 where
-    nothing does.
+    """Return, for each operation (by id), the last piece in which an operation of `used` reads a tensor whose graph
+    contains it; -1 if none does.
 
-    What is computed for nothing is used all the same where random numbers are drawn on the way.
+    An operation of an unused result is also in `used` if it draws random numbers.
     """
-    # the last piece that reads a variable, or something whose graph holds that of the variable
+    # the last piece that reads a variable, or a tensor whose graph contains that of the variable
     read: dict[int, int] = {}
     found = {}
     for op, piece in zip(reversed(tape.operations), reversed(pieces), strict=True):

@@ -1,5 +1,4 @@
-"""A run of recorded operations as a module: written out as one Python function, so that a replay costs what the calls
-cost."""
+"""A run of recorded operations as a module, written out as one Python function, so that running it has no overhead."""
 
 from __future__ import annotations
 
@@ -23,13 +22,16 @@ from ..tape import Operation, Owned, Pinned, Ref, Tape
 
 
 class Segment(nn.Module):
-    """Operations in order: takes the tensors that `enters` names, in any structure, and returns those of `leaves`.
+    """Operations in order: takes the tensors of the variables `enters`, in any structure, and returns those of
+    `leaves`.
 
-    Parameters and buffers are those of the recorded model, looked up in their modules at each call. varying: whether it
-    calls a module whose work depends on data.
+    Parameters and buffers are those of the recorded model, looked up in their modules at each call.
 
     Args:
         leaves: variables to return, as a tuple. None: what the model returns.
+
+    Attributes:
+        varying: whether it calls a module whose work depends on data.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Segment(nn.Module):
     ) -> None:
         super().__init__()
         made: list[Operation] = []
-        until: dict[int, int] = {}  # of variables within a module called as a whole, the last operation to have them
+        until: dict[int, int] = {}  # variable within a module called as a whole -> last operation that has it
         for operation in operations:
             start = len(made)
             made += tape.inner.get(id(operation), (operation,))
@@ -49,7 +51,7 @@ class Segment(nn.Module):
         whole = [operation.function for operation in operations if isinstance(operation.function, nn.Module)]
         self.operations = tuple(operations)
         self.leaves = None if leaves is None else tuple(leaves)
-        # in tuples, since a module that is an attribute would become a child
+        # in tuples, because a module as an attribute would become a submodule
         self._whole = tuple(whole)
         self.varying = any(module in tape.varying for module in whole)
         self._owned = tuple(dict.fromkeys((o.module, o.table, o.name) for o in owned))
@@ -59,7 +61,7 @@ class Segment(nn.Module):
         return self._run(flatten(value)[0])
 
     def written(self) -> tuple[str, dict[str, Any]]:
-        """The function's source, and what the names in it stand for."""
+        """Return the function's source, and the objects that its names stand for."""
         return "".join(linecache.getlines(self._run.__code__.co_filename)), self._run.__globals__
 
     def named_parameters(
@@ -72,14 +74,14 @@ class Segment(nn.Module):
             yield from module.named_parameters(prefix, recurse, remove_duplicate)
 
     def names_read(self, table: str) -> Iterator[tuple[nn.Module, str]]:
-        """(module, name) of the "_parameters" or "_buffers" that the operations read or write, and of all those of
+        """Yield (module, name) of the "_parameters" or "_buffers" that the operations read or write, and of all in
         modules that are called as a whole."""
         yield from ((module, name) for module, own, name in self._owned if own == table)
         for outer in self._whole:
             yield from names_in(outer, table)
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Those whose buffers the operations read, and those that are called as a whole."""
+        """Yield the modules whose buffers the operations read, and those that are called as a whole."""
         found: dict[nn.Module, None] = {}
         for module, table, _ in self._owned:
             if table == "_buffers":
@@ -91,8 +93,8 @@ class Segment(nn.Module):
 
 
 def _held(tape: Tape, operations: Sequence[Operation], start: int) -> Iterator[tuple[int, int]]:
-    """How long the model's own code holds what the operations from `start` on make, the calls of one module: nobody
-    takes it from there after its last use."""
+    """Yield (variable, last operation) for what the operations from `start` on make, the calls of one module: how long
+    the model's own code holds it, since the runtime does not take it away earlier."""
     ends: dict[int | None, int] = {}
     for position in reversed(range(start, len(operations))):
         ends.update(dict.fromkeys(operations[position].ends, position))
@@ -170,16 +172,16 @@ class _Writer:
             yield f"{indent}with _grad(False):"
             indent += "    "
         names = [f"v{n}" if n is not None else "_" for n in operation.outputs]
-        if not names:  # the answer of a question is in the calls that follow; asking again would wait for the device
-            yield indent + ("pass" if operation.function in _QUESTIONS else call)
+        if not names:  # the value read is in later calls; reading it again would wait for the device
+            yield indent + ("pass" if operation.function in _READS else call)
         else:
             yield f"{indent}[{', '.join(names)}] = _flat({call})"
         if "_" in names:
             yield f"{indent}del _"
 
     def _called(self, function: Any) -> str:
-        """Custom and scripted functions are called as the model's own code does, so that whoever follows calls sees
-        them as one."""
+        """Return the expression of a function. Custom and scripted functions are called as in the model's code, so that
+        modes see one call."""
         of = getattr(function, "__self__", None)
         if isinstance(of, type) and issubclass(of, torch.autograd.Function):
             return f"{self._named(of)}.apply"
@@ -214,24 +216,24 @@ class _Writer:
         name = self._objects.get(id(value))
         if name is None:
             name = self._objects[id(value)] = f"c{len(self._objects)}"
-            self._names[name] = value  # which keeps it alive, so that its id stays its own
+            self._names[name] = value  # keeps it alive, so that its id stays unique
         return name
 
 
-_QUESTIONS = tuple(
+_READS = tuple(
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 )
-_NOTED: list[Callable[[torch.Tensor], object]] = []
+_LISTENERS: list[Callable[[torch.Tensor], object]] = []
 
 
 @contextmanager
 def results_noted(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Within, `note` is called with each tensor that an operation of a segment returns."""
-    _NOTED.append(note)
+    """Call `note` with each tensor that an operation of a segment returns."""
+    _LISTENERS.append(note)
     try:
         yield
     finally:
-        _NOTED.pop()
+        _LISTENERS.pop()
 
 
 def _flat(result: Any) -> list[torch.Tensor]:
@@ -239,7 +241,7 @@ def _flat(result: Any) -> list[torch.Tensor]:
         found = [result]
     else:
         found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    for note in _NOTED:
+    for note in _LISTENERS:
         for tensor in found:
             note(tensor)
     return found

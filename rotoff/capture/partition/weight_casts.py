@@ -1,5 +1,5 @@
-"""Casts of weights that an autocast region within the model keeps: of each float32 weight one, for all its uses until
-the outermost region is left, whatever a plan drops."""
+"""The casts of weights that an autocast region within the model keeps: one of each float32 weight, for all its uses,
+until the outermost region is left, whatever a plan drops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tape import Owned
 
 
 class WeightCast(NamedTuple):
-    """That an operation casts `weight` to `dtype`, which takes `nbytes`, in the `region`-th region of the forward."""
+    """An operation casts `weight` to `dtype`, which takes `nbytes`, in the `region`-th region of the forward."""
 
     region: int
     weight: Owned
@@ -25,19 +25,19 @@ class WeightCast(NamedTuple):
 
 
 class WeightCasts:
-    """Finds them while a forward is recorded, outside of any region of the user's."""
+    """Finds these casts while a forward is recorded outside of the user's regions."""
 
     def __init__(self, tensors: KnownTensors) -> None:
         self._tensors = tensors
         self._region = 0
-        self._kept: dict[WeightCast, bool] = {}  # and whether autograd saves it
+        self._kept: dict[WeightCast, bool] = {}  # whether autograd saves the cast
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         self._alone = depth == 1
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Leaving an outermost region empties the cache of casts, and so begins the next region."""
+        """Count the regions: leaving an outermost region empties the cache of casts."""
         clear = torch.clear_autocast_cache
 
         def counted() -> None:
@@ -52,19 +52,19 @@ class WeightCasts:
 
     @contextmanager
     def seen(self, casting: bool) -> Iterator[list[WeightCast]]:
-        """What is run within casts these; nothing is looked for unless `casting`."""
+        """Yield a list, which gets the casts made in the block if `casting`."""
         found: list[WeightCast] = []
         if not (casting and self._alone and torch.is_autocast_cache_enabled()):
             yield found
             return
-        made: dict[tuple[Owned, torch.dtype, int], StorageWeakRef] = {}  # and the storage of the cast
+        made: dict[tuple[Owned, torch.dtype, int], StorageWeakRef] = {}  # storages of the casts
 
         def note(tensor: torch.Tensor, cast: torch.Tensor) -> None:
             owners = self._tensors.owners(tensor) if tensor.requires_grad else ()
             for one in [one for one in owners if one.table == "_parameters" and one.tensor is tensor][:1]:
                 made[one, cast.dtype, cast.nbytes] = StorageWeakRef(cast.untyped_storage())
 
-        with uncached_autocast(), Casts(note):  # each use shows, whatever was cast before
+        with uncached_autocast(), Casts(note):  # without the cache, each use casts again
             yield found
         for one, storage in made.items():
             cast = WeightCast(self._region, *one)
@@ -78,12 +78,12 @@ class WeightCasts:
 
     @property
     def unsaved_bytes(self) -> int:
-        """Of that, what autograd does not save."""
+        """The part of that which autograd does not save."""
         return _largest(cast for cast, saved in self._kept.items() if not saved)
 
     @property
     def saved(self) -> frozenset[WeightCast]:
-        """Those that autograd saves, too."""
+        """The casts that autograd also saves."""
         return frozenset(cast for cast, saved in self._kept.items() if saved)
 
 

@@ -1,14 +1,14 @@
-"""What kernels on the CPU take and give back inside, as the profiler's memory events show it.
+"""Temporaries inside CPU kernels, as the profiler's memory events show them.
 
-oneDNN's convolutions in float32: a convolution reorders its input, weight and output into a layout blocked by channels,
-padded to whole blocks (8 numbers with AVX2, 16 with AVX-512): the blocked copies stand beside each other while it
-computes, then its output is allocated and filled from the blocked one. Inputs of up to 3 channels stay as they are. The
-backward does so twice: for the input's gradient and for the weight's. 1×1 convolutions of stride 1 are one matrix
-product and need no copies. Scratch beyond these (up to a few copies of the weight, for some shapes) is not known from
-outside, nor is that of convolutions and matrix products in half precision.
+oneDNN's float32 convolutions reorder input, weight and output into a layout blocked by channels and padded to whole
+blocks (8 numbers with AVX2, 16 with AVX-512). The blocked copies exist together during the computation; then the output
+is allocated and filled from its copy. Inputs of up to 3 channels are not copied. The backward does so twice: for the
+input's gradient and for the weight's. A 1×1 convolution of stride 1 is one matrix product and needs no copies. Further
+scratch memory (up to a few copies of the weight, for some shapes) is unknown, and so is that of convolutions and matrix
+products in half precision.
 
-Batch norm's backward makes the input's gradient twice and lets the first go. Fused attention has blocks for each
-thread.
+The backward of batch norm makes the input's gradient twice and frees the first. Fused attention allocates blocks for
+each thread.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-_PLAIN = 3  # of an input that is read as it lies
-_ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512  # of a block of fused attention, by the queries' number
+_PLAIN = 3  # the most channels of an input that is not copied
+_ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512  # of a block of fused attention, by the number of queries
 _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# A step of an operation: bytes that come and go, or the output (its number) that is made then.
+# ("hidden", bytes allocated and freed) or ("output", index of the output allocated)
 Step = tuple[str, int]
 
 
 def steps(func: Any, args: Any, result: Any) -> list[Step] | None:
-    """("hidden", bytes) and ("output", number) in order; None for operations with nothing hidden."""
+    """Return the allocations of an operation in order; None if it has no hidden ones."""
     if func is _aten.convolution.default:
         return _convolution(args, result)
     if func is _aten.convolution_backward.default:
@@ -67,7 +67,7 @@ def _convolution_backward(args: Any) -> list[Step] | None:
 
 
 def _copy(tensor: torch.Tensor) -> int:
-    """Bytes of the copy that a kernel makes first of a tensor with gaps or in another order."""
+    """Return the bytes of the copy that a kernel makes of a noncontiguous tensor first."""
     return 0 if tensor.is_contiguous() else tensor.nbytes
 
 
@@ -80,13 +80,13 @@ def _pointwise(
     _: Any,
     groups: int,
 ) -> bool:
-    """Whether a convolution is one matrix product over the tensors as they lie."""
+    """Whether a convolution is one matrix product over its tensors as they are."""
     return max(weight.shape[2:]) == max(stride) == groups == 1 and not max(padding) and not transposed
 
 
 def _attention(func: Any, args: Any) -> int:
-    """Bytes that fused attention (ATen/native/cpu/FlashAttentionKernel.cpp) takes: blocks for each thread, beside a
-    copy."""
+    """Return the bytes that fused attention (ATen/native/cpu/FlashAttentionKernel.cpp) takes: blocks for each thread,
+    and a copy."""
     query, key = args[:2] if func is _ATTENTION else args[1:3]
     length, width = query.shape[2], query.shape[3]
     rows = min(length, next(size for least, size in _ROWS if length >= least))
@@ -97,7 +97,7 @@ def _attention(func: Any, args: Any) -> int:
         nbytes = number * (rows * columns + 2 * rows + rows * width) + half * rows * columns
     else:
         nbytes = number * (2 * rows * columns + rows) + half * 2 * rows * columns
-    copy = 0 if func is _ATTENTION else _copy(args[0].transpose(1, 2))  # it is read with a token's heads side by side
+    copy = 0 if func is _ATTENTION else _copy(args[0].transpose(1, 2))  # it is read with a token's heads adjacent
     return nbytes * torch.get_num_threads() + copy
 
 
@@ -120,7 +120,7 @@ def _backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: l
 
 
 def _blocked(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes the convolution, and not in the channels-last layout, which needs no copies."""
+    """Whether oneDNN runs the convolution in its blocked layout; channels-last needs no copies."""
     return (
         torch.backends.mkldnn.is_available()
         and x.dtype == torch.float32
@@ -135,7 +135,7 @@ def _block() -> int:
 
 
 def _padded(tensor: torch.Tensor, plain: int = 0) -> int:
-    """Bytes of the blocked copy of an activation; 0 where it needs none."""
+    """Return the bytes of the blocked copy of an activation; 0 if it needs none."""
     channels = tensor.shape[1]
     return 0 if channels <= plain else tensor.nbytes // channels * _up(channels)
 

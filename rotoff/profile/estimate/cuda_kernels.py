@@ -1,9 +1,9 @@
-"""What CUDA runs where the CPU runs something else: an estimate for a CUDA device runs on fake CPU tensors.
+"""Operations that CUDA runs differently from the CPU; an estimate for a CUDA device runs on fake CPU tensors.
 
-PyTorch built without CUDA can differentiate no tensor that says it is on a GPU, not even a fake one. Nearly all
-operations make the same tensors on both; these do not, because their C++ looks at the device: dropout keeps a mask of
-one byte an element, attention runs in a fused kernel that saves its rows' log-sum-exp. While `cuda_variants` is open,
-such calls on fake tensors become the operations that CUDA would run.
+PyTorch built without CUDA cannot differentiate a tensor on a GPU, not even a fake one. Nearly all operations make the
+same tensors on both devices. The exceptions check the device in their C++ code: dropout keeps a mask of one byte per
+element, and attention runs in a fused kernel that saves its rows' log-sum-exp. While `cuda_variants` is active, such
+calls on fake tensors run the operations that CUDA would run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from .devices import Device
 
 _aten = torch.ops.aten
 _FLASH_WIDTH = 256  # the widest head of the flash kernels
-# capabilities where PyTorch asks cuDNN before them, with a cuDNN above 9.15.0
-_CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))
-_BIAS_ALIGNMENT = 16  # elements, of a mask's rows in the memory-efficient kernels
+_CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # capabilities for which PyTorch prefers cuDNN, if it is above 9.15.0
+_BIAS_ALIGNMENT = 16  # elements; rows of a mask in the memory-efficient kernels
 
 
 @contextmanager
 def cuda_variants(device: Device) -> Iterator[None]:
-    """Within, composite operations on fake tensors run as on `device`; nothing changes where it is no CUDA device."""
+    """Run composite operations on fake tensors as on `device`; changes nothing if it is not a CUDA device."""
     if device.capability is None:
         yield
         return
@@ -98,8 +97,8 @@ def _attention_kernel(
     mask: torch.Tensor | None,
     dropout_p: float,
 ) -> str:
-    """Which kernel PyTorch's rules take (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), the user's switches
-    heeded."""
+    """Return the kernel that PyTorch's rules choose (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), given the
+    user's switches."""
     from torch.backends import cuda
 
     same = query.dtype == key.dtype == value.dtype
@@ -161,7 +160,7 @@ def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
     width = query.size(-1)
-    if width % 8:  # the kernels take widths of multiples of 8
+    if width % 8:  # the kernels need multiples of 8
         scale = scale if scale is not None else width**-0.5
         query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
     result: torch.Tensor = _aten._scaled_dot_product_flash_attention(
@@ -171,7 +170,7 @@ def _flash(
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """`mask` as what is added to the scores."""
+    """Return `mask` as the tensor that is added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))

@@ -1,7 +1,7 @@
-"""What devices can do, from their vendors' data sheets: enough to estimate a model's times with no device at hand.
+"""Devices as their vendors' data sheets describe them: enough to estimate a model's times without the device.
 
-All numbers are peaks as printed there, without sparsity; the efficiencies beside them say what share a training step is
-taken to reach. Needs no torch.
+All rates are peaks as printed, without sparsity. The efficiencies say which share of each peak a training step is
+assumed to reach. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ class Device:
     """A device to plan for.
 
     Args:
-        name: as it is asked for; letters' case and spaces do not count.
-        memory_bytes: of the device. memory_bandwidth: B/s between it and the cores.
+        name: by which it is found; case and spaces do not matter.
+        memory_bytes: of the device.
+        memory_bandwidth: between memory and cores, in B/s.
         flops: floating-point operations per second by type ("float64", "float32", "tf32" for convolutions in float32,
-            "float16", "bfloat16", "float8"); a type that is missing runs as fast as float32.
-        d2h_bandwidth, h2d_bandwidth: B/s of the link to the host, each direction by itself. duplex: both at once.
-        capability: of CUDA, (major, minor), which decides what kernels attention runs in; None: no CUDA device.
-        launch_time: seconds that an operation takes at least. compute_efficiency, memory_efficiency, link_efficiency:
-            the share of each peak that is taken to be reached.
-        source: where the numbers are from.
+            "float16", "bfloat16", "float8"); a missing type runs as fast as float32.
+        d2h_bandwidth, h2d_bandwidth: of the link to the host, in B/s, each direction alone.
+        duplex: whether both directions run at once.
+        capability: CUDA's (major, minor), which determines the kernels of attention; None if it is not a CUDA device.
+        launch_time: the least seconds of an operation.
+        compute_efficiency, memory_efficiency, link_efficiency: the assumed share of each peak.
+        source: of the numbers.
 
     Raises:
-        OptionError: for a number that is not above 0, or an unknown type.
+        OptionError: if a number is not above 0, or a type is unknown.
     """
 
     name: str
@@ -67,11 +69,11 @@ class Device:
                 f"flops of device {self.name!r} has the type {unknown[0]!r}; known ones are {', '.join(_DTYPES)}"
             )
         if "float32" not in self.flops:
-            raise OptionError(f"flops of device {self.name!r} misses 'float32'")
+            raise OptionError(f"flops of device {self.name!r} has no 'float32'; give its operations per second")
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
 
     def peak(self, dtype: str) -> float:
-        """Floating-point operations per second in `dtype`."""
+        """Return the floating-point operations per second in `dtype`."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
@@ -79,16 +81,16 @@ _known: dict[str, Device] = {}
 
 
 def register_device(device: Device) -> Device:
-    """Make `device` known by its name, in place of any other of that name; returns it."""
+    """Make `device` available by its name, replacing any other of that name; returns it."""
     _known[_key(device.name)] = device
     return device
 
 
 def find(device: Device | str) -> Device:
-    """The device of that name; a `Device` is returned as it is.
+    """Return the device of that name; a `Device` is returned as it is.
 
     Raises:
-        OptionError: where none is known by that name; the sentence lists those that are.
+        OptionError: if no device has that name; the message lists the known ones.
     """
     if isinstance(device, Device):
         return device
@@ -96,14 +98,14 @@ def find(device: Device | str) -> Device:
     if known is None:
         names = ", ".join(d.name for d in _known.values())
         raise OptionError(
-            f"device is {device!r}; known ones are {names}; give another as a rotoff.Device(...), or make"
-            " it known by its name with rotoff.register_device"
+            f"device is {device!r}; known ones are {names}; give another as a rotoff.Device(...), or register"
+            " it with rotoff.register_device"
         )
     return known
 
 
 def devices() -> tuple[Device, ...]:
-    """All devices known by name."""
+    """Return all devices known by name."""
     return tuple(_known.values())
 
 
@@ -112,8 +114,8 @@ def _key(name: str) -> str:
 
 
 def _pcie(generation: int) -> float:
-    """B/s of 16 lanes in one direction: 8, 16, 32 GT/s a lane, coded 128b/130b (PCI-SIG base specifications 3.0 to
-    5.0)."""
+    """Return B/s of 16 lanes in one direction: 8, 16, 32 GT/s a lane, coded 128b/130b (PCI-SIG base specifications 3.0
+    to 5.0)."""
     return {3: 8e9, 4: 16e9, 5: 32e9}[generation] * 16 / 8 * 128 / 130
 
 
@@ -131,7 +133,7 @@ def _add(
     register_device(Device(name, *sizes, rates, link, link, capability=capability, source=source))
 
 
-# Half precision counts sums in float32, as training takes them. Where a sheet gives sparse rates, half of them.
+# Half-precision rates are those with sums in float32, as in training. If a sheet gives sparse rates, half of them.
 _KEPLER = {"float64": 1.43, "float32": 4.29}
 _add("K40", 12, 288, _KEPLER, 3, (3, 5), "NVIDIA Tesla K40 GPU accelerator, board specification")
 _MAXWELL = {"float64": 0.192, "float32": 6.144}
@@ -161,7 +163,7 @@ _add(
     "L4", 24, 300, {"float32": 30.3, "tf32": 60, "float16": 121, "bfloat16": 121, "float8": 242.5}, 4, (8, 9),
     "NVIDIA L4 data sheet",
 )  # fmt: skip
-# A stand-in rather than a device: two cores of a server and its disk. Bytes are exact, times are guesses.
+# Stands for any CPU: two cores of a server and its disk. Bytes are exact, times are guesses.
 register_device(
     Device(
         "CPU", 16 * 2**30, 10e9, {"float32": 100e9, "float64": 50e9}, 0.5e9, 1e9, duplex=False, capability=None,

@@ -1,6 +1,6 @@
-"""A chain with no device and no bytes: the stages of a model run on fake tensors, times from operation counts.
+"""Estimates a chain without a device or memory: stages run on fake tensors, and times come from operation counts.
 
-Bytes follow the same rules as measured ones, by the same code (`meter`): only where they are seen is another
+Bytes follow the same rules as measured ones, by the same code (`stage_meter`); only the allocator is another
 (`fake.FakeAllocator`). Equal stages on equal inputs are run once.
 """
 
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...capture import strategy
 from ...capture.backward_roots import BackwardFrom, read_backward_from
 from ...core.chain import LinkRates
-from ...runtime.overhead import NO_UPKEEP, UpkeepTimes
+from ...runtime.overhead import NO_OVERHEAD, OverheadTimes
 from ...tensors.convolutions import Algorithms
 from ...tensors.rng import RNG_BYTES
 from ...tensors.stage import Behaviour, StageModule
@@ -35,7 +35,7 @@ from ..stage_meter import Meter
 from ..timing.context import MeasurementContext
 from ..timing.convergence import Repeats
 from ..timing.harness import Run
-from ..timing.stage_timing import End, Timings
+from ..timing.stage_timing import EarlyStop, Timings
 from ..timing.timing_cache import StageTimes
 from . import cpu_temporaries
 from .cuda_kernels import cuda_variants
@@ -57,9 +57,12 @@ def estimate_profile(
     forms: Forms = True,
     backward_from: BackwardFrom = None,
 ) -> Profile:
-    """What `measure` would return on `device`, over a fake copy of the model. wanted, forms, backward_from: as
-    `stages`, `forms` and `backward_from` of `Checkpointable`."""
-    wanted = strategy.named(model, wanted) or wanted  # modules would be those of the model, not of its copy
+    """Return what `measure` would return on `device`, from a fake copy of the model.
+
+    Args:
+        wanted, forms, backward_from: the options `stages`, `forms` and `backward_from` of `Checkpointable`.
+    """
+    wanted = strategy.named(model, wanted) or wanted  # names also find the modules of the copy
     mode = fake_mode(device.capability is not None)
     copied = fake_copy(model, mode).train()
     value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
@@ -75,15 +78,16 @@ def estimate_profile(
 
 
 def link(device: Device) -> LinkRates:
-    """What copies are taken to reach."""
+    """Return the assumed rates of copies."""
     share = device.link_efficiency
     return LinkRates(device.d2h_bandwidth * share, device.h2d_bandwidth * share, device.duplex)
 
 
 class TimedAllocator(FakeAllocator):
-    """Also adds up the seconds that the logged operations take on `device`.
+    """Also adds up the seconds of the logged operations on `device`.
 
-    seconds: of each log, those after the mark "backward", and under "" those before it.
+    Attributes:
+        seconds: for each log, the seconds after the mark "backward", and under "" those before it.
     """
 
     def __init__(self, device: Device, mode: FakeTensorMode, roofline: Roofline) -> None:
@@ -99,7 +103,7 @@ class TimedAllocator(FakeAllocator):
     def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
         self.seconds.append({})
         self._phase = ""
-        with self._mode:  # in a backward too, where what the interpreter makes is fake as well
+        with self._mode:  # so that the interpreter's own tensors in a backward are fake
             return super().log(run)
 
     def mark(self, name: str) -> None:
@@ -114,18 +118,18 @@ class TimedAllocator(FakeAllocator):
 
 
 class FakeMeter(Meter):
-    """Costs of stages over fake tensors, as they would be on `device`."""
+    """Measures stages on fake tensors, as they would be on `device`."""
 
     def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy) -> None:
         roofline = Roofline(device)
         self._timed = TimedAllocator(device, mode, roofline)
         super().__init__(MeasurementContext(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
-        self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # read and written
+        self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # each byte is read and written
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
         self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}
 
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
-        return FakeFormMeter(self.bench, lambda: self._timed.seconds[-1]["backward"], policy)
+        return FakeFormMeter(self.context, lambda: self._timed.seconds[-1]["backward"], policy)
 
     def stage(
         self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None, timed: bool = True
@@ -154,8 +158,8 @@ class FakeMeter(Meter):
     def plain(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, FakeTensor)
 
-    def _times(self, run: Run, end: End) -> Timings:
-        """Of the runs recorded before: the first is a forward, one ends with the backward."""
+    def _times(self, run: Run, end: EarlyStop) -> Timings:
+        """Return the times of earlier runs: the first is a forward, and one ends with the backward."""
         forward = self._timed.seconds[0].get("", 0.0)
         backward = next(spans["backward"] for spans in self._timed.seconds if "backward" in spans)
         return Timings([forward], [backward], [] if run.last else [end.share])
@@ -163,7 +167,7 @@ class FakeMeter(Meter):
     def copy_bandwidth(self, nbytes: float) -> float:
         return self._copy_bandwidth
 
-    def sample_upkeep(self, run: Run, behaviour: Behaviour) -> None: ...
+    def sample_overhead(self, run: Run, behaviour: Behaviour) -> None: ...
 
-    def upkeep_times(self) -> UpkeepTimes:
-        return NO_UPKEEP
+    def overhead_times(self) -> OverheadTimes:
+        return NO_OVERHEAD

@@ -1,8 +1,8 @@
-"""A model and its sample as fake tensors (shapes, no bytes), and what an allocator would do while they run.
+"""Fake copies of a model and its sample (shapes without bytes), and the log of an allocator while they run.
 
-A dispatch mode sees every operation's outputs. A storage counts from the operation that made it to the moment when
-nothing refers to it any more, which a weak reference tells: the same log of events as `allocations` reads from a real
-allocator, but for the temporaries inside kernels, which `temporaries` knows for the kernels where they matter.
+A dispatch mode sees the outputs of every operation. A storage exists from the operation that made it until nothing
+refers to it, which a weak reference reports. The log has the same events as one of `memory.allocator`, except for
+temporaries inside kernels; `temporaries` knows those that matter.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _CPU = torch.device("cpu")
 
 
 def fake_mode(cuda: bool = False) -> FakeTensorMode:
-    """The mode that fake copies live in; real tensors that a forward makes or closes over are taken for fake ones.
+    """Return the mode of fake copies; it treats real tensors that a forward makes or closes over as fake ones.
 
-    cuda: whether they stand for tensors of a CUDA device.
+    Args:
+        cuda: whether they stand for tensors of a CUDA device.
     """
     return FakeKernels(cuda)
 
 
 def fake_copy(thing: T, mode: FakeTensorMode) -> T:
-    """A copy of a module, or of a structure of tensors, whose tensors are fake ones on the CPU, whatever device they
-    were on.
+    """Return a copy of a module, or of a structure of tensors, whose tensors are fake ones on the CPU.
 
-    The original's tensors may be real, on ``meta``, or fake themselves; what they share, the copies share.
+    The original's tensors may be on any device, on ``meta``, or fake. Copies share what the originals share.
 
     Raises:
-        MeasureError: where the module cannot be copied, or holds tensors of another kind than strided.
+        MeasureError: if the module cannot be copied, or has tensors that are not strided.
     """
     if not isinstance(thing, nn.Module):
         return tree_map(lambda leaf: _fake(leaf, mode, {}) if isinstance(leaf, torch.Tensor) else leaf, thing)
@@ -67,7 +67,7 @@ class _Copying(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__:
             return _fake(args[0], self._mode, args[1])
-        if func is torch.Tensor.clone:  # a parameter's deepcopy wraps the clone of its data
+        if func is torch.Tensor.clone:  # deepcopy of a parameter clones its data
             return _fake(args[0], self._mode, {})
         return func(*args, **(kwargs or {}))
 
@@ -77,7 +77,7 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> t
         found: torch.Tensor = memo[id(tensor)]
         return found
     if tensor.layout != torch.strided:
-        raise MeasureError(f"a tensor of layout {tensor.layout} cannot be estimated; rotoff takes strided tensors only")
+        raise MeasureError(f"a tensor of layout {tensor.layout} cannot be estimated; use strided tensors")
     with mode, torch.no_grad():
         result = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU)
     if isinstance(tensor, nn.Parameter):
@@ -89,7 +89,7 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> t
 
 
 class InMode(nn.Module):
-    """Runs a module inside a mode, so that what its forward makes out of nothing is fake too."""
+    """Runs a module inside a mode, so that tensors that its forward creates are fake."""
 
     def __init__(self, module: nn.Module, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -108,29 +108,29 @@ class InMode(nn.Module):
 
 
 class FakeAllocator(EagerMode):
-    """Logs, while active, the storages that operations make and let go.
+    """While active, logs the storages that operations make and free.
 
     Args:
         block: bytes; sizes are rounded up to a multiple of it, as the device's allocator does.
-        temporaries: (operation, its arguments, its outputs) -> what its kernel takes and gives back in between, as
-            ("hidden", bytes) and ("output", number) in order; None where that is nothing.
+        temporaries: given an operation, its arguments and its outputs, returns the allocations inside its kernel in
+            order, as ("hidden", bytes) and ("output", number); None if there are none.
     """
 
     def __init__(
         self, block: int = 1, temporaries: Callable[[Any, Any, Any], list[tuple[str, int]] | None] | None = None
     ) -> None:
         super().__init__()
-        _engine_references()  # now, outside of all hooks, since it needs a graph of its own
+        _engine_references()  # caches the result now, because it runs a backward, which hooks would see
         self._block = block
         self._temporaries = temporaries
-        self._numbers: dict[int, int] = {}  # of storages alive: key -> number, which no other storage gets
+        self._numbers: dict[int, int] = {}  # key of a live storage -> number that no other storage gets
         self._watches: dict[int, Any] = {}
         self._count = 0
         self._events: list[Allocation] = []
         self._drew = False
 
     def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
-        """Call `run` and log what is allocated meanwhile."""
+        """Call `run` and log its allocations."""
         self._events, self._drew = [], False
         with self:
             result = run()
@@ -141,11 +141,12 @@ class FakeAllocator(EagerMode):
         self._events.append(Allocation(0, 0, name))
 
     def address(self, tensor: torch.Tensor) -> int:
-        """The number of the storage of `tensor`; of those that were not seen to be made, one that no seen one has."""
+        """Return the number of the storage of `tensor`; for one that was not seen being made, a number that no other
+        has."""
         key = tensor.untyped_storage()._cdata
         return self._numbers.get(key, -key)
 
-    def as_asked(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
+    def as_requested(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
         return log
 
     def rounded(self, nbytes: int) -> int:
@@ -191,15 +192,15 @@ class FakeAllocator(EagerMode):
         self._numbers[key] = number
         self._events.append(Allocation(number, size))
 
-        def gone(_: Any) -> None:
+        def freed(_: Any) -> None:
             del self._numbers[key], self._watches[key]
             self._events.append(Allocation(number, -size))
 
-        self._watches[key] = weakref.ref(storage, gone)
+        self._watches[key] = weakref.ref(storage, freed)
 
 
 def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
-    """The outputs of an operation that are no views of its inputs."""
+    """Yield the outputs of an operation that are not views of its inputs."""
     returns = func._schema.returns
     outputs = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
     for returned, output in zip(returns, outputs, strict=True):
@@ -208,11 +209,11 @@ def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
 
 
 def _accumulated(args: Any) -> torch.Tensor | None:
-    """Where the autograd engine adds two gradients of one value: the one that it would overwrite if the tensors were
-    real.
+    """Return the gradient that autograd's engine would overwrite if real tensors were added; None if this is no such
+    sum.
 
-    The engine overwrites what nobody else holds, but never a subclass of Tensor, so that here it asks for a new sum. It
-    is told from a backward written in Python by its references, of which there are fewer.
+    The engine overwrites a gradient that nothing else holds, except for a subclass of Tensor, so here it asks for a new
+    sum. The engine's call has fewer references than one from a backward written in Python, which tells them apart.
     """
     if torch.is_grad_enabled() or len(args) != 2:
         return None
@@ -235,8 +236,7 @@ def _references(args: Any, place: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _engine_references() -> tuple[int, int, int]:
-    """References to a gradient that the engine is about to add to and that nobody else holds, seen at one such
-    moment."""
+    """Return the references to a gradient that the engine is about to add to and that nothing else holds."""
     seen: list[tuple[int, int, int]] = []
 
     class Watch(EagerMode):

@@ -1,8 +1,8 @@
-"""Forms of a stage with no device: the interpreter runs them on fake tensors, operations take what the data sheet says.
+"""Estimates the forms of a stage: the interpreter runs them on fake tensors, and times come from the data sheet.
 
-The same code finds and runs them as on a device (`form_meter`), so choices and bytes follow the same rules. What cannot
-be had is the proof that a redo gives what the first run gave: fake tensors have no bits. The log is trusted; where the
-model is measured, a form that fails there is left out, and a plan that needs it says so.
+The same code finds and runs them as on a device (`variant_meter`), so choices and bytes follow the same rules. A redo
+cannot be verified, because fake tensors have no contents; the log is trusted. When the model is measured, a form that
+fails there is left out, and a plan that needs it says so.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..timing.harness import Run, backward, get_edges, ones
 
 
 class FakeFormMeter(FormMeter):
-    """Forms of stages over fake tensors.
+    """Finds forms of stages on fake tensors.
 
     Args:
-        seconds: that passed in the bench's last log after the mark "backward".
+        seconds: returns the seconds after the mark "backward" in the last log.
     """
 
-    recorded = 1  # the same each time
+    recorded = 1  # each recording gives the same times
 
-    def __init__(self, bench: MeasurementContext, seconds: Callable[[], float], policy: Policy | None) -> None:
-        super().__init__(bench, policy)
+    def __init__(self, context: MeasurementContext, seconds: Callable[[], float], policy: Policy | None) -> None:
+        super().__init__(context, policy)
         self._seconds = seconds
 
     def _redo_seconds(self, stage: WholeStage, recipes: Sequence[Recipe]) -> list[float | None]:
@@ -37,13 +37,13 @@ class FakeFormMeter(FormMeter):
         found: list[float | None] = []
         for recipe in recipes:
             try:
-                found.append(max(0.0, self._backward_seconds(VariantRun(stage, recipe, self.bench)) - whole))
-            except Exception:  # what fake tensors cannot do, a stage without forms does not need
+                found.append(max(0.0, self._backward_seconds(VariantRun(stage, recipe, self.context)) - whole))
+            except Exception:  # fake tensors do not support all operations; forms are optional
                 found.append(None)
         return found
 
     def _backward_seconds(self, one: Run | VariantRun) -> float:
-        """Of the whole stage, or of one of its forms with the redo."""
+        """Return the seconds of the whole stage's backward, or of a form's with its redo."""
 
         def step() -> Any:
             if isinstance(one, VariantRun):
@@ -52,9 +52,9 @@ class FakeFormMeter(FormMeter):
                 leaves = one.leaves()
                 outputs, targets = flatten(one.forward(leaves))[0], one.targets(leaves)
             edges, gradients = get_edges(outputs), ones(outputs)
-            self.bench.allocator.mark("backward")
+            self.context.allocator.mark("backward")
             outputs.clear()
             return backward(edges, gradients, targets)
 
-        self.bench.allocator.log(step)
+        self.context.allocator.log(step)
         return self._seconds()

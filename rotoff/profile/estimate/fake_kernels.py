@@ -1,9 +1,9 @@
-"""Where PyTorch's fake tensors say something else than the kernels do.
+"""Corrects operations for which PyTorch's fake tensors differ from its kernels.
 
-A `FakeTensorMode` answers most operations as the device would. These it does not: statistics of norms over half
-precision (what the CPU keeps in float32 where the weight is, and CUDA always, is half precision on a fake CPU tensor),
-and grouped products of matrices (mixtures of experts), whose fakes are refused in other types than bfloat16 though both
-devices take them.
+A `FakeTensorMode` answers most operations as the device would. There are two exceptions. The statistics of norms over
+half precision are half precision on fake CPU tensors, while CUDA always keeps them in float32, and the CPU does if the
+weight is float32. Grouped matrix products (mixtures of experts) are refused for other types than bfloat16, although
+both devices support them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class FakeKernels(FakeTensorMode):
-    """The fake tensors of an estimate. cuda: whether for a CUDA device."""
+    """The mode of an estimate's fake tensors. cuda: whether they stand for a CUDA device."""
 
     def __init__(self, cuda: bool) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -49,7 +49,7 @@ def _mixed(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and weight.dtype == torch.float32
 
 
-# operation -> (its arguments, whether on CUDA) -> whether its statistics are float32 though its input is not
+# for each operation: given its arguments and whether it runs on CUDA, whether its statistics are float32
 _STATISTICS: dict[Any, Callable[[Any, bool], bool]] = {
     _aten.native_layer_norm.default: lambda args, cuda: cuda or _mixed(args[2]),
     _aten.native_group_norm.default: lambda args, cuda: _mixed(args[1]),

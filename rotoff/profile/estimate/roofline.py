@@ -1,9 +1,9 @@
-"""Seconds of an operation from its operation count and its bytes: the roofline model.
+"""Estimates the seconds of an operation from its operation count and its bytes: the roofline model.
 
     time = max(operations / (peak of the type x efficiency), bytes / (memory bandwidth x efficiency)) + launch
 
-(Williams, Waterman, Patterson: Roofline, CACM 2009). Operations are counted by ``torch.utils.flop_counter``; what it
-has no formula for is taken to be bound by memory: every input read once, every output written once.
+(Williams, Waterman, Patterson: Roofline, CACM 2009). ``torch.utils.flop_counter`` counts the operations. An operation
+without a formula there is assumed to be bound by memory: it reads every input once and writes every output once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _TYPES = {
     torch.float8_e5m2: "float8",
     torch.complex128: "float64",
 }
-_CONVOLUTIONS = ("convolution", "_cudnn_rnn")  # which run float32 in TF32 unless switched off, as cuDNN's defaults are
+_CONVOLUTIONS = ("convolution", "_cudnn_rnn")  # cuDNN runs these in TF32 by default
 
 
 class Roofline:
-    """Adds up the time of operations on `device`."""
+    """Gives the time of operations on `device`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def time(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Seconds of the operation `func`, called with tensors that need no bytes; 0 for views."""
+        """Return the seconds of the operation `func`, whose tensors need no contents; 0 for views."""
         if _only_views(func):
             return 0.0
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -69,7 +69,7 @@ _WRITE_ONLY = frozenset(
 _NOTHING = frozenset(
     {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
      _aten.new_empty_strided.default,
-     # views that their schemas do not call so: of a result just made, and of a storage that is there
+     # views that their schemas do not declare
      _aten._unsafe_view.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor_storage_offset,
      _aten.set_.source_Tensor, _aten.set_.source_Storage}
 )  # fmt: skip
@@ -83,7 +83,7 @@ def _only_views(func: Any) -> bool:
 
 
 def _touched(tensors: list[torch.Tensor]) -> int:
-    """Bytes of `tensors`, those of expanded ones once."""
+    """Return the bytes of `tensors`, those of expanded tensors once."""
     return sum(
         min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for whole in tensors for t in pieces(whole)
     )

@@ -1,7 +1,8 @@
-"""What the allocator did while some code ran, kernels' temporaries included, read from the profiler's memory events.
+"""Logs what the allocator does while code runs, including temporaries inside kernels.
 
-The profiler reports every allocation and release of PyTorch's CPU and CUDA allocators, in bytes as the allocator counts
-them, without touching the user's memory statistics. A dispatch mode would miss the temporaries inside kernels.
+The log comes from the profiler's memory events. They report every allocation and release of PyTorch's CPU and CUDA
+allocators, in bytes as the allocator counts them, and leave the user's memory statistics alone. A dispatch mode would
+miss temporaries inside kernels.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ T = TypeVar("T")
 _MARK = "rotoff::mark "
 _WHOLE = "rotoff::record"
 ENLARGING = ("max_split_size_mb", "roundup_power2_divisions")
-UNSPLIT = 1 << 20  # bytes that it leaves with a block above 1 MiB, where that is what there was
+UNSPLIT = 1 << 20  # the CUDA allocator does not split this remainder off a block above 1 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One event: `size` bytes taken at address `ptr` (negative: given back), or, with size 0, a mark named `mark`."""
+    """One event: `size` bytes allocated at address `ptr` (negative: freed), or, with size 0, a mark named `mark`."""
 
     ptr: int
     size: int
@@ -40,13 +41,17 @@ class Allocation:
 
 @dataclass(frozen=True)
 class AllocationLog:
-    """Events in order of time. drew: random numbers were seen to be drawn (the allocator does not see it)."""
+    """Events in order of time.
+
+    Attributes:
+        drew: whether random numbers were drawn, if that is known; an allocator does not see it.
+    """
 
     events: tuple[Allocation, ...]
     drew: bool = False
 
     def live(self) -> dict[int, int]:
-        """Bytes at each address that was taken and not given back."""
+        """Return the bytes at each address that is allocated at the end."""
         alive: dict[int, int] = {}
         for event in self.events:
             if event.size > 0:
@@ -56,36 +61,37 @@ class AllocationLog:
         return alive
 
     def taken(self) -> set[int]:
-        """Addresses that were taken, whether or not they were given back."""
+        """Return the addresses that were allocated, whether or not they were freed."""
         return {event.ptr for event in self.events if event.size > 0}
 
     def level(self) -> int:
-        """Bytes held at the end above the start."""
+        """Return the bytes held at the end, above those at the start."""
         return sum(event.size for event in self.events)
 
     def before(self, name: str) -> AllocationLog:
+        """Return the events before the mark named `name`."""
         at = next(n for n, event in enumerate(self.events) if event.mark == name)
         return AllocationLog(self.events[:at])
 
     def after(self, name: str) -> AllocationLog:
-        """The events after the mark named `name`."""
+        """Return the events after the mark named `name`."""
         at = next(n for n, event in enumerate(self.events) if event.mark == name)
         return AllocationLog(self.events[at + 1 :])
 
     def without_release(self, addresses: Collection[int]) -> AllocationLog:
-        """The events as they would be if the blocks at `addresses`, there before, were not given back."""
+        """Return the events as if the blocks at `addresses`, allocated before, were not freed."""
         staying = set(addresses)
         kept = []
         for event in self.events:
             if event.size < 0 and event.ptr in staying:
-                staying.remove(event.ptr)  # whoever takes that address next gives it back
+                staying.remove(event.ptr)  # later events at this address belong to another block
             else:
                 kept.append(event)
         return AllocationLog(tuple(kept), self.drew)
 
     def by_itself(self) -> AllocationLog:
-        """The events without releases of what was there before: what a module left in an attribute in its last run,
-        say."""
+        """Return the events without releases of earlier blocks, such as what a module left in an attribute in its last
+        run."""
         taken: set[int] = set()
         kept = []
         for event in self.events:
@@ -96,8 +102,8 @@ class AllocationLog:
         return AllocationLog(tuple(kept), self.drew)
 
     def sized(self, sizes: Mapping[int, int]) -> AllocationLog:
-        """The events as they would be if the blocks at these addresses that are alive at the end had these `sizes`,
-        where they are larger by no more than `UNSPLIT`."""
+        """Return the events as if blocks alive at the end had these `sizes` (by address), if they are at most `UNSPLIT`
+        larger."""
         left, events = dict(sizes), []
         for event in reversed(self.events):
             size = left.pop(event.ptr, None) if event.size else None
@@ -107,12 +113,13 @@ class AllocationLog:
         return replace(self, events=tuple(reversed(events)))
 
     def peak(self, shortened: dict[int, str] | None = None) -> int:
-        """The most bytes held above the start.
+        """Return the most bytes held at once, above those at the start.
 
-        Blocks taken before the recording began are not seen to go: record their making, then look `after` a mark.
+        Releases of blocks allocated before the log began are not counted: log their allocation, then look `after` a
+        mark.
 
         Args:
-            shortened: addresses of blocks alive at the end, each with the mark at which it counts as given back.
+            shortened: addresses of blocks alive at the end, with the mark at which each counts as freed.
         """
         ends: dict[str, int] = {}  # mark -> bytes that it gives back
         alive = self.live()
@@ -127,45 +134,44 @@ class AllocationLog:
 
 
 class Allocator(Protocol):
-    """Where bytes are seen: a device's allocator here, none at all in `fake.FakeAllocator`."""
+    """Sees bytes: those of a device's allocator, or none in `fake.FakeAllocator`."""
 
     def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
-        """Call `run` and log what is allocated meanwhile."""
+        """Call `run` and log its allocations."""
 
     def mark(self, name: str) -> None:
-        """Leave a mark in the log being recorded."""
+        """Leave a mark in the current log."""
 
     def address(self, tensor: torch.Tensor) -> int:
-        """What tells the storage of `tensor` from others in a log."""
+        """Return what identifies the storage of `tensor` in a log."""
 
     def rounded(self, nbytes: int) -> int:
-        """What is taken for `nbytes`."""
+        """Return the bytes that the allocator takes for `nbytes`."""
 
-    def as_asked(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
-        """`log`, where the storages of `tensors`, alive at its end, take what is taken for their bytes, whatever block
-        each got."""
+    def as_requested(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
+        """Return `log` as if the storages of `tensors`, alive at its end, had blocks of the requested size."""
 
 
-_telling: set[torch.device] = set()  # whose allocators have been seen to tell what they give
+_checked: set[torch.device] = set()  # devices whose allocators report their events
 
 
 class DeviceAllocator:
     """The allocator of a device.
 
     Raises:
-        MeasureError: where it is one on CUDA that does not tell what it gives.
+        MeasureError: if it is a CUDA allocator that reports no events.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda" and device not in _telling:
+        if device.type == "cuda" and device not in _checked:
             _, log = record(lambda: torch.empty(1, device=device), device)
             if not log.events:
                 raise MeasureError(
-                    f"the allocator of {device} does not tell what it gives, so no bytes can be measured; use PyTorch's"
-                    " own one (no backend:cudaMallocAsync in PYTORCH_ALLOC_CONF, no PYTORCH_NO_CUDA_MEMORY_CACHING)"
+                    f"the allocator of {device} reports no events, so no bytes can be measured; use PyTorch's own"
+                    " (no backend:cudaMallocAsync in PYTORCH_ALLOC_CONF, no PYTORCH_NO_CUDA_MEMORY_CACHING)"
                 )
-            _telling.add(device)
+            _checked.add(device)
             _warn_of_larger_blocks()
 
     def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
@@ -179,50 +185,49 @@ class DeviceAllocator:
             return local(tensor).untyped_storage().data_ptr()
         except RuntimeError as error:
             raise MeasureError(
-                f"the model works on a {type(tensor).__name__}, whose bytes rotoff cannot see; use plain tensors"
+                f"the model uses a {type(tensor).__name__}, whose bytes rotoff cannot see; use plain tensors"
             ) from error
 
     def rounded(self, nbytes: int) -> int:
         return rounded(nbytes, block_bytes(self._device))
 
-    def as_asked(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
+    def as_requested(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
         if self._device.type != "cuda":
             return log
         return log.sized({self.address(t): self.rounded(t.untyped_storage().nbytes()) for t in tensors})
 
 
 def _warn_of_larger_blocks() -> None:
-    """Say where the allocator is told to give blocks that are larger than is counted."""
-    told = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    if found := [option for option in ENLARGING if option in told]:
+    """Warn if the allocator is configured to allocate blocks larger than rotoff counts."""
+    options = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    if found := [option for option in ENLARGING if option in options]:
         logger.warning(
-            "rotoff: the allocator's option %s makes blocks larger than rotoff counts, so that steps may exceed their"
-            " limit; leave it out of PYTORCH_ALLOC_CONF, or lower the limit by what docs/runtime.md says",
+            "rotoff: the allocator's option %s makes blocks larger than rotoff counts, so steps may exceed their limit;"
+            " leave it out of PYTORCH_ALLOC_CONF, or lower the limit by what docs/runtime.md says",
             " and ".join(found),
         )
 
 
 def mark(name: str) -> None:
-    """Leave a mark named `name` in the log being recorded."""
+    """Leave a mark named `name` in the current log."""
     with record_function(_MARK + name):
         pass
 
 
 def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog]:
-    """Call `run` and log the allocator of `device` meanwhile. No garbage is collected meanwhile: what earlier code left
-    in reference cycles would be given back within the log, which would then show too few bytes.
+    """Call `run` and log the allocator of `device`. Garbage collection is off meanwhile: it would free what earlier
+    code left in reference cycles, and the log would show too few bytes.
 
     Raises:
-        MeasureError: where a profiler is active already, since there can be only one.
+        MeasureError: if a profiler is already active, since there can be only one.
     """
     if torch.autograd._profiler_enabled():
         raise MeasureError("cannot measure while a profiler is active; measure before starting the profiler")
     quiet = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # else it prints two lines a run
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # otherwise it prints two lines in each run
     try:
-        # The profiler's tree leaves out a device's events that are within no operation: frees as a Python frame ends,
-        # say.
-        with _uncollected(), profile(profile_memory=True, use_cpu=True) as profiler, record_function(_WHOLE):
+        # The profiler drops events outside of all operations, such as frees at the end of a Python frame.
+        with _without_gc(), profile(profile_memory=True, use_cpu=True) as profiler, record_function(_WHOLE):
             result = run()
         assert profiler.kineto_results is not None
         roots = profiler.kineto_results.experimental_event_tree()
@@ -236,8 +241,8 @@ def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python's garbage collector does not run by itself within."""
+def _without_gc() -> Iterator[None]:
+    """Switch automatic garbage collection off."""
     if not gc.isenabled():
         yield
         return
@@ -253,7 +258,7 @@ def _walk(roots: Iterable[Any], device: torch.device) -> Iterable[tuple[int, All
     while todo:
         node = todo.pop()
         todo.extend(node.children)
-        tag = node.tag  # each field of a node is looked up anew
+        tag = node.tag  # reading a field is slow
         if tag == _EventType.Allocation:
             fields = node.extra_fields
             if fields.device.type == device.type and (

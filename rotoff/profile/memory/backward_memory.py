@@ -1,4 +1,4 @@
-"""What a stage's backward holds, and where it leaves the gradients."""
+"""Measures what the backward of a stage holds, and where it leaves the gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Gradients = tuple[torch.Tensor | None, ...]
 def log_backward(
     allocator: Allocator, parameters: Sequence[torch.nn.Parameter], step: Callable[[], Gradients]
 ) -> tuple[Gradients, AllocationLog, dict[int, str]]:
-    """Log a `step`, a backward that gives gradients of which those of `parameters` come last.
+    """Log `step`, which runs a backward and returns gradients; those of `parameters` come last.
 
-    The third result goes with `AllocationLog.peak`: parameter gradients are resident, but each one's fresh value is
-    there until it has been added to them, so it counts from its making to the mark that its hook leaves.
+    The third result is the argument of `AllocationLog.peak`. A parameter's gradient belongs to the resident bytes, but
+    the new value that is added to it exists until its hook leaves a mark, and counts until then.
     """
     hooks = [p.register_hook(lambda _, n=n: allocator.mark(str(n))) for n, p in enumerate(parameters)]
     try:
@@ -37,9 +37,14 @@ def log_backward(
 
 
 class BackwardBytes(NamedTuple):
-    """Bytes above what ā and δ_i hold. peak: from the start of ``B``. begun: once it has let go of the outputs, which
-    may be below 0. staying: the most where those stay. places: where it leaves the gradient of each input; None for
-    those without."""
+    """Bytes of a backward above ā and δ_i.
+
+    Attributes:
+        peak: from the start of ``B``.
+        begun: the peak once the outputs are freed; may be negative.
+        staying: the peak if the outputs are not freed.
+        places: where the gradient of each input lies; None if there is none.
+    """
 
     peak: int
     begun: int
@@ -50,21 +55,21 @@ class BackwardBytes(NamedTuple):
 def backward_bytes(
     allocator: Allocator, run: Run, given: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = ones
 ) -> BackwardBytes:
-    """Run the backward of `run`'s stage. given: makes the gradients of the outputs."""
+    """Run the backward of `run`'s stage. given: makes the gradients of its outputs."""
     leaves = run.leaves()
     targets = run.targets(leaves)
     held: list[torch.Tensor] = []
-    incoming: list[tuple[int, int]] = []  # (storage, output) of the gradients given
+    incoming: list[tuple[int, int]] = []  # (storage, output) of the given gradients
     entering = {storage_key(t) for t in leaves}
     untouched: list[int] = []  # outputs that are inputs
-    watches: list[StorageWeakRef] = []  # of those, so that no other storage gets the key of one that is gone
+    watches: list[StorageWeakRef] = []  # of the given gradients: no other storage gets the key of a freed one
     made: set[int] = set()
 
     def step() -> Gradients:
         outputs = flatten(run.forward(leaves))[0]
         gradients = given(outputs)
         held.extend(t.detach() for t in outputs if run.last)
-        held.extend(g for g in gradients if run.last)  # the caller may hold δ_L; autograd lets other δ_i go on its way
+        held.extend(g for g in gradients if run.last)  # the caller may hold δ_L; autograd frees other δ_i as it goes
         needing = [n for n, t in enumerate(outputs) if t.requires_grad]
         incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
         watches.extend(StorageWeakRef(g.untyped_storage()) for g in gradients)
@@ -77,7 +82,7 @@ def backward_bytes(
         return backward(*start, targets)
 
     grads, log, ends = log_backward(allocator, run.parameters, step)
-    log = allocator.as_asked(log, [piece for g in grads if g is not None for piece in pieces(g)])
+    log = allocator.as_requested(log, [piece for g in grads if g is not None for piece in pieces(g)])
     rest = log.after("backward")
     begun = rest.after("begun")
     given_back = rest.level() - begun.level()

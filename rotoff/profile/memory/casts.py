@@ -1,8 +1,8 @@
-"""What autocast keeps: a cast of every float32 weight that a forward uses, until the outermost region is left.
+"""The casts that autocast keeps: one of each float32 weight that a forward uses, until the outermost region is left.
 
-With its cache on (the default) autocast makes such a cast where a weight is first used, and autograd saves it like a
-tensor that was there all along. In a step these bytes come with the forward and stay into the backward; a replay in the
-backward, where the user's region has been left, makes those of its stage once more.
+With autocast's cache on (the default), the first use of a weight makes the cast, and autograd saves it like a tensor
+that existed before. In a step these bytes appear in the forward and stay into the backward. A replay runs in the
+backward, outside of the user's region, and makes the casts of its stage again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .allocator import Allocator
 
 
 def kept_casts(run: Run, allocator: Allocator) -> dict[int, int]:
-    """Storages of the weights that a forward of `run` has autocast keep a cast of, and the bytes of that cast; none
-    outside of autocast."""
+    """Return the bytes of the cast that autocast keeps of each weight (by storage) in a forward; empty if autocast is
+    off."""
     if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
         return {}
     weights = {key_of(p) for p in run.parameters}

@@ -1,8 +1,7 @@
-"""What stays of a stage's forward when all is let go that autograd saved and that the stage hands on.
+"""Finds what stays of a stage's forward when all outputs and saved tensors are freed.
 
-An attribute of ``ctx`` in a custom Function, a closure that is a hook, an attribute of a module, a global: none of them
-goes with what a plan drops. So these bytes are there from the stage's first run to the end of the step, whatever the
-plan says.
+An attribute of ``ctx`` in a custom Function, a hook's closure, a module's attribute or a global may hold a tensor. Such
+bytes exist from the stage's first run to the end of the step, whatever the plan drops.
 """
 
 from __future__ import annotations
@@ -22,9 +21,14 @@ from .allocator import AllocationLog, Allocator
 
 
 class Dropped(NamedTuple):
-    """log: of a forward that keeps its outputs. staying: bytes made in it that stay when these go, too. outputs,
-    inputs: the places of those that stay. Of a recorded stage the results of its operations are left out: what holds
-    them was seen when the model's own code ran (`capture.partition.eager_lifetimes`)."""
+    """A forward whose outputs were freed.
+
+    Attributes:
+        log: of a forward that keeps its outputs alone.
+        staying: bytes made in it that stay when the outputs are freed, too.
+        outputs, inputs: the positions of those that stay. Results of operations in a recorded stage are left out:
+            capture saw what holds them when the model's own code ran (`capture.partition.eager_lifetimes`).
+    """
 
     log: AllocationLog
     staying: int
@@ -48,13 +52,13 @@ def dropped(run: Run, allocator: Allocator, look: Callable[[torch.Tensor], None]
 
     with watch_saved(look), results_noted(lambda t: results.append(_place(allocator, t))):
         outputs, log = allocator.log(forward)
-    log = allocator.as_asked(log.by_itself(), outputs)
+    log = allocator.as_requested(log.by_itself(), outputs)
     places = [_place(allocator, t) for t in outputs]
     del outputs
     there = frozenset(n for n, (_, storage) in enumerate(places) if not (run.last or results or storage.expired()))
-    gone = {address for n, (address, _) in enumerate(places) if n not in there}
-    gone |= {address for address, storage in results if not storage.expired()}
-    staying = sum(size for address, size in log.live().items() if address not in gone)
+    freed = {address for n, (address, _) in enumerate(places) if n not in there}
+    freed |= {address for address, storage in results if not storage.expired()}
+    staying = sum(size for address, size in log.live().items() if address not in freed)
     inputs = frozenset(n for n, t in enumerate(leaves) if not results and _uses(t) > uses[n])
     return Dropped(log, staying, there, inputs)
 
@@ -64,5 +68,5 @@ def _place(allocator: Allocator, tensor: torch.Tensor) -> tuple[int, StorageWeak
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How many tensors lie in the storage of this one."""
+    """Return how many tensors share the storage of this one."""
     return torch._C._storage_Use_Count(local(tensor).untyped_storage()._cdata)

@@ -1,7 +1,7 @@
-"""In what the plain model's bytes differ from those of its chain with everything kept.
+"""Where the bytes of the plain model differ from those of its chain with everything kept.
 
-The machine keeps every value until its backward; the plain model lets go in its forward of what autograd does not save,
-as soon as its own code does, which may be later than a stage would.
+The machine keeps every value until its backward. The plain model frees what autograd does not save in its forward, when
+its code releases it, which may be later than the end of a stage.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ...tensors.stage import Behaviour, StageModule
-from .skips import StorageAliasing, handed_on
+from .skips import StorageAliasing, output_storages
 
 
 class FreedEarly(NamedTuple):
-    """One storage that nobody saves and the plain model lets go in its forward, where the machine keeps it.
+    """A storage that nobody saves and that the plain model frees in its forward, while the machine keeps it.
 
-    first, last: of the values that hold it, as of `Skip`. nbytes: of it. until: the stage in whose forward the model's
-    own code lets go of it.
+    Attributes:
+        first, last: the values that hold it, as in `Skip`.
+        nbytes: its bytes.
+        until: the stage in whose forward the model's own code releases it.
     """
 
     first: int
@@ -27,24 +29,24 @@ class FreedEarly(NamedTuple):
 
 
 class HeldLate(NamedTuple):
-    """Bytes that are in no value, and that the plain model's own code holds after stage `first` until stage `until`: a
-    variable of a forward that is still under way, or what it computes for nothing."""
+    """Bytes in no value that the plain model holds after stage `first` until stage `until`: a local variable of a
+    forward that is still running, or a result that nobody uses."""
 
     first: int
     until: int
     nbytes: int
 
 
-def find_passing(
+def find_freed_early(
     runs: Sequence[tuple[StorageAliasing, Behaviour]], stages: Sequence[StageModule]
 ) -> tuple[FreedEarly, ...]:
-    """The storages that the plain model lets go in its forward; of recorded models, since their code was seen to do so.
+    """Return the storages that the plain model frees in its forward, as seen when the model was recorded.
 
-    What autograd saves was seen when the stages ran; a stage that may save other tensors another time says nothing.
+    Which tensors autograd saves was seen when the stages ran; a stage that saves other tensors each time is left out.
     """
-    until = _ends(stages)
+    until = _released_in(stages)
     found = []
-    for one in handed_on(runs):
+    for one in output_storages(runs):
         outputs = stages[one.first - 1].storages
         storage = outputs[one.output] if one.output < len(outputs) else None
         varying = any(behaviour.varying for _, behaviour in runs[one.first - 1 : one.last + 1])
@@ -54,22 +56,26 @@ def find_passing(
 
 
 def find_returned(runs: Sequence[tuple[StorageAliasing, Behaviour]], others: Collection[int]) -> tuple[FreedEarly, ...]:
-    """The storages of the last outputs `others` that nobody saves: they go before the backward where the caller holds
-    none of those."""
+    """Return the storages that only the last outputs `others` hold and nobody saves. They are freed before the backward
+    if the caller holds none of those outputs."""
     L = len(runs)
     return tuple(
         FreedEarly(one.first, L, one.nbytes, L)
-        for one in handed_on(runs)
+        for one in output_storages(runs)
         if one.last == L and set(one.outputs[L]) <= set(others) and not (one.saved or one.written)
     )
 
 
-def find_lingering(
+def find_held_late(
     prefix: Sequence[StageModule], stages: Sequence[StageModule], rounded: Callable[[int], int]
 ) -> tuple[HeldLate, ...]:
-    """What the plain model holds in its forward longer than the `stages` of a chain do. prefix: those before. rounded:
-    what is taken for a number of bytes."""
-    until = _ends(stages) | dict.fromkeys((storage for stage in prefix for storage in stage.lives.ends), 0)
+    """Return what the plain model holds longer in its forward than the chain of `stages` does.
+
+    Args:
+        prefix: the stages before the chain.
+        rounded: returns the bytes that the allocator takes for a number of bytes.
+    """
+    until = _released_in(stages) | dict.fromkeys((storage for stage in prefix for storage in stage.lives.ends), 0)
     charged = {storage for stage in (*prefix, *stages) for storage in stage.storages if storage is not None}
     found: dict[tuple[int, int], int] = {}
     for i, stage in [*((0, one) for one in prefix), *enumerate(stages, start=1)]:
@@ -80,6 +86,6 @@ def find_lingering(
     return tuple(HeldLate(first, end, nbytes) for (first, end), nbytes in found.items())
 
 
-def _ends(stages: Sequence[StageModule]) -> dict[int, int]:
-    """The stage in whose forward the model lets go of a storage."""
+def _released_in(stages: Sequence[StageModule]) -> dict[int, int]:
+    """Return the stage in whose forward the model releases each storage."""
     return {storage: i for i, stage in enumerate(stages, start=1) for storage in stage.lives.ends}

@@ -1,7 +1,7 @@
-"""What a stage's forward leaves behind where everything is kept: outputs, and what autograd saves.
+"""Measures what a stage's forward leaves behind if everything is kept: outputs and saved tensors.
 
-Autograd's graph alone holds what it saves, as it does in a step. A part of the graph that nothing leads to any more (a
-norm of a weight that is detached, a figure for the log) goes before the forward ends, and its tensors with it.
+Saved tensors are held by autograd's graph alone, as in a step. A part of the graph that leads to no result (the norm of
+a detached weight, a figure for the log) is freed before the forward ends, with its tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .allocator import AllocationLog, Allocator
 
 
 class Holder:
-    """What stands in the graph for a saved tensor."""
+    """Stands in the graph for a saved tensor."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -30,7 +30,13 @@ class Holder:
 
 
 class Saved(NamedTuple):
-    """A tensor as autograd saved it. key: of its storage, which another may have got since; address: where that was."""
+    """A tensor that autograd saved.
+
+    Attributes:
+        key: of its storage; another storage may have it by now.
+        address: of its storage.
+        holder: the graph's reference to the tensor.
+    """
 
     key: int
     address: int
@@ -40,19 +46,23 @@ class Saved(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Whether the graph still has it."""
+        """Whether the graph still holds it."""
         return self.holder() is not None
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """It, where the graph still has it."""
+        """The tensor, if the graph still holds it."""
         holder = self.holder()
         return None if holder is None else holder.tensor
 
 
 class Kept(NamedTuple):
-    """A recorded forward with everything kept. saved: what autograd saved, in order. gathered: which storages of those
-    are parameters', that may be there only while the stage runs (FSDP)."""
+    """A logged forward with everything kept.
+
+    Attributes:
+        saved: what autograd saved, in order.
+        gathered: storages of saved parameters that may exist only while the stage runs (FSDP).
+    """
 
     outputs: list[torch.Tensor]
     saved: list[Saved]
@@ -65,11 +75,11 @@ class Kept(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The saved ones that are still there."""
+        """The saved tensors that still exist."""
         return [one.tensor for one in self.saved if one.tensor is not None]
 
     def kinds(self, inputs: Collection[int]) -> tuple[SavedKind, ...]:
-        """Whose bytes each saved tensor is. inputs: storages of the stage's input."""
+        """Return the kind of each saved tensor. inputs: storages of the stage's input."""
         taken = self.log.taken()
 
         def kind(one: Saved) -> SavedKind:
@@ -82,7 +92,7 @@ class Kept(NamedTuple):
         return tuple(kind(one) for one in self.saved)
 
     def keys(self, inputs: Collection[int]) -> list[int | None]:
-        """The storage of each saved tensor; None for one that is gone, unless it was one of the `inputs`."""
+        """Return the storage of each saved tensor; None if it is freed, unless it was one of the `inputs`."""
         return [one.key if one.alive or one.key in inputs else None for one in self.saved]
 
 

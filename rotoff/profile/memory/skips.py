@@ -1,10 +1,10 @@
-"""Bytes that several values carry, and the chain in which they are kept in place instead.
+"""Storages that several values carry, and the chain in which they are kept in place instead.
 
-A skip connection that crosses cuts is part of every value between its making and its use, and the machine charges it to
-each (a value may go alone to the host or be made again, and takes along what it needs). Kept in place, a skip stays on
-the device for the whole step: it is a constant, taken off the limit once, and the values pass it by. Where memory is
-plenty that is what the plain model does; where it is scarce, carrying wins, for then it can be moved and recomputed. So
-both are chains of the same stages, made from one measurement, and the planner asks for both.
+A skip connection that crosses cuts is part of every value between its first and last use, and the machine charges it to
+each of them, because a value may be offloaded or recomputed alone and takes along what it needs. A skip that is kept in
+place stays on the device for the whole step: a constant, subtracted from the limit once. The plain model does that. It
+is best if memory is plenty; if memory is scarce, carrying wins, because the skip can then be moved and recomputed. Both
+chains come from one measurement, and the planner tries both.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from ...tensors.storage import storage_key
 
 
 class StorageAliasing(NamedTuple):
-    """In which storages the tensors of one run of a stage lie.
+    """Which tensors of one run of a stage share storages.
 
-    outputs: of each output tensor, (bytes of its storage, the first input in that storage or None, the first output in
-    it). saved: of each tensor that autograd saves, (the first input in its storage or None, the first output or None).
-    written: the inputs that the stage changed in place. spare: bytes by which what is charged while the stage runs, as
-    ``F_all`` and as ``F_ck``, is above what it takes, since bytes that it hands on are charged to its input as well.
+    Attributes:
+        outputs: for each output, (bytes of its storage, first input in it or None, first output in it).
+        saved: for each saved tensor, (first input in its storage or None, first output or None).
+        written: the inputs that the stage changes in place.
+        spare: bytes by which the charge while the stage runs, in ``F_all`` and in ``F_ck``, exceeds its need, because
+            bytes that it passes on are also charged to its input.
     """
 
     outputs: tuple[tuple[int, int | None, int], ...]
@@ -35,17 +37,18 @@ class StorageAliasing(NamedTuple):
     spare: tuple[int, int] = (0, 0)
 
 
-def lying(
+def storage_aliasing(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     output_bytes: Sequence[int],
     saved: Sequence[int | None],
     written: Collection[int],
 ) -> StorageAliasing:
-    """How the tensors of a run lie.
+    """Return the aliasing in one run.
 
-    output_bytes: of each output's storage, as the device's allocator counts them. saved: the storage of each tensor
-    saved, None for one that is gone.
+    Args:
+        output_bytes: of each output's storage, as the allocator counts them.
+        saved: the storage of each saved tensor; None if it is freed.
     """
     given, made = _first(inputs), _first(outputs)
     sizes = zip(map(storage_key, outputs), output_bytes, strict=True)
@@ -63,11 +66,13 @@ def _first(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Skip:
-    """One storage that values carry on.
+    """One storage that several values carry.
 
-    first: the stage that makes it. last: the last whose output holds it; the next one uses it, or the caller does.
-    nbytes: of it. outputs: of stages `first` to `last`, which output tensors lie in it. saved: of stages `first` to
-    `last` + 1, which of the tensors that autograd saves do.
+    Attributes:
+        first: the stage that makes it.
+        last: the last stage whose output holds it; the next stage, or the caller, uses it.
+        outputs: for stages `first` to `last`, the output tensors that lie in it.
+        saved: for stages `first` to `last` + 1, the saved tensors that lie in it.
     """
 
     first: int
@@ -78,14 +83,19 @@ class Skip:
 
     @property
     def carried(self) -> int:
-        """Values that hold it beyond the first."""
+        """The number of values that hold it, without the first."""
         return self.last - self.first
 
 
-class Found:
-    """One storage of outputs, while it is followed. first, last: of the stages whose outputs hold it. output: its
-    number among those of the first. saved: by stage, the numbers of the tensors in it that autograd saves. written:
-    whether a stage changes it."""
+class OutputStorage:
+    """One storage of outputs while it is followed through the stages.
+
+    Attributes:
+        first, last: the stages whose outputs hold it.
+        output: its index among the outputs of the first.
+        outputs, saved: by stage, the indices of outputs and of saved tensors in it.
+        written: whether a stage changes it.
+    """
 
     def __init__(self, first: int, output: int, nbytes: int) -> None:
         self.first = self.last = first
@@ -97,7 +107,7 @@ class Found:
 
     @property
     def is_skip(self) -> bool:
-        """Whether several values carry it, and nobody changes it."""
+        """Whether several values carry it and no stage changes it."""
         return self.last > self.first and not self.written
 
     def skip(self) -> Skip:
@@ -107,38 +117,38 @@ class Found:
 
 
 def find_skips(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> tuple[Skip, ...]:
-    """The storages that the outputs of two stages or more hold, in the order of their making.
+    """Return the storages that the outputs of two or more stages hold, in the order in which they are made.
 
-    Those that a later stage changes in place are left out: a replay of their making would find them changed.
+    Storages that a later stage changes in place are left out: a replay of the stage that makes one would change it.
     """
-    return tuple(one.skip() for one in handed_on(runs) if one.is_skip)
+    return tuple(one.skip() for one in output_storages(runs) if one.is_skip)
 
 
-def handed_on(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> list[Found]:
-    """The storages of outputs, in the order of their making."""
-    found: list[Found] = []
-    before: list[Found | None] = []
-    for i, (lies, behaviour) in enumerate(runs, start=1):
-        for n in lies.written:
+def output_storages(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> list[OutputStorage]:
+    """Return the storages of outputs, in the order in which they are made."""
+    found: list[OutputStorage] = []
+    before: list[OutputStorage | None] = []
+    for i, (aliasing, behaviour) in enumerate(runs, start=1):
+        for n in aliasing.written:
             if n < len(before) and (changed := before[n]) is not None:
                 changed.written = True
-        now: list[Found | None] = []
-        for n, (nbytes, given, made) in enumerate(lies.outputs):
-            one: Found | None = None
+        now: list[OutputStorage | None] = []
+        for n, (nbytes, given, made) in enumerate(aliasing.outputs):
+            one: OutputStorage | None = None
             if behaviour.own_outputs[n]:
                 if given is not None:
                     one = before[given] if given < len(before) else None
                 elif made < n:
                     one = now[made]
                 else:
-                    one = Found(i, n, nbytes)
-                    one.written = behaviour.varying  # which of the tensors that it saves lie there is not known
+                    one = OutputStorage(i, n, nbytes)
+                    one.written = behaviour.varying  # it is unknown which saved tensors lie in it
                     found.append(one)
             if one is not None:
                 one.last = i
                 one.outputs.setdefault(i, []).append(n)
             now.append(one)
-        for n, (given, output) in enumerate(lies.saved):
+        for n, (given, output) in enumerate(aliasing.saved):
             one = None
             if given is not None:
                 one = before[given] if given < len(before) else None
@@ -153,18 +163,17 @@ def handed_on(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> list[Found]:
 def keep_in_place(
     chain: Chain, skips: Sequence[Skip], spare: Sequence[tuple[int, int]], staying: Sequence[int]
 ) -> Chain:
-    """`chain` with the bytes of `skips` in no value; they are to be taken off the limit.
+    """Return `chain` without the bytes of `skips` in its values; the caller subtracts them from the limit.
 
-    A replay of the stage that makes one makes it anew, beside the one that stays, and lets it go at its end. In the
-    others those bytes were charged twice while the stage ran, and are so no more. Its ``B`` cannot use their room once
-    they have no reader left.
+    A replay of the stage that makes a skip makes it again and frees this copy at its end. Other stages were charged for
+    it twice while they ran, and no longer are. ``B`` of the stage that makes it cannot use its room.
 
     Args:
-        spare: of each stage, `StorageAliasing.spare`. staying: of each, the bytes that its ``B`` needs more where all
-            outputs stay.
+        spare: for each stage, `StorageAliasing.spare`.
+        staying: for each stage, the bytes that ``B`` needs more if all outputs stay.
     """
     fewer = [0] * len(chain)
-    handed = [0] * len(chain)  # of those, what the stage did not make
+    handed = [0] * len(chain)  # the part that the stage did not make
     for skip in skips:
         for i in range(skip.first, skip.last + 1):
             fewer[i - 1] += skip.nbytes
@@ -174,13 +183,13 @@ def keep_in_place(
 
 
 def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int], staying: int) -> Stage:
-    """`stage` with `nbytes` less in its values, of which it only hands on `handed`."""
+    """Return `stage` with `nbytes` fewer in its values; it passes on `handed` of these and makes the rest."""
     assert stage.checkpoint_transient_bytes is not None and stage.backward_transient_bytes is not None
     made = nbytes - handed
 
     def less(form: Form) -> Form:
         assert form.forward_transient_bytes is not None and form.backward_transient_bytes is not None
-        # what a smaller form spares, and needs more where outputs stay, is not known
+        # `spare` and `staying` are unknown for a smaller form
         return replace(
             form,
             saved_bytes=form.saved_bytes - nbytes,
@@ -199,20 +208,21 @@ def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int], sta
     )
 
 
-def gone_in_place(gone: Sequence[int], skips: Sequence[Skip], staying: Sequence[int]) -> tuple[int, ...]:
-    """Of each stage, what `gone` bytes of its ``B`` are left where `skips` stay in place: it never lets go of those
-    that it made.
+def freed_in_place(freed: Sequence[int], skips: Sequence[Skip], staying: Sequence[int]) -> tuple[int, ...]:
+    """Return what is left of the `freed` bytes of each ``B`` if `skips` stay in place: a stage never frees those it
+    made.
 
     Args:
-        staying: as of `keep_in_place`, which charges it.
+        staying: as in `keep_in_place`, which charges it.
     """
-    made = [0] * len(gone)
+    made = [0] * len(freed)
     for skip in skips:
         made[skip.first - 1] += skip.nbytes
-    return tuple(max(0, g - max(0, m - more)) for g, m, more in zip(gone, made, staying, strict=True))
+    return tuple(max(0, f - max(0, m - more)) for f, m, more in zip(freed, made, staying, strict=True))
 
 
 def behave_in_place(behaviours: Sequence[Behaviour], skips: Sequence[Skip]) -> tuple[Behaviour, ...]:
+    """Return the behaviours of the stages if `skips` are kept in place."""
     found = list(behaviours)
     for skip in skips:
         for i, outputs in enumerate(skip.outputs, start=skip.first):
@@ -228,7 +238,8 @@ def behave_in_place(behaviours: Sequence[Behaviour], skips: Sequence[Skip]) -> t
 
 
 def choices(skips: Sequence[Skip]) -> list[tuple[int, ...]]:
-    """Which of `skips`, by number, it may pay to keep: none, all, and only those that more than two values hold."""
+    """Return the sets of `skips`, as indices, worth trying to keep in place: all, those in more than two values, and
+    none."""
     everything = tuple(range(len(skips)))
     long = tuple(n for n in everything if skips[n].carried > 1)
     return list(dict.fromkeys([everything, long, ()]))

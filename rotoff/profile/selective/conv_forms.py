@@ -1,10 +1,9 @@
-"""Forms in which convolutions run by other algorithms: as much is stored, fewer bytes pass while the stage runs, and it
-takes longer.
+"""Forms of a stage whose convolutions use other algorithms: equally many stored bytes, smaller transients, more time.
 
-Nothing is known of an algorithm before it has run: under each that can be chosen (`tensors.convolutions`) the stage is
-run by the interpreter, in its two ways (for the first time, and again), and its transients and times are measured. What
-frees too few bytes is left out, and so is an algorithm whose results lie otherwise in memory, since the next stage's
-views would find other numbers.
+Nothing is known of an algorithm before it has run. For each one that can be chosen (`tensors.convolutions`), the
+interpreter runs the stage, for the first time and as a replay, and its transients and times are measured. A form that
+frees too few bytes is left out. So is one whose results have another memory layout, because the next stage's views
+would then read other numbers.
 """
 
 from __future__ import annotations
@@ -39,99 +38,100 @@ def convolves(log: OperationLog) -> bool:
 
 
 def find_conv_forms(
-    bench: MeasurementContext,
+    context: MeasurementContext,
     stage: WholeStage,
     algorithms: Sequence[Algorithms],
     smallest: Pair | None,
     known: dict[Any, float],
 ) -> list[Pair]:
-    """Forms of `stage` with other `algorithms`: of the whole stage with each, of its smallest form with the leanest.
+    """Return forms of `stage` with other `algorithms`: the whole stage with each, and its smallest form with the best.
 
     Args:
-        stage: as the flags have its convolutions run. smallest: its form of fewest bytes, if any. known: seconds of
-            backward by `Recipe.identity`; where there are some, no other form is tried.
+        stage: with the algorithms that the flags choose.
+        smallest: its form of fewest bytes, if any.
+        known: seconds of the backward by `Recipe.identity`; if there are some, no other form is tried.
     """
     own = frozenset(n for n, kind in enumerate(stage.behaviour.saved) if kind is SavedKind.OWN)
     whole = stage.costs.form(0), Recipe(own, {}, 0, (), {})
-    # of a backward's bytes the machine charges those of the gradient that it makes in any case
+    # the machine always charges the gradient that a backward makes
     made = sum(t.numel() * t.element_size() for t in stage.run.tensors if t.requires_grad)
     found: list[tuple[Form, VariantRun]] = []
 
-    def tried(base: Pair, by: Algorithms) -> None:
-        """Add the form `base` by other algorithms, where that is worth a choice."""
-        trial = VariantRun(stage, replace(base[1], algorithms=by), bench)
-        if (known and trial.recipe.identity not in known) or not _runs(stage.run, trial):
+    def add(base: Pair, by: Algorithms) -> None:
+        """Add the form `base` with other algorithms, if it is worth a choice."""
+        variant = VariantRun(stage, replace(base[1], algorithms=by), context)
+        if (known and variant.recipe.identity not in known) or not _behaves_alike(stage.run, variant):
             return
-        form = replace(trial.costs(0.0), saved_bytes=base[0].saved_bytes)
+        form = replace(variant.costs(0.0), saved_bytes=base[0].saved_bytes)
         forward_freed = base[0].forward_transient_bytes - form.forward_transient_bytes
         backward_freed = max(made, base[0].backward_transient_bytes) - max(made, form.backward_transient_bytes)
         if max(forward_freed, backward_freed) >= max(1.0, stage.worth):
-            found.append((form, trial))
+            found.append((form, variant))
 
     for by in algorithms:
-        tried(whole, by)
+        add(whole, by)
     if smallest is not None:
         wholes = len(found)
         for by in algorithms:
-            tried(smallest, by)
-        if len(found) > wholes:  # one of them is enough: whoever takes this form is short of bytes
+            add(smallest, by)
+        if len(found) > wholes:  # a plan takes this form if it is short of bytes, so the leanest is enough
             found[wholes:] = [min(found[wholes:], key=lambda one: _peak(one[0]))]
-    seconds = [known.get(trial.recipe.identity) for _, trial in found]
+    seconds = [known.get(variant.recipe.identity) for _, variant in found]
     if None in seconds:
-        more = _more_seconds(bench, VariantRun(stage, whole[1], bench), [trial for _, trial in found])
+        more = _more_seconds(context, VariantRun(stage, whole[1], context), [variant for _, variant in found])
         seconds = [stage.costs.backward_time + one for one in more]
     pairs = zip(found, seconds, strict=True)
-    return [(replace(form, backward_time=time), trial.recipe) for (form, trial), time in pairs if time is not None]
+    return [(replace(form, backward_time=time), variant.recipe) for (form, variant), time in pairs if time is not None]
 
 
 def _peak(form: Form) -> int:
     return max(form.forward_transient_bytes, form.backward_transient_bytes)
 
 
-def _runs(run: Run, trial: VariantRun) -> bool:
-    """Whether the stage saves and returns the same as ever, lying as ever, and runs for the first time and again."""
+def _behaves_alike(run: Run, variant: VariantRun) -> bool:
+    """Whether the stage saves and returns the same layouts as before, and also runs as a replay."""
     try:
-        if _layout(run, trial.recipe.algorithms) != _layout(run, None):
+        if _layout(run, variant.recipe.algorithms) != _layout(run, None):
             return False
-        for again in (False, True):  # plans that cuDNN looks for are kept by thread, and replays are the autograd's
-            outputs = trial.forward(again)[0]
-            backward(get_edges(outputs), ones(outputs), trial.targets())
-    except Exception:  # no such algorithm for this shape or type, or other operations with it
+        for again in (False, True):  # cuDNN keeps plans for each thread, and replays run on autograd's
+            outputs = variant.forward(again)[0]
+            backward(get_edges(outputs), ones(outputs), variant.targets())
+    except Exception:  # the algorithm does not support the shape or dtype, or uses other operations
         return False
     return True
 
 
 def _layout(run: Run, algorithms: Algorithms | None) -> list[Any]:
-    def lies(tensor: torch.Tensor) -> Any:
+    def layout(tensor: torch.Tensor) -> Any:
         return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
     found: list[Any] = []
-    with forward_by(algorithms), watch_saved(lambda t: found.append(lies(t))):
+    with forward_by(algorithms), watch_saved(lambda t: found.append(layout(t))):
         outputs = flatten(run.forward(run.leaves()))[0]
-    return [found, [lies(t) for t in outputs]]
+    return [found, [layout(t) for t in outputs]]
 
 
-def _more_seconds(bench: MeasurementContext, plain: VariantRun, trials: Sequence[VariantRun]) -> list[float]:
-    """Of each trial, the median seconds that forward and backward together take more than those of `plain`; runs in
-    turn."""
-    if not trials:
+def _more_seconds(context: MeasurementContext, plain: VariantRun, variants: Sequence[VariantRun]) -> list[float]:
+    """Return how many seconds forward and backward of each variant take more than those of `plain`, as medians of runs
+    in turn."""
+    if not variants:
         return []
-    ticks = Clock(bench.device)
+    ticks = Clock(context.device)
 
     def more() -> list[Series]:
         spans = ticks.spans()
         sums = [spans[n] + spans[n + 2] for n in range(0, len(spans) - 3, 4)]
-        return more_than_first(sums, 1 + len(trials))
+        return more_than_first(sums, 1 + len(variants))
 
-    for _ in bench.repeats.rounds(more):
-        for trial in (plain, *trials):
+    for _ in context.repeats.rounds(more):
+        for variant in (plain, *variants):
             ticks.tick()
-            outputs, _ = trial.forward()
+            outputs, _ = variant.forward()
             ticks.tick()
             edges, gradients = get_edges(outputs), ones(outputs)
             outputs.clear()
             ticks.tick()
-            backward(edges, gradients, trial.targets())
+            backward(edges, gradients, variant.targets())
             ticks.tick()
     return [max(0.0, statistics.median(series.seconds)) for series in more()]
 

@@ -1,6 +1,6 @@
-"""What two modules that cost the same have in common: their classes, settings, shapes and sharing, but no contents.
+"""Describes what modules of equal cost have in common: classes, settings, shapes and sharing, but no contents.
 
-Used to measure equal stages of a model once, and to know a model again in another process.
+Used to measure equal stages once, and to recognise a model in another process.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from ...tensors.storage import storage_key
 from ...tensors.tree import flatten
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
-_NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)  # told by their names
-_FUNCTIONS = 200  # that a digest looks into
+_NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)  # known by their names
+_FUNCTIONS = 200  # the most that a digest follows
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def structure(modules: Iterable[nn.Module]) -> str:
-    """A text that is equal for modules which run the same operations on tensors of the same shapes.
+    """Return a text that is equal for modules that run the same operations on tensors of the same shapes.
 
-    What cannot be compared (an attribute of an unknown class) is told by its identity, so that no two differ
-    unseen; the text then holds within this process only.
+    An attribute that cannot be compared (of an unknown class) is written as its identity, so that a difference is never
+    missed; the text then holds within this process only.
     """
     walk = _Walk()
     return "\n".join(walk.module(module) for module in modules)
 
 
 def describe(value: Any, lasting: Iterable[int] = ()) -> str:
-    """A text that is equal for values of the same shapes, sharing and constants.
+    """Return a text that is equal for values of the same shapes, sharing and constants.
 
-    lasting: keys of storages that are told from others.
+    Args:
+        lasting: keys of storages that are marked as existing throughout the step.
     """
     kept = set(lasting)
     tensors, rebuild = flatten(value)
@@ -57,12 +58,12 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Walk:
-    """Numbers what it meets, so that sharing shows."""
+    """Numbers the objects that it meets, so that the text shows sharing."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._digests: dict[type, str] = {}  # of classes' forwards
-        self._told: set[int] = set()  # closures
+        self._digests: dict[type, str] = {}  # of the forward of a class
+        self._closures: set[int] = set()  # ids of those already written
 
     def module(self, module: nn.Module) -> str:
         first = id(module) not in self._numbers
@@ -116,12 +117,11 @@ class _Walk:
         return f"{type(value).__qualname__}@{id(value)}"
 
     def _closure(self, function: types.FunctionType) -> str:
-        """A function that was made by another, as ``torch.nn.functional.max_pool2d`` is: its code, and what it closes
-        over."""
+        """Describe a closure, such as ``torch.nn.functional.max_pool2d``: its code and what it closes over."""
         head = f"{function.__module__}.{function.__qualname__}#{self._number(function)}"
-        if id(function) in self._told:
+        if id(function) in self._closures:
             return head
-        self._told.add(id(function))
+        self._closures.add(id(function))
         try:
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError:  # a cell that is still empty
@@ -129,11 +129,11 @@ class _Walk:
         return f"{head} {_code(function, type(function))} [{','.join(map(self._setting, cells))}]"
 
     def _segment(self, module: Segment) -> str:
-        """Its source with variables numbered as they come, and its constants spelt out."""
+        """Return its source, with variables renumbered in order and constants written out."""
         source, names = module.written()
         variables: dict[str, str] = {}
 
-        def told(match: re.Match[str]) -> str:
+        def substitute(match: re.Match[str]) -> str:
             name = match[0]
             if name[0] == "v":
                 return variables.setdefault(name, f"v{len(variables)}")
@@ -142,12 +142,12 @@ class _Walk:
                 return self._stored(names[name][table[1]])
             return self._setting(names[name])
 
-        return re.sub(r"\b[vc]\d+\b", told, source)
+        return re.sub(r"\b[vc]\d+\b", substitute, source)
 
 
 def _code(forward: Any, owner: type) -> str:
-    """A digest of the instructions and constants of `forward` and of what it calls, as far as that is found by name:
-    methods of its class `owner`, and functions of the package that the calling function stands in."""
+    """Return a digest of the instructions and constants of `forward` and of what it calls, as far as it is found by
+    name: methods of its class `owner`, and functions in the package of the calling function."""
     digest = hashlib.sha256()
     seen: set[int] = set()
     todo = [forward]
@@ -174,7 +174,7 @@ def _code(forward: Any, owner: type) -> str:
 
 
 def _instructions(code: types.CodeType, digest: Any) -> list[str]:
-    """Feed `digest` those of `code` and of functions written inside of it; returns the names that they use."""
+    """Feed `digest` the instructions of `code` and of nested functions; return the names that they use."""
     names = list(code.co_names)
     digest.update(code.co_code + repr(code.co_names).encode())
     for constant in code.co_consts:

@@ -1,7 +1,7 @@
-"""Forms of a stage, found and measured: what each one stores, what its redo and backward take, in bytes and seconds.
+"""Finds and measures the forms of a stage: what each stores, and what its redo and backward take in bytes and seconds.
 
-First each form has to prove itself: what its redo makes is compared bit for bit with what autograd saved, with whatever
-nobody should read filled with NaN. What it takes is measured as the interpreter runs it (`form_trial`).
+Each form is verified first. Its redo runs with every tensor that it must not read filled with NaN, and its result is
+compared, bit for bit, with what autograd saved. Then it is measured as the interpreter runs it (`variant_run`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .variants import Choice, Policy, StageGraph, structure, unfit
 
 @dataclass(frozen=True)
 class FoundForms:
-    """Forms of a stage, smallest last, and how to make them. reason: why there are none, if so."""
+    """Forms of a stage, smallest last, and how to make them. reason: why there are none; empty if there are some."""
 
     forms: tuple[Form, ...] = ()
     recipes: tuple[Recipe, ...] = ()
@@ -47,23 +47,24 @@ class FoundForms:
 
 
 class FormMeter:
-    """Finds and measures forms on one bench; stages of the same structure share the work.
+    """Finds and measures forms; stages of the same structure share the work.
 
     Args:
-        policy: the user's word on what is kept, if any. partial: whether to look for forms that store a part.
-            algorithms: other ones that convolutions may run by (`conv_forms`).
+        policy: the user's policy on what is kept, if any.
+        partial: whether to look for forms that store a part.
+        algorithms: further algorithms that convolutions may use (`conv_forms`).
     """
 
-    recorded = 2  # runs under the recorder, of which each operation's faster time counts
+    recorded = 2  # recordings; the faster time of each operation counts
 
     def __init__(
         self,
-        bench: MeasurementContext,
+        context: MeasurementContext,
         policy: Policy | None,
         partial: bool = True,
         algorithms: Sequence[Algorithms] = (),
     ) -> None:
-        self.bench = bench
+        self.context = context
         self._policy = policy
         self._partial = partial
         self._algorithms = tuple(algorithms)
@@ -72,10 +73,15 @@ class FormMeter:
     def find(
         self, stage: WholeStage, times: KnownForms | None = None, recorded: OperationLog | None = None
     ) -> FoundForms:
-        """Forms of `stage`. times: of its forms, where they are known. recorded: its operations, where they are."""
+        """Return the forms of `stage`.
+
+        Args:
+            times: of the forms, if known.
+            recorded: the stage's operations, if known.
+        """
         try:
             return self._found(stage, times, recorded)
-        except torch.OutOfMemoryError:  # a form beside what it is compared with takes more than the stage's step does
+        except torch.OutOfMemoryError:  # a form and what it is compared with take more than a step
             return FoundForms(reason="the device has too little memory left to measure them")
 
     def _found(self, stage: WholeStage, times: KnownForms | None, recorded: OperationLog | None) -> FoundForms:
@@ -94,18 +100,17 @@ class FormMeter:
         try:
             logs = [recorded] if recorded is not None else []
             while len(logs) < (self.recorded if times is None else 1):
-                logs.append(self.bench.recorded(run))
-        # a forward may break in any way under a dispatch mode; the stage works without forms
-        except Exception as error:
+                logs.append(self.context.recorded(run))
+        except Exception as error:  # a forward may raise anything under a dispatch mode; forms are optional
             return FoundForms(reason=f"its operations could not be recorded ({type(error).__name__}: {error})")
         log = _fastest(logs)
         if log is None or len(log.packs) != len(behaviour.saved):
-            return FoundForms(reason="it does other operations when they are recorded")
+            return FoundForms(reason="it runs other operations when they are recorded")
         key = structure(log, behaviour.saved)
         shared = self._shared.get(key)
-        blocks = len(behaviour.saved) + len(log.operations) if self.bench.device.type == "cuda" else 0
+        blocks = len(behaviour.saved) + len(log.operations) if self.context.device.type == "cuda" else 0
         if shared is not None and _alike(shared[0], costs, blocks * UNSPLIT):
-            return _moved(shared[1], costs.backward_time - shared[0].backward_time)
+            return _shifted(shared[1], costs.backward_time - shared[0].backward_time)
         graph = StageGraph(log, behaviour.saved)
         if (reason := graph.refusal()) is not None:
             return FoundForms(reason=reason)
@@ -122,7 +127,7 @@ class FormMeter:
         pairs, reason = self._measured(stage, choices, known)
         if self._algorithms and convolves(log):
             smallest = min(pairs, key=lambda pair: pair[0].saved_bytes, default=None)
-            pairs += find_conv_forms(self.bench, stage, self._algorithms, smallest, known)
+            pairs += find_conv_forms(self.context, stage, self._algorithms, smallest, known)
         whole = costs.form(0)
         kept = [p for p in pairs if not beaten_by(p[0], [whole, *(f for f, _ in pairs if f is not p[0])])]
         kept.sort(key=lambda pair: -pair[0].saved_bytes)
@@ -135,9 +140,9 @@ class FormMeter:
     def _measured(
         self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
     ) -> tuple[list[tuple[Form, Recipe]], str]:
-        """The forms that `choices` make, measured, and why some of them are none."""
+        """Measure the forms of `choices`; also return why some of them failed."""
         if not choices:
-            return [], "nothing that could be redone takes enough bytes"
+            return [], "no tensors that could be recomputed take enough bytes"
         known = [times.get(choice.recipe.identity) for choice in choices]
         unknown = [choice.recipe for choice, seconds in zip(choices, known, strict=True) if seconds is None]
         redos = iter(self._redo_seconds(stage, unknown) if unknown else ())
@@ -148,21 +153,20 @@ class FormMeter:
                 if redo_seconds is None:
                     continue
                 seconds = stage.costs.backward_time + redo_seconds
-            pairs.append((VariantRun(stage, choice.recipe, self.bench).costs(seconds), choice.recipe))
-        return pairs, "" if len(pairs) == len(choices) else "a redo does not give what the first run gave"
+            pairs.append((VariantRun(stage, choice.recipe, self.context).costs(seconds), choice.recipe))
+        return pairs, "" if len(pairs) == len(choices) else "a redo does not give the results of the first run"
 
     def _redo_seconds(self, stage: WholeStage, recipes: Sequence[Recipe]) -> list[float | None]:
-        """Of each recipe the median seconds of its redo; None where that does not make what the first run made. An
-        estimate has another way."""
-        run, repeats = stage.run, self.bench.repeats.at_least(2)
+        """Return the median seconds of each recipe's redo; None if it does not give the results of the first run."""
+        run, repeats = stage.run, self.context.repeats.at_least(2)
         behaviour = stage.behaviour
-        # as it is before the run that is compared with
-        state = ReplayState(Generators(self.bench.device), behaviour.changed_buffers, behaviour.changed_attributes)
+        # the state before the run that redos are compared with
+        state = ReplayState(Generators(self.context.device), behaviour.changed_buffers, behaviour.changed_attributes)
         saved = _saved(run)
-        proven = [_faithful(stage, recipe, saved, state) for recipe in recipes]
+        proven = [_reproduces(stage, recipe, saved, state) for recipe in recipes]
         if not any(proven):
             return [None] * len(recipes)
-        ticks = Clock(self.bench.device)
+        ticks = Clock(self.context.device)
 
         def series() -> list[Series]:
             spans = ticks.spans()[0::2]
@@ -173,7 +177,7 @@ class FormMeter:
                 forward = partial(run.forward, run.leaves())
                 stored = {n: saved[n] for n in recipe.kept}
                 redone: list[torch.Tensor] = []
-                keep = partial(_keep, redone)  # as long as in a step
+                keep = partial(_keep, redone)  # keep results, as a step does
                 ticks.tick()
                 redo(recipe, forward, stored, keep, state.again())
                 ticks.tick()
@@ -186,60 +190,63 @@ def _keep(tensors: list[torch.Tensor], tensor: torch.Tensor) -> None:
 
 
 def _saved(run: Run) -> list[torch.Tensor]:
-    """What autograd saves in a run of the stage."""
+    """Return what autograd saves in a run of the stage."""
     saved: list[torch.Tensor] = []
     with watch_saved(partial(_keep, saved)):
         run.forward(run.leaves())
     return saved
 
 
-def _faithful(stage: WholeStage, recipe: Recipe, saved: Sequence[torch.Tensor], state: ReplayState) -> bool:
-    """Whether a redo makes, bit for bit, what autograd `saved` in the first run, and before it all was as of `state`.
+def _reproduces(stage: WholeStage, recipe: Recipe, saved: Sequence[torch.Tensor], state: ReplayState) -> bool:
+    """Whether a redo, started from `state`, gives bit for bit what autograd `saved` in the first run.
 
-    Where a second plain run does not make the same bits either, there are none to compare with: fused attention saves
-    memory that nobody has written (its random state, without dropout), and some kernels add up in any order.
+    If a second plain run also gives other bits, they are not compared: fused attention saves memory that it never
+    writes (its random state, without dropout), and some kernels add in any order.
     """
     run, kinds = stage.run, stage.behaviour.saved
     if len(saved) != len(kinds):
         return False
     stored = {n: saved[n] for n in recipe.kept}
-    compared = _Compared(saved, kinds)
+    compared = _Comparison(saved, kinds)
     leaves = run.leaves()
     try:
         redo(recipe, lambda: run.forward(leaves), stored, compared.look, state.again(), poison=True)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # an index out of range, say, where something read what nobody should
+    except Exception:  # such as an index out of range, if an operation reads NaN
         return False
-    if not compared.others:
+    if not compared.differing:
         return True
-    if not all(_akin(saved[n], other) for n, other in compared.others.items()):
+    if not all(_similar(saved[n], other) for n, other in compared.differing.items()):
         return False
-    _dirty([saved[n] for n in compared.others])
-    again = _Compared(saved, kinds)
+    _dirty([saved[n] for n in compared.differing])
+    again = _Comparison(saved, kinds)
     with state.again(), uncached_autocast(), watch_saved(again.look):
         run.forward(run.leaves())
-    return compared.others.keys() <= again.others.keys()
+    return compared.differing.keys() <= again.differing.keys()
 
 
-class _Compared:
-    """Looks at what autograd saves in a later run. others: by number, the stage's own tensors with other bits than in
-    the first."""
+class _Comparison:
+    """Compares what autograd saves in a later run with the first one.
+
+    Attributes:
+        differing: the stage's own tensors whose bits differ, by index.
+    """
 
     def __init__(self, saved: Sequence[torch.Tensor], kinds: Sequence[SavedKind]) -> None:
         self._saved = saved
         self._kinds = kinds
         self._count = 0
-        self.others: dict[int, torch.Tensor] = {}
+        self.differing: dict[int, torch.Tensor] = {}
 
     def look(self, tensor: torch.Tensor) -> None:
         n, self._count = self._count, self._count + 1
         if self._kinds[n] is SavedKind.OWN and not _same_bits(tensor.detach(), self._saved[n]):
-            self.others[n] = tensor.detach()
+            self.differing[n] = tensor.detach()
 
 
-def _akin(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `b` may be the same as `a` but for what nobody wrote (in whole numbers) and for rounding."""
+def _similar(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `b` may equal `a` except for memory that nobody wrote (integers) and rounding (floats)."""
     if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -248,8 +255,7 @@ def _akin(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _dirty(tensors: Sequence[torch.Tensor]) -> None:
-    """Leave some of the allocator's free memory, in blocks as of `tensors`, with other content than theirs, bit by
-    bit."""
+    """Fill some of the allocator's free blocks of these sizes with the inverted bits of `tensors`."""
     for tensor in tensors:
         if 0 < tensor.nbytes <= 4096:
             content = bytes_of(tensor.clone(memory_format=torch.contiguous_format).untyped_storage())
@@ -265,7 +271,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _fastest(logs: Sequence[OperationLog]) -> OperationLog | None:
-    """The first of `logs` with the least time of each operation; None where they differ."""
+    """Return the first of `logs` with the shortest time of each operation; None if their operations differ."""
     first = logs[0]
     if any([o.func for o in log.operations] != [o.func for o in first.operations] for log in logs):
         return None
@@ -275,8 +281,8 @@ def _fastest(logs: Sequence[OperationLog]) -> OperationLog | None:
 
 
 def _alike(a: Stage, b: Stage, slack: int = 0) -> bool:
-    """Whether stages that do the same take the same bytes. slack: bytes by which what they take while they run may
-    differ, since each block that the allocator does not split is larger than asked for by what happened to be there."""
+    """Whether two stages with the same operations take the same bytes. slack: bytes by which their transients may
+    differ, since the allocator may return a larger block than requested."""
     if (a.saved_bytes, a.output_bytes) != (b.saved_bytes, b.output_bytes):
         return False
     forward = abs(a.forward_transient_bytes - b.forward_transient_bytes)
@@ -284,7 +290,7 @@ def _alike(a: Stage, b: Stage, slack: int = 0) -> bool:
     return max(forward, backward) <= slack
 
 
-def _moved(found: FoundForms, seconds: float) -> FoundForms:
-    """The same forms on a stage whose backward takes `seconds` more."""
+def _shifted(found: FoundForms, seconds: float) -> FoundForms:
+    """Return the same forms for a stage whose backward takes `seconds` more."""
     forms = tuple(replace(f, backward_time=max(0.0, f.backward_time + seconds)) for f in found.forms)
     return replace(found, forms=forms)

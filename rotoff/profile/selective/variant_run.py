@@ -1,7 +1,7 @@
-"""One form of one stage, run by the interpreter itself, and what that takes in bytes.
+"""Runs one form of one stage under the interpreter itself, and measures its bytes.
 
-The plan that runs is ``F_sel 1 k``, ``B 1`` of a chain of that one stage, so that times and bytes include all that the
-interpreter does.
+The plan is ``F_sel 1 k``, ``B 1`` of a chain of this one stage, so times and bytes include all that the interpreter
+does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..memory.backward_memory import Gradients, log_backward
 from ..timing.context import MeasurementContext
 from ..timing.harness import Run, backward, handed_over, ones
 
-WORTH = 0.05  # of a stage's saved bytes: a form that frees less is not worth a choice
+WORTH = 0.05  # share of a stage's saved bytes that a form must free to be worth a choice
 
 
 @dataclass(frozen=True)
 class WholeStage:
-    """A stage as measured with everything kept. carried_bytes: of its input, that its output carries on."""
+    """A stage as measured with everything kept. carried_bytes: of its input, which its output passes on."""
 
     run: Run
     costs: Stage
@@ -41,33 +41,33 @@ class WholeStage:
 
 
 class VariantRun:
-    """One form of a stage, to be run as often as needed."""
+    """One form of a stage, run as often as needed."""
 
-    def __init__(self, stage: WholeStage, recipe: Recipe, bench: MeasurementContext) -> None:
+    def __init__(self, stage: WholeStage, recipe: Recipe, context: MeasurementContext) -> None:
         self._run = stage.run
         self.recipe = recipe
         self._behaviour = replace(stage.behaviour, forms=(recipe,))
         self._carried_bytes = stage.carried_bytes
-        self._bench = bench
+        self._context = context
         self._plan, self._again = _plan_of_one(), _plan_of_one(Op(OpKind.F_CK, 1))
         self._leaves: list[torch.Tensor] = []
 
     def forward(self, again: bool = False) -> tuple[list[torch.Tensor], Step]:
-        """``F_sel``: the outputs, and the step that waits for their gradients. again: ``F_ck``; the step will do
-        ``F_sel``."""
+        """Run ``F_sel``; return the outputs, and the step that waits for their gradients. again: run ``F_ck``, so that
+        the step runs ``F_sel`` in its backward."""
         self._leaves = self._run.leaves()
         plan = self._again if again else self._plan
-        step = Step(plan, [self._run.stage], [self._behaviour], self._bench.device, None, lambda _: None)
+        step = Step(plan, [self._run.stage], [self._behaviour], self._context.device, None, lambda _: None)
         return flatten(step.forward(self._run.rebuild(self._leaves)))[0], step
 
     def targets(self) -> list[torch.Tensor]:
-        """What the backward of the last forward gives gradients of; parameters come last."""
+        """Return the tensors whose gradients the last forward's backward computes; parameters come last."""
         return self._run.targets(self._leaves)
 
     def costs(self, backward_time: float) -> Form:
-        """The form, of which ``B`` takes `backward_time`. What its backward holds is above what ā and δ_i do, its redo
-        included; as `BackwardBytes.peak`."""
-        allocator, kept = self._bench.allocator, dict[int, int]()  # by address, what is taken for it
+        """Return the form, whose ``B`` takes `backward_time`. The bytes of its backward, with the redo, are those above
+        ā and δ_i, as in `BackwardBytes.peak`."""
+        allocator, kept = self._context.allocator, dict[int, int]()  # allocated bytes by address
 
         def step() -> Gradients:
             outputs, made = self.forward()

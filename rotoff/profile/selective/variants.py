@@ -1,17 +1,15 @@
-"""Which of a stage's saved tensors to store, and which to redo: forms from the log of one forward.
+"""Chooses which saved tensors of a stage to store and which to recompute, from the log of one forward.
 
-A form keeps a set of storages among those that autograd saves; the stage's outputs are there anyway. What the redo then
-has to run follows from who reads what: the operations that write a storage which is neither kept nor given, and in turn
-what those read. Its cost is the sum of their times. Beginning with everything kept, the storage whose loss costs the
-fewest seconds a byte goes next, until nothing is left; that walk passes through the forms of a stage, and its lower
-convex hull in (bytes, seconds) is where the good ones lie. Of the hull at most `MOST` are taken, those that it would
-miss most.
+A form keeps some of the storages that autograd saves; the stage's outputs exist anyway. What the redo runs follows from
+the reads and writes of the operations: those that write a storage which is neither kept nor given, and in turn what
+those read. Its cost is the sum of their times. The walk begins with everything kept, and drops the storage with the
+fewest seconds per byte next, until nothing is left. The lower convex hull of the visited points in (bytes, seconds)
+holds the good forms; at most `MAX_FORMS` of them are taken, those that the hull would miss most.
 
-Must not be redone, or only with care: an operation that writes what was there before (a buffer), or returns something
-that Python may look at, always runs in a redo. A storage that something reads before its last writer has run is not
-stored. Nothing draws random numbers after a draw that was left out. A stage gets no forms at all where collectives run
-in it, where it holds compiled modules (a dispatch mode would run them uncompiled), or where something writes past the
-dispatcher.
+Some operations need care. One that writes a tensor which existed before (a buffer), or returns something that Python
+may read, runs in every redo. A storage that is read before its last writer has run is not stored. After a random draw
+that was left out, nothing draws. A stage gets no forms at all if it communicates, if it contains compiled modules (a
+dispatch mode would run them uncompiled), or if something writes past the dispatcher.
 """
 
 from __future__ import annotations
@@ -27,23 +25,22 @@ from ...errors import OptionError
 from ...tensors.recipe import Argument, Constant, Recipe, Result, Stored, Unread
 from ...tensors.stage import SavedKind, StageModule
 
-MOST = 4
-# Operations that look at no more than the shape of what they are given; and those whose first result alone depends on
-# it.
+MAX_FORMS = 4
+# operations that read only the shape of their argument
 LIKE = frozenset(
     {f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
     | {f"new_{what}" for what in ("empty", "empty_strided", "zeros", "ones", "full")}
 )
-MASKED = frozenset({"native_dropout"})
-Policy = Callable[[Operation], bool | None]  # True: always kept, False: never, None: as it pays
-Forms = bool | Sequence[str] | Policy  # whether there are any, names of operations always kept, or a policy
+MASKED = frozenset({"native_dropout"})  # operations whose first result alone depends on the values of their argument
+Policy = Callable[[Operation], bool | None]  # True: always kept, False: never kept, None: kept if it pays
+Forms = bool | Sequence[str] | Policy  # on or off, names of operations that are always kept, or a policy
 
 
 def read_forms(forms: Any) -> bool | Policy:
-    """The option `forms` as on, off, or a policy.
+    """Return the option `forms` as on, off, or a policy.
 
     Raises:
-        OptionError: where it is none of `Forms`.
+        OptionError: if it is none of `Forms`.
     """
     if isinstance(forms, bool) or callable(forms):
         return forms
@@ -53,19 +50,20 @@ def read_forms(forms: Any) -> bool | Policy:
             names - {known.split("::")[-1].split(".")[0] for known in torch._C._dispatch_get_all_op_names()}
         ):
             raise OptionError(
-                f"forms names {unknown[0]!r}, which is no operation of PyTorch; names are those of the dispatcher, as"
-                " in ['addmm', 'bmm'] or in what profile.forms of a measured model shows"
+                f"forms names {unknown[0]!r}, which is no operation of PyTorch; use the dispatcher's names, such as"
+                " ['addmm', 'bmm'], or those that profile.forms of a measured model shows"
             )
         return lambda op: True if op.name in names else None
     raise OptionError(
-        f"forms is {forms!r}; give True, False, a list of names of operations that are kept, such as ['addmm', 'bmm'],"
-        " or a function of an operation"
+        f"forms is {forms!r}; give True, False, a list of operations to keep, such as ['addmm', 'bmm'], or a function"
+        " of an operation"
     )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A form before it is measured: what it stores beyond the outputs, and by the log's times what its redo takes."""
+    """A form before it is measured: the bytes that it stores beside the outputs, and the seconds of its redo by the
+    log."""
 
     recipe: Recipe
     nbytes: int
@@ -73,21 +71,22 @@ class Choice:
 
 
 def unfit(stage: StageModule) -> str | None:
-    """Why `stage` gets no forms, known without running it."""
+    """Return why `stage` gets no forms, if that is known without running it; None otherwise."""
     if stage.varying:
-        return "what it saves follows from data"
+        return "what it saves depends on data"
     for outer in stage.modules:
         for module in outer.modules():
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-                return "it holds a compiled module"
+                return "it contains a compiled module"
     return None
 
 
 class StageGraph:
-    """Who reads and writes which storages of one stage.
+    """The operations of one stage and the storages that each reads and writes.
 
     Args:
-        log: of its forward. kinds: whose bytes each saved tensor is.
+        log: of its forward.
+        kinds: of its saved tensors.
     """
 
     def __init__(self, log: OperationLog, kinds: Sequence[SavedKind]) -> None:
@@ -107,17 +106,17 @@ class StageGraph:
                 self._always.append(position)
 
     def refusal(self) -> str | None:
-        """Why the stage gets no forms, or None."""
+        """Return why the stage gets no forms, or None."""
         collective = next((op for op in self._log.operations if "c10d" in op.func.namespace), None)
         if collective is not None:
-            return f"{collective.name} talks to other processes"
+            return f"{collective.name} communicates with other processes"
         for pack in self._packs.values():
             if pack.storage is None or pack.storage not in self._log.made:
-                return "something writes past the dispatcher what autograd saves"
+                return "autograd saves a tensor that the dispatcher does not see being made"
         return None
 
     def made(self, position: int) -> list[int]:
-        """Storages that first appear in the results of the operation at `position`."""
+        """Return the storages that first appear in the results of the operation at `position`."""
         found = (leaf.storage for leaf in self._log.operations[position].leaves)
         return [s for s in dict.fromkeys(found) if s is not None and self._log.made.get(s) == position]
 
@@ -132,14 +131,14 @@ class StageGraph:
         for leaf in op.leaves:
             old = leaf.storage is not None and leaf.storage not in made
             if old and leaf.argument is None and (op.writes or made):
-                return True  # a new view of an argument, beside other results
+                return True  # returns a new view of an argument beside other results
         return False
 
     # -- what is saved
 
     @property
     def given(self) -> frozenset[int]:
-        """Storages that are there in any form: the outputs'."""
+        """The storages that exist in any form: those of the outputs."""
         return frozenset(
             p.storage for p in self._packs.values() if p.storage is not None and p.storage in self._log.outputs
         )
@@ -157,7 +156,8 @@ class StageGraph:
     # -- the redo
 
     def redo(self, kept: frozenset[int]) -> tuple[set[int], set[int]]:
-        """(positions of the operations that a redo runs, storages that it makes) where `kept` is stored."""
+        """Return the positions of the operations that a redo runs, and the storages that it makes, if `kept` are
+        stored."""
         operations, made = self._log.operations, self._log.made
         runs: set[int] = set()
         makes: set[int] = set()
@@ -170,14 +170,14 @@ class StageGraph:
                 todo.extend(self.writers[storage])
 
         def need(position: int) -> None:
-            """The operation at `position` reads its arguments."""
+            """Make what the operation at `position` reads."""
             for storage in operations[position].reads:
                 if storage in kept and position > self.writers[storage][-1]:
                     continue
                 make(storage)
                 late = [] if storage in read else self.writers.get(storage, [])
                 read.add(storage)
-                for writer in late:  # that ran for its mask only, so far
+                for writer in late:  # so far it ran only for its mask
                     op = operations[writer]
                     if writer in runs and op.name in MASKED and op.leaves[0].storage == storage:
                         need(writer)
@@ -203,11 +203,11 @@ class StageGraph:
         return runs, makes
 
     def seconds(self, runs: Iterable[int]) -> float:
-        """What the operations at the positions `runs` took."""
+        """Return the seconds of the operations at the positions `runs`."""
         return sum(self._log.operations[p].seconds for p in runs)
 
     def recipe(self, kept: frozenset[int]) -> Recipe:
-        """How the form that stores `kept` is made and redone."""
+        """Return how the form that stores `kept` is made and redone."""
         runs, makes = self.redo(kept)
         kept = kept - makes
         slots = {n: pack.storage for n, pack in self._packs.items() if pack.storage in kept}
@@ -217,7 +217,7 @@ class StageGraph:
             first.setdefault(storage, n)
         stop = 1 + max(n for n, pack in self._packs.items() if pack.storage not in kept)
         last = self._log.packs[stop - 1].before
-        # what is saved may be an operation's result: then the operation has run, but is not counted yet
+        # an operation's own result may be saved before the operation is counted
         functions = tuple(op.func for op in self._log.operations[: last + 1])
         results: dict[int, tuple[Result, ...]] = {}
         single = set()
@@ -248,8 +248,8 @@ class StageGraph:
     # -- the forms
 
     def front(self, policy: Policy | None = None) -> list[tuple[frozenset[int], int, float]]:
-        """(kept storages, their bytes beyond the outputs, seconds of the redo) from most to fewest bytes, the hull
-        only."""
+        """Return (kept storages, their bytes beside the outputs, seconds of the redo) on the hull, from most to fewest
+        bytes."""
         given = self.given
         always, never = self._ruled(policy)
         kept = self.saved - never | given
@@ -284,13 +284,13 @@ class StageGraph:
         return frozenset(always), frozenset(never)
 
     def choices(self, policy: Policy | None = None) -> list[Choice]:
-        """At most `MOST` forms worth measuring, from most to fewest bytes."""
-        points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0), MOST)
+        """Return at most `MAX_FORMS` forms worth measuring, from most to fewest bytes."""
+        points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0), MAX_FORMS)
         return [Choice(self.recipe(kept), nbytes, seconds) for kept, nbytes, seconds in points]
 
     def choice(self, slots: Iterable[int]) -> Choice | None:
-        """The form that stores the saved tensors number `slots`; None where that is all, as what is copied at one size
-        is not at another."""
+        """Return the form that stores the saved tensors of the indices `slots`; None if these are all, since what is
+        copied at one size may not be at another."""
         kept = frozenset(s for n in slots if n in self._packs and (s := self._packs[n].storage) is not None)
         kept, nbytes, seconds = self._point(kept | self.given)
         return None if kept >= self.saved else Choice(self.recipe(kept), nbytes, seconds)
@@ -300,7 +300,7 @@ Point = tuple[frozenset[int], int, float]
 
 
 def _hull(walk: list[Point]) -> list[Point]:
-    """The lower left convex hull of points with falling bytes; nothing that another beats in both."""
+    """Return the lower left convex hull of points with decreasing bytes, without points beaten in both."""
     found: list[Point] = []
     for point in sorted(walk, key=lambda p: (-p[1], -p[2])):
         while found and found[-1][2] >= point[2]:
@@ -317,8 +317,8 @@ def _turns(a: Any, b: Any, c: Any) -> bool:
 
 
 def _thinned(points: list[Point], full: tuple[int, float], most: int) -> list[Point]:
-    """`most` of `points`; each time the one goes whose triangle with its neighbours is the smallest. The last one
-    stays."""
+    """Return `most` of `points`, always with the last one. The point that forms the smallest triangle with its
+    neighbours is dropped first."""
     points = list(points)
     while len(points) > max(1, most):
         ends = [(None, *full), *points]
@@ -332,7 +332,7 @@ def _thinned(points: list[Point], full: tuple[int, float], most: int) -> list[Po
 
 
 def structure(log: OperationLog, kinds: Sequence[SavedKind]) -> Any:
-    """What stages have in common that get the same forms: operations, shapes, and who reads and writes what."""
+    """Return what stages with the same forms have in common: operations, shapes, reads and writes."""
     operations = tuple((o.func, o.reads, o.writes, _plain(o.leaves), o.draws) for o in log.operations)
     return operations, log.packs, log.nbytes, log.outputs, tuple(kinds)
 

@@ -1,1 +1,1 @@
-"""What the clock sees: times of stages, until they converge; those that are known already."""
+"""Times stages until the medians converge, and keeps known times."""

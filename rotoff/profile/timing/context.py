@@ -1,4 +1,4 @@
-"""Where stages are run to be measured: a device, what sees its bytes, and what tells seconds."""
+"""The context in which stages are measured: a device, an allocator and a clock."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from .harness import Run
 
 @dataclass(frozen=True)
 class MeasurementContext:
-    """repeats: how often something is timed; the median counts. seconds: of an operation, its arguments and its result,
-    in place of a clock. lender: of parameters that lie on the host."""
+    """Where and how stages are measured.
+
+    Attributes:
+        repeats: how often something is timed; the median counts.
+        seconds: returns the seconds of an operation, given its arguments and its result, instead of a clock.
+        lender: of parameters that lie on the host.
+    """
 
     device: torch.device
     allocator: Allocator
@@ -29,10 +34,10 @@ class MeasurementContext:
 
     @classmethod
     def on(cls, device: torch.device, repeats: int | None, lender: Lender | None = None) -> MeasurementContext:
-        """A real one. repeats: as of `Repeats.read`."""
+        """Return the context of a real device. repeats: as in `Repeats.read`."""
         return cls(device, DeviceAllocator(device), Repeats.read(repeats), lender=lender)
 
     def recorded(self, run: Run) -> OperationLog:
-        """The operations of a forward."""
+        """Return the operations of a forward."""
         leaves = run.leaves()
         return record_operations(lambda: flatten(run.forward(leaves))[0], self.device, self.seconds)

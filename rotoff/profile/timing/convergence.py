@@ -1,8 +1,9 @@
-"""How often something is timed: until the median is known well enough, for long enough, or a fixed number of times.
+"""How often something is timed: until the median is known well enough, up to a time limit, or a fixed number of times.
 
-How well a median is known is told by the distribution-free interval of the sign test (Conover, Practical Nonparametric
-Statistics, 3rd ed., section 3.2): of n sorted times t_1 <= ... <= t_n the median lies between t_(1+k) and t_(n-k) but
-for a chance of 2 * P(Binomial(n, 1/2) <= k). So a single slow run, however slow, widens nothing once there are nine.
+The accuracy of a median comes from the distribution-free interval of the sign test (Conover, Practical Nonparametric
+Statistics, 3rd ed., section 3.2): among n sorted times t_1 <= ... <= t_n the median lies between t_(1+k) and t_(n-k),
+except with probability 2 * P(Binomial(n, 1/2) <= k). From nine runs on, a single slow run, however slow, widens
+nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...capture.collectives import in_company
+from ...capture.collectives import several_processes
 from ...errors import OptionError
 
-# of the interval; below six runs it is from the least to the most, which is as sure as there are runs
-CONFIDENCE = 0.95
-FIXED = 5  # runs, where several processes must run stages equally often
-BATCH = 3  # runs between two looks, since a look waits for the device
+CONFIDENCE = 0.95  # of the interval; fewer than six runs give less, and their whole range is taken
+FIXED = 5  # runs, if several processes must run stages equally often
+BATCH = 3  # runs between two checks; a check waits for the device
 
 
 def half_width(seconds: Sequence[float]) -> float:
-    """Half the width of the confidence interval of the median of `seconds`."""
+    """Return half the width of the confidence interval of the median of `seconds`."""
     ordered, n = sorted(seconds), len(seconds)
     outside = k = 0
     while 2 * k + 3 <= n:
@@ -37,21 +37,21 @@ def half_width(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Series:
-    """Times of the same thing, in seconds. scale: what their spread is compared with; default: their median."""
+    """Times of the same thing, in seconds. scale: what their spread is compared with; by default their median."""
 
     seconds: Sequence[float]
     scale: float | None = None
 
-    def steady(self, width: float) -> bool:
+    def converged(self, width: float) -> bool:
         scale = statistics.median(self.seconds) if self.scale is None else self.scale
         return half_width(self.seconds) <= width * scale
 
 
 def more_than_first(seconds: Sequence[float], width: int) -> list[Series]:
-    """Of `width` things timed in turn, round after round, what each but the first takes more than the first in the same
+    """Given `width` things timed in turn in each round, return how much longer each takes than the first in the same
     round.
 
-    With times from different moments of a busy machine, what takes a little more might seem to take less.
+    Comparing times from different moments of a busy machine could make something slow look fast.
     """
     rounds = [seconds[n : n + width] for n in range(0, len(seconds) - width + 1, width)]
     scale = statistics.median(one[0] for one in rounds)
@@ -60,8 +60,11 @@ def more_than_first(seconds: Sequence[float], width: int) -> list[Series]:
 
 @dataclass(frozen=True)
 class Repeats:
-    """least, most: runs. seconds: that may go by after the least. width: of the interval's half, relative to the
-    median."""
+    """Attributes:
+    least, most: numbers of runs.
+    seconds: that may pass after the least.
+    width: half the interval's width at which timing stops, relative to the median.
+    """
 
     least: int = 3
     most: int = 15
@@ -70,31 +73,33 @@ class Repeats:
 
     @staticmethod
     def read(repeats: int | None) -> Repeats:
-        """`repeats` runs; None: until they are steady, or a fixed number where other processes may have to keep pace.
+        """Return the option `repeats`: that many runs. None: until they converge, or a fixed number if other processes
+        may have to run equally often.
 
         Raises:
-            OptionError: for what is no number of runs.
+            OptionError: if it is not a number of runs.
         """
         if repeats is None:
-            return Repeats(FIXED, FIXED) if in_company() else STEADY
+            return Repeats(FIXED, FIXED) if several_processes() else UNTIL_CONVERGED
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise OptionError(
-                f"repeats is {repeats!r}; give a whole number of at least 1, or None to time until steady"
+                f"repeats is {repeats!r}; give a whole number of at least 1, or None to time until the median is known"
             )
         return Repeats(repeats, repeats)
 
     def at_least(self, runs: int) -> Repeats:
-        """The same where so many `runs` may be enough, unless a number was asked for."""
+        """Return this with the minimum `runs`, unless a fixed number of runs was asked for."""
         return self if self.least == self.most else replace(self, least=runs)
 
     def rounds(self, look: Callable[[], Sequence[Series]]) -> Iterator[int]:
-        """Numbers of the rounds to be run, as long as more are needed; `look` gives what those before took."""
+        """Yield the numbers of the rounds to run, until the series converge. look: returns the times of the rounds so
+        far."""
         begun = time.perf_counter()
         yield from range(self.least)
         done = self.least
         if done >= self.most:
             return
-        while not all(series.steady(self.width) for series in look()):
+        while not all(series.converged(self.width) for series in look()):
             now = time.perf_counter()
             if done == self.least:
                 one, end = (now - begun) / done, now + self.seconds
@@ -106,4 +111,4 @@ class Repeats:
             done += more
 
 
-STEADY = Repeats()  # where no number of runs is asked for
+UNTIL_CONVERGED = Repeats()  # if no number of runs is asked for

@@ -1,4 +1,4 @@
-"""One stage and its sample input, run forward and backward."""
+"""Runs one stage on its sample input, forward and backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ...tensors.stage import StageModule
 class Run:
     """How one stage is run, as often as needed.
 
-    collective: whether other processes have to run it equally often, since a run waits for them.
+    Attributes:
+        collective: whether other processes must run it equally often, since a run waits for them.
     """
 
     stage: StageModule
@@ -36,15 +37,15 @@ class Run:
         return self.stage.run(self.rebuild(leaves))
 
     def targets(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the backward gives gradients of; parameters come last."""
+        """Return the tensors whose gradients the backward computes; parameters come last."""
         return [t for t in leaves if t.requires_grad] + self.parameters
 
 
 def backward(
     edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of `targets`, added to no ``.grad``: what ``torch.autograd.grad`` calls, which, given gradients, would
-    first import sympy for a second."""
+    """Return the gradients of `targets`, added to no ``.grad``. This calls the engine as ``torch.autograd.grad`` does,
+    which would spend a second on importing sympy if given gradients."""
     found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
         tuple(edges), tuple(gradients), False, False, tuple(targets), True, accumulate_grad=False
     )
@@ -52,33 +53,33 @@ def backward(
 
 
 def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """Where gradients of `outputs` enter the graph, without keeping their bytes."""
+    """Return where gradients of `outputs` enter the graph, without keeping the outputs' bytes."""
     return [get_gradient_edge(t) for t in outputs if t.requires_grad]
 
 
 def ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As autograd most often gives gradients: laid out as the outputs are."""
+    """Return gradients of ones with the layouts of the outputs, as autograd most often gives them."""
     return [torch.ones_like(t) for t in outputs if t.requires_grad]
 
 
 def like_values(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs' own numbers as their gradients: devices are faster on numbers that are all the same than on those of
+    """Return copies of the outputs as their gradients: kernels are faster on constant numbers than on those of
     training."""
     return [t.detach().clone() for t in outputs if t.requires_grad]
 
 
 def contiguous(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As `ones`, but all contiguous."""
+    """Return contiguous gradients of ones."""
     return [torch.ones_like(t, memory_format=torch.contiguous_format) for t in outputs if t.requires_grad]
 
 
 def expanded(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As a sum or a mean gives gradients: one number for all."""
+    """Return expanded gradients, as the backward of a sum or a mean gives them."""
     return [torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape) for t in outputs if t.requires_grad]
 
 
 def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As `ones`, but in another order, which is not the contiguous one."""
+    """Return gradients of ones in a layout that is not contiguous."""
     return [_permuted(t) for t in outputs if t.requires_grad]
 
 
@@ -86,7 +87,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _permuted(tensor: torch.Tensor) -> torch.Tensor:
-    """Channels last as images may be, else with the first dimension's numbers side by side."""
+    """Return ones with channels last for images, otherwise with all dimensions reversed."""
     gradient = torch.ones_like(tensor, memory_format=torch.contiguous_format)
     if tensor.dim() in _CHANNELS_LAST:
         last = gradient.to(memory_format=_CHANNELS_LAST[tensor.dim()])
@@ -97,7 +98,7 @@ def _permuted(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Act(torch.autograd.Function):
-    """Its backward calls a function."""
+    """A function whose backward calls `act`."""
 
     @staticmethod
     def forward(ctx: Any, act: Callable[[], object], like: torch.Tensor) -> torch.Tensor:
@@ -111,13 +112,13 @@ class _Act(torch.autograd.Function):
 
 
 def within_backward(act: Callable[[], object], device: torch.device) -> None:
-    """Call `act` on the thread on which autograd runs a backward of tensors on `device`, and replays run."""
+    """Call `act` on autograd's thread for `device`, on which replays run."""
     like = torch.zeros(1, device=device, requires_grad=True)
     torch.autograd.grad(_Act.apply(act, like), like)
 
 
 class _Give(torch.autograd.Function):
-    """Its backward gives away what is in a list, and keeps none of it, as a next stage's does."""
+    """A function whose backward gives away the gradients in a list and keeps none, like the next stage's."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
@@ -134,9 +135,7 @@ class _Give(torch.autograd.Function):
 def handed_over(
     outputs: Sequence[torch.Tensor], gradients: list[torch.Tensor]
 ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-    """Where to start a `backward` that takes `gradients` out of their list: autograd lets go of each as soon as it can.
-
-    Who passes them to ``torch.autograd.grad`` holds them to its end.
-    """
+    """Return the start of a `backward` that takes `gradients` out of their list, so that autograd frees each as soon as
+    it can. The caller of ``torch.autograd.grad`` would hold them to the end."""
     start = [_Give.apply(gradients, *(t for t in outputs if t.requires_grad))]
     return get_edges(start), ones(start)

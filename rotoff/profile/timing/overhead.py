@@ -1,10 +1,10 @@
-"""What the runtime itself takes of the compute lane: its parts timed where they are as slow as in a step.
+"""Measures the interpreter's overhead on the compute lane, as slow as it is in a step.
 
-In a step kernels run between two saved tensors, and the interpreter's code and data are as cold after them as anything:
-20 microseconds for a stage in a loop of nothing else become 200. So stages of the very model run under the interpreter,
-and a clock is read where that begins and ends: as a stage is entered and left, and around each of its calls, less the
-call itself. What PyTorch takes to get to the interpreter and back is not seen, nor what it takes to compare a call with
-the one expected; a replay, whose calls nobody follows, takes less than a first run, and is charged the same.
+In a step, kernels run between two saved tensors and evict the interpreter's code and data from the caches: 20
+microseconds for a stage in a tight loop become 200. So stages of the model itself run under the interpreter, and clocks
+measure entering and leaving a stage, and each of its calls without the call itself. What PyTorch takes to reach the
+interpreter and the comparison of a call with the expected one are not measured. A replay does not follow calls and
+takes less than a first run, but is charged the same.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from ...core.sequence import Sequence as Operations
 from ...runtime.execution_plan import compile_sequence
 from ...runtime.interpreter import Step
 from ...runtime.live import LiveForward
-from ...runtime.overhead import UpkeepTimes
+from ...runtime.overhead import OverheadTimes
 from ...runtime.stage_tape import Var
 from ...tensors.stage import Behaviour, StageModule
 from ...tensors.tree import flatten
 from .harness import Run, backward, get_edges, ones
 
 logger = logging.getLogger("rotoff")
-MOST = 2e-3  # seconds: what is above was no measurement of this
-STAGES, RUNS = 3, 3  # that many stages run that often; the first run of each does not count
+MAX_SECONDS = 2e-3  # a longer time is not credible
+STAGES, RUNS = 3, 3  # numbers of stages and of runs of each; the first run does not count
 
 
-class UpkeepMeter:
-    """Times the interpreter on some stages of a model: the host's time, on CUDA too."""
+class OverheadMeter:
+    """Times the interpreter on some stages of a model: the host's time, also on CUDA."""
 
     def __init__(self) -> None:
         self._spans: list[_Spans] = []
 
     def sample(self, run: Run, behaviour: Behaviour) -> None:
-        """Run a stage under the interpreter, where not enough have been and it is like most: something of its input is
-        differentiated."""
+        """Run a stage under the interpreter, unless enough have run or it is not typical: no input needs a gradient,
+        for example."""
         fit = len(self._spans) < STAGES and any(t.requires_grad for t in run.tensors)
         if not fit or run.last or behaviour.varying or run.collective:
             return
@@ -57,26 +57,32 @@ class UpkeepMeter:
                 spans = _Spans()
             try:
                 _run_step(run, behaviour, spans)
-            except Exception as error:  # whatever is wrong is better told by a step of the user's
-                said = "stage %s did not run by itself under the interpreter (%s: %s); others tell its times"
-                logger.info(said, run.stage.name, type(error).__name__, error)
+            except Exception as error:  # the user's own step gives a better message
+                message = "stage %s failed by itself under the interpreter (%s: %s); its overhead is not measured"
+                logger.info(message, run.stage.name, type(error).__name__, error)
                 return
         self._spans.append(spans)
 
-    def times(self) -> UpkeepTimes:
-        """What the runtime takes, by the medians over all that ran."""
+    def times(self) -> OverheadTimes:
+        """Return the medians over all stages that ran."""
 
         def median(name: str) -> float:
             found = [seconds for spans in self._spans for seconds in getattr(spans, name)]
-            return min(MOST, statistics.median(found)) if found else 0.0
+            return min(MAX_SECONDS, statistics.median(found)) if found else 0.0
 
-        return UpkeepTimes(*map(median, UpkeepTimes._fields))
+        return OverheadTimes(*map(median, OverheadTimes._fields))
 
 
 @dataclass
 class _Spans:
-    """Seconds. forward: of the interpreter in a stage's forward, without hooks; so_far: of that, in the stage that is
-    open. backward: between two stages' backwards. pack, unpack: of one tensor."""
+    """Seconds of the interpreter.
+
+    Attributes:
+        forward: in a stage's forward, without hooks.
+        so_far: the part of that in the open stage.
+        backward: between the backwards of two stages.
+        pack, unpack: of one tensor.
+    """
 
     forward: list[float] = field(default_factory=list)
     so_far: float = 0.0
@@ -85,8 +91,8 @@ class _Spans:
     unpack: list[float] = field(default_factory=list)
 
 
-class _Front(nn.Module):
-    """Hands its input on."""
+class _Identity(nn.Module):
+    """Passes its input on."""
 
     def forward(self, value: Any) -> Any:
         tensors, rebuild = flatten(value)
@@ -94,7 +100,7 @@ class _Front(nn.Module):
 
 
 class _TimedForward(LiveForward):
-    """Times what it takes to follow calls, without what they do; spans: where to."""
+    """Adds the time that following calls takes, without the calls themselves, to `spans`."""
 
     spans: _Spans
 
@@ -112,7 +118,7 @@ class _TimedForward(LiveForward):
 
 
 class _TimedStep(Step):
-    """A step of two stages, of which the second is timed; spans: where to."""
+    """A step of two stages, which records the times of the second in `spans`."""
 
     spans: _Spans
 
@@ -135,7 +141,7 @@ class _TimedStep(Step):
     def gradient_arrived(self, i: int, gradient: torch.Tensor) -> None:
         start = time.perf_counter()
         super().gradient_arrived(i, gradient)
-        if i == 1 and len(self.spans.backward) < len(self.spans.forward):  # the first of several that the stage takes
+        if i == 1 and len(self.spans.backward) < len(self.spans.forward):  # the first gradient of the stage
             self.spans.backward.append(time.perf_counter() - start)
 
     def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
@@ -153,9 +159,9 @@ _PLAN = compile_sequence(_CHAIN, Operations.from_text(["F_all 1", "F_all 2", "B 
 
 
 def _run_step(run: Run, behaviour: Behaviour, spans: _Spans) -> None:
-    """A forward and a backward of the stage under the interpreter, after a stage that does nothing."""
+    """Run forward and backward of the stage under the interpreter, after a stage that does nothing."""
     leaves = run.leaves()
-    stages = [StageModule("front", (_Front(),)), run.stage]
+    stages = [StageModule("front", (_Identity(),)), run.stage]
     behaviours = [Behaviour((), (False,) * len(leaves)), replace(behaviour, copied=(), kept=())]
     step = _TimedStep(_PLAN, stages, behaviours, leaves[0].device, None, lambda _: None)
     step.spans = spans

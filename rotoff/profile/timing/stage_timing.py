@@ -1,4 +1,4 @@
-"""How long a stage takes: clocks, and its forward, its backward and its tail timed by them."""
+"""Times a stage: its forward, its backward, and the tail that a replay may leave out."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from ...tensors.tree import flatten
 from .convergence import Repeats, Series
 from .harness import Run, backward, get_edges, like_values
 
-LEAST_TAIL = 0.01  # of a stage's forward: a shorter one is not worth timing, and counts as none
-
-HOST_BOUND = 0.9  # of the device's time: a host that takes this long to launch is not ahead of it
-MOST_COPIED = 256 << 20  # bytes: larger copies are no faster, and take twice as much of the device
+LEAST_TAIL = 0.01  # share of a stage's forward; a shorter tail is not timed and counts as none
+HOST_BOUND = 0.9  # share of the device's time; a host that takes longer to launch does not run ahead
+MOST_COPIED = 256 << 20  # bytes; larger copies are no faster
 
 
 class Clock:
-    """Ticks as `device` gets there."""
+    """Records when `device` reaches each tick."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
-        self._host: list[float] = []  # where the host is not the device
+        self._host: list[float] = []  # empty if the host is the device
 
     def tick(self) -> None:
         if self._device.type == "cuda":
@@ -37,12 +36,12 @@ class Clock:
         self._marks.append(mark(self._device))
 
     def spans(self) -> list[float]:
-        """Seconds from each tick to the next; 0 after the last."""
+        """Return the seconds from each tick to the next; 0 after the last."""
         finish(self._device)
         return _spans(self._marks)
 
     def host_spans(self) -> list[float]:
-        """What the host took between ticks, to launch; none where host and device are one."""
+        """Return the seconds that the host took between ticks; an empty list if host and device are one."""
         return _spans(self._host)
 
 
@@ -50,18 +49,26 @@ def _spans(marks: Sequence[Any]) -> list[float]:
     return [*(seconds_between(a, b) for a, b in pairwise(marks)), 0.0][: len(marks)]
 
 
-class End(NamedTuple):
-    """Where a replay for its own backward alone may end. enough: `Behaviour.enough`. share: of the seconds of the
-    stage's operations, those behind, as they took when they were recorded."""
+class EarlyStop(NamedTuple):
+    """Where a replay for its own backward may stop.
 
-    enough: int = 0
+    Attributes:
+        early_stop: as in `Behaviour`.
+        share: of the stage's seconds, when its operations were recorded, that the rest takes.
+    """
+
+    early_stop: int = 0
     share: float = 0.0
 
 
 @dataclass
 class Timings:
-    """Seconds that the stages of one kind took, run by run. tails: shares that what a replay may leave out has of a
-    forward. host: what the host took to launch a forward and a backward, where it is not the device."""
+    """Seconds of the stages of one kind, run by run.
+
+    Attributes:
+        tails: the share of a forward that a replay may leave out.
+        host: what the host took to launch a forward and a backward; empty if it is the device.
+    """
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -79,19 +86,18 @@ class Timings:
         return [*found, Series(self.tails, 1.0)] if self.tails else found
 
     def medians(self) -> tuple[float, float, float]:
-        """Of the forward, the backward and the tail.
+        """Return the medians of the forward, the backward and the tail.
 
-        The tail is the median share of one forward: the difference of two, each with its own noise, would be of no use
-        where it is small.
+        The tail is the median share of one forward. The difference of two forwards, each with its own noise, would be
+        useless for a short tail.
         """
         forward, backward = statistics.median(self.forward), statistics.median(self.backward)
         return forward, backward, forward * statistics.median(self.tails) if self.tails else 0.0
 
 
-def time_stage(run: Run, end: End, repeats: Repeats, device: torch.device, timings: Timings) -> None:
-    """Run the stage's forward and backward, and its forward with the tail apart, until `timings` are steady, and add to
-    them."""
-    tailed = end.share >= LEAST_TAIL and not run.last  # nobody takes the last stage's output from a replay
+def time_stage(run: Run, end: EarlyStop, repeats: Repeats, device: torch.device, timings: Timings) -> None:
+    """Run forward and backward, and a forward with its tail apart, until the times converge; add them to `timings`."""
+    tailed = end.share >= LEAST_TAIL and not run.last  # the last stage is never replayed for its output
     width = 7 if tailed else 4
     ticks = Clock(device)
     before = replace(timings, **{name: [*runs] for name, runs in vars(timings).items()})
@@ -118,18 +124,18 @@ def time_stage(run: Run, end: End, repeats: Repeats, device: torch.device, timin
         backward(edges, gradients, run.targets(leaves))
         ticks.tick()
         if tailed:
-            _run_with_tail(run, end.enough, ticks.tick)
+            _run_with_tail(run, end.early_stop, ticks.tick)
     series()
 
 
-def _run_with_tail(run: Run, enough: int, tick: Callable[[], None]) -> None:
-    """Run a forward; `tick` before it, when it has saved `enough` tensors, and at its end."""
+def _run_with_tail(run: Run, early_stop: int, tick: Callable[[], None]) -> None:
+    """Run a forward; call `tick` before it, when it has saved `early_stop` tensors, and at its end."""
     leaves = run.leaves()
     saved: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> None:
         saved.append(tensor.detach())
-        if len(saved) == enough:
+        if len(saved) == early_stop:
             tick()
 
     with watch_saved(keep):
@@ -140,8 +146,8 @@ def _run_with_tail(run: Run, enough: int, tick: Callable[[], None]) -> None:
 
 
 def copy_bandwidth(nbytes: float, device: torch.device) -> float:
-    """B/s at which a tensor of `nbytes`, or of `MOST_COPIED`, is copied on `device`: the median of five, after a first
-    that does not count."""
+    """Return the bandwidth at which a tensor of `nbytes`, at most `MOST_COPIED`, is copied on `device`, in B/s. It is
+    the median of five copies, after one that does not count."""
     nbytes = max(1, min(int(nbytes), MOST_COPIED))
     source, ticks = torch.zeros(nbytes, dtype=torch.uint8, device=device), Clock(device)
     source.clone()

@@ -1,6 +1,5 @@
-"""Times that need not be measured, since another size or another process has shown them; and what a profile is known
-again by: the stages' structure and code, the shapes, autocast, the device, versions and the number of threads.
-"""
+"""Times that need not be measured, because another size or another process measured them, and the key of a profile: the
+stages' structure and code, the shapes, autocast, the device, versions and the number of threads."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.chain import LinkRates
-from ...runtime.overhead import UpkeepTimes
+from ...runtime.overhead import OverheadTimes
 from ...tensors.convolutions import flags
 from ...tensors.stage import StageModule
 from ...version import __version__
@@ -19,16 +18,16 @@ from ..profile import Profile
 from ..provenance import device_name
 from ..selective.graph import describe, structure
 
-WORTH_CHECKING = 1e-3  # seconds of a stage: shorter ones take another time in each process
-FAR = 1.15  # from each other: times of which one was taken while something else ran
+WORTH_CHECKING = 1e-3  # seconds; the time of a shorter stage varies between processes
+TOLERANCE = 1.15  # ratio beyond which times count as changed
 
 
 class TimesChanged(Exception):
-    """Times that were kept are no longer what the stages take."""
+    """Raised if the stages no longer take the cached times."""
 
 
 class KnownForm(NamedTuple):
-    """A smaller form. identity: `Recipe.identity`, what is kept and by which algorithms. seconds: of its backward."""
+    """A smaller form. identity: `Recipe.identity`, what it keeps and by which algorithms. seconds: of its backward."""
 
     identity: tuple[tuple[int, ...], str]
     seconds: float
@@ -38,8 +37,7 @@ KnownForms = tuple[KnownForm, ...]
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage, in seconds, which forms it has, and whether the device
-    waits for the host."""
+    """Times of one stage in seconds, its forms, and whether the device waits for the host."""
 
     name: str
     forward_time: float
@@ -50,38 +48,43 @@ class StageTimes(NamedTuple):
 
 
 class KnownTimes(NamedTuple):
-    """stages: of the chain. link: None where it is to be measured. copy_bandwidth: of copies
-    on the device, B/s, likewise. upkeep: what the runtime itself takes, likewise. checked: whether to look at one of
-    them again."""
+    """Known times.
+
+    Attributes:
+        stages: of the chain.
+        link, copy_bandwidth, overhead: rates of the link, B/s of copies on the device, and the interpreter's overhead;
+            None if they are to be measured.
+        checked: whether to measure one stage again as a check.
+    """
 
     stages: tuple[StageTimes, ...]
     link: LinkRates | None
     copy_bandwidth: float | None = None
-    upkeep: UpkeepTimes | None = None
+    overhead: OverheadTimes | None = None
     checked: bool = True
 
     @property
     def heaviest(self) -> StageTimes | None:
-        """The stage to look at again; None where all are too short to tell, or are of other sizes."""
+        """The stage to measure again; None if all are too short to compare, or no check is wanted."""
         heaviest = max(self.stages, key=lambda row: row.forward_time + row.backward_time)
         long = heaviest.forward_time + heaviest.backward_time >= WORTH_CHECKING
         return heaviest if long and self.checked else None
 
 
 def check_times(known: StageTimes, runs: Sequence[float]) -> None:
-    """Compare what the stage's forward and backward took together, in seconds, with what they are known to take.
+    """Compare the seconds of forward and backward in some `runs` with the known times.
 
     Raises:
-        TimesChanged: where they took another time, and not for one slow run.
+        TimesChanged: if they differ, and not in one slow run alone.
     """
     before = known.forward_time + known.backward_time
-    if min(runs) > FAR * before or statistics.median(runs) * FAR < before:
+    if min(runs) > TOLERANCE * before or statistics.median(runs) * TOLERANCE < before:
         now = f"{statistics.median(runs):.3g} s now"
         raise TimesChanged(f"stage {known.name!r} took {before:.3g} s when its times were kept and {now}")
 
 
 def times_of(profile: Profile) -> tuple[StageTimes, ...]:
-    """The times of a measured model's stages."""
+    """Return the times of a measured model's stages."""
     rows = []
     bound = profile.host_bound or (False,) * len(profile.chain)
     for stage, behaviour, host in zip(profile.chain.stages, profile.behaviours, bound, strict=True):
@@ -92,8 +95,12 @@ def times_of(profile: Profile) -> tuple[StageTimes, ...]:
 
 
 def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) -> KnownTimes:
-    """The times of a measured model, its link and the runtime. longer: how many times what it took a step takes now.
-    checked: as of `KnownTimes`."""
+    """Return the times of a measured model, its link and the interpreter.
+
+    Args:
+        longer: the factor by which a step takes longer now.
+        checked: as in `KnownTimes`.
+    """
 
     def scaled(row: StageTimes) -> StageTimes:
         forms = tuple(form._replace(seconds=form.seconds * longer) for form in row.forms)
@@ -101,18 +108,18 @@ def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) ->
         return row._replace(**times, forms=forms)
 
     stages = tuple(map(scaled, times_of(profile)))
-    return KnownTimes(stages, profile.chain.link, profile.copy_bandwidth, profile.upkeep_times, checked)
+    return KnownTimes(stages, profile.chain.link, profile.copy_bandwidth, profile.overhead_times, checked)
 
 
 def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:
-    """What bytes and times of `stages` depend on; None where some of it cannot be known again in another process."""
-    told = structure([m for stage in stages for m in stage.modules])
-    if "@" in told:
+    """Return what bytes and times of `stages` depend on; None if another process cannot recognise some of it."""
+    described = structure([m for stage in stages for m in stage.modules])
+    if "@" in described:
         return None
     types = sorted({"cpu", device.type})
     return {
         "stages": [stage.name for stage in stages],
-        "structure": told,
+        "structure": described,
         "input": describe(value),
         "device": [device.type, device_name(device)],
         "threads": torch.get_num_threads(),
@@ -127,7 +134,7 @@ def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device,
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
             torch.is_autocast_cache_enabled(),
-            str(torch.get_default_dtype()),  # of what a forward makes from numbers
+            str(torch.get_default_dtype()),  # of tensors made from numbers
         ],
         "cudnn": list(flags()) if device.type == "cuda" else [],
         "more": [str(one) for one in more],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from ...capture.outside import Patches
+from ...capture.interception import Patches
 from ...errors import ExecutionError
 
 _guards: list[Guard] = []

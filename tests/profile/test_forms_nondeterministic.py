@@ -70,7 +70,7 @@ def other_in_a_redo(run: int, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vague", [number_of_the_run, rounded])
-def test_bits_that_no_two_runs_share_are_no_reason_against_a_form(vague: Vague) -> None:
+def test_nondeterministic_bits_do_not_reject_a_form(vague: Vague) -> None:
     found, wrapped, x = forms(vague)
     assert found.forms, found.reason
     assert not any("full" in name for name in found.keeps[-1])  # the smallest form makes it again
@@ -84,12 +84,12 @@ def test_bits_that_no_two_runs_share_are_no_reason_against_a_form(vague: Vague) 
     assert all(torch.equal(p.grad, g) for p, g in zip(wrapped._model.parameters(), plain, strict=True))
 
 
-def test_floats_that_differ_by_more_than_rounding_are() -> None:
+def test_floats_beyond_rounding_reject_a_form() -> None:
     found, _, _ = forms(another_size)
     assert all(any("full" in name for name in names) for names in found.keeps)  # what is stored need not be made again
 
 
-def test_whole_numbers_that_only_a_redo_makes_otherwise_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integers_that_only_a_redo_changes_reject_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
     original = form_meter.redo
 
     def redo(*args: Any, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ def test_whole_numbers_that_only_a_redo_makes_otherwise_are(monkeypatch: pytest.
     assert all(any("full" in name for name in names) for names in found.keeps)
 
 
-def test_no_memory_to_measure_forms_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_measuring_forms_is_tolerated(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

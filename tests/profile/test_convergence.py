@@ -21,7 +21,7 @@ from rotoff.profile.timing.convergence import Repeats, Series, half_width
 pytestmark = pytest.mark.full_timing
 
 
-def test_the_interval_of_the_median_is_that_of_the_sign_test() -> None:
+def test_median_interval_is_that_of_the_sign_test() -> None:
     # Conover's table of the binomial: 95 % of the interval needs k = 0 up to 8 runs, 1 up to 11, 2 up to 14, 3 at 15
     for n, k in [(3, 0), (5, 0), (8, 0), (9, 1), (11, 1), (12, 2), (14, 2), (15, 3), (100, 39)]:
         times = [float(t) for t in range(n)]
@@ -37,14 +37,14 @@ def count(times: Callable[[int], float], repeats: Repeats) -> int:
     return len(made)
 
 
-def test_what_is_steady_runs_three_times_and_an_outlier_does_no_more_than_six_more() -> None:
+def test_constant_times_run_thrice_and_outliers_add_six() -> None:
     assert count(lambda n: 1 + 0.001 * n, Repeats()) == 3
     assert count(lambda n: 50.0 if n == 1 else 1 + 0.001 * n, Repeats()) == 9
     assert count(lambda n: 1 + n % 2, Repeats()) == 15
     assert count(lambda n: 1 + n % 2, Repeats.read(7)) == 7
 
 
-def test_what_takes_long_is_not_repeated_past_the_time_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_stages_stop_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(steady.time, "perf_counter", lambda: now[0])
 
@@ -60,13 +60,13 @@ def test_what_takes_long_is_not_repeated_past_the_time_that_it_has(monkeypatch: 
     assert count(wavering(0.001), Repeats()) == 15
 
 
-def test_the_spread_of_a_difference_is_compared_with_what_it_is_a_difference_of() -> None:
-    assert Series([0.01, 0.02, 0.03], scale=1.0).steady(0.02)
-    assert not Series([0.01, 0.02, 0.03]).steady(0.02)
+def test_spread_of_difference_is_relative_to_its_scale() -> None:
+    assert Series([0.01, 0.02, 0.03], scale=1.0).converged(0.02)
+    assert not Series([0.01, 0.02, 0.03]).converged(0.02)
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 2.5, True])
-def test_no_number_of_runs_is_refused(repeats: object) -> None:
+def test_invalid_repeats_are_refused(repeats: object) -> None:
     with pytest.raises(rotoff.OptionError, match="repeats is"):
         rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4))).measure(torch.randn(2, 4), repeats=repeats)
 
@@ -97,20 +97,20 @@ def runs(model: nn.Module, repeats: int | None, x: torch.Tensor | None = None) -
     return Counted.runs
 
 
-def test_a_number_is_the_number_of_timed_runs_and_in_company_it_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_fixes_runs_and_processes_use_default(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Counting(4, 4), nn.Tanh())
     untimed = runs(model, 1) - 1
     assert runs(model, 9) == untimed + 9
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     looked: list[Sequence[Series]] = []
-    monkeypatch.setattr(Series, "steady", lambda self, _: looked.append(self.seconds) or False)
+    monkeypatch.setattr(Series, "converged", lambda self, _: looked.append(self.seconds) or False)
     assert runs(model, None) == untimed + steady.FIXED
     assert not looked  # what one process sees, another may not
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_one_changing_line_is_shown_on_a_terminal_only(
+def test_progress_line_is_shown_on_terminals_only(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from rotoff.io import progress as progress_bar
@@ -143,7 +143,7 @@ class Alike(nn.Module):
 
 def test_stages_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*[Alike() for _ in range(12)])
-    monkeypatch.setattr(Series, "steady", lambda self, width: True)
+    monkeypatch.setattr(Series, "converged", lambda self, width: True)
     x = torch.randn(512, 256)
     fewest = runs(model, 1, x)  # one timed run of each kind
     # of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); the others
@@ -157,13 +157,13 @@ def test_stages_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -
     assert stages[1].backward_time != stages[-1].backward_time
 
 
-def test_stages_of_other_kinds_are_timed_by_themselves() -> None:
+def test_stages_of_different_kinds_are_timed_separately() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 65), nn.Tanh(), nn.Linear(65, 64), nn.Tanh())
     wrapped = rotoff.Checkpointable(model, stages=[str(n) for n in range(6)]).measure(torch.randn(512, 64))
     assert len({s.forward_time for s in wrapped.chain.stages}) == 6
 
 
-def test_measuring_and_training_need_no_compiler() -> None:
+def test_measuring_and_training_import_no_compiler() -> None:
     """Importing ``torch._dynamo`` takes seconds; a dispatch mode does so unless it says that it need not."""
     program = """
 import sys, torch, rotoff

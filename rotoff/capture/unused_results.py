@@ -1,7 +1,7 @@
-"""Calls whose outcome nobody needs: the model's own code makes them all the same, and no stage that is measured does.
+"""Calls whose results are never used: the model's own code makes them, but no measured stage does.
 
-A replay leaves them out. One that reads what another stage has made, or what no stage is given, belongs to none: its
-replay would have to keep that.
+Replays leave them out. Such a call belongs to no stage if it reads a tensor that another stage made, or one that no
+stage receives, since a replay would have to keep that tensor.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import accumulate
 
 from .tape import Operation, Tape
 
-SCALARS = 64  # bytes of numbers that an operation makes tensors of
-OUTSIDE = 0  # in place of a stage: what is made for all stages or for none, and is charged to no value
+SCALARS = 64  # bytes of the tensors that an operation makes of numbers
+OUTSIDE = 0  # the stage of results that belong to all stages or to none, and are charged to no value
 
 
 def put_in_stages(
@@ -23,11 +23,14 @@ def put_in_stages(
     outside: Collection[int],
     entering: Sequence[Set[int]],
 ) -> dict[int, int]:
-    """Put the calls that belong to no stage yet into the one that is open; returns where each variable is made.
+    """Assign the calls that belong to no stage yet to the one that is open; return the stage in which each variable is
+    made.
 
     Args:
-        stage_of: of an operation (its id). needed, outside: the operations (their ids) that somebody needs, and those
-            that come before the stages. entering: of each stage, the variables that it is given.
+        stage_of: by an operation's id; calls are added.
+        needed: ids of operations whose results are used.
+        outside: ids of operations before the stages.
+        entering: for each stage, the variables that it receives.
     """
     made: dict[int, int] = {}
     open_stage = 1
@@ -52,10 +55,11 @@ def beside_bytes(
     last: Mapping[int, int],
     count: int,
 ) -> tuple[int, ...]:
-    """Of each of `count` stages, the most that is there in its forward since something is computed for nothing.
+    """Return, for each of `count` stages, the most bytes that unused results take in its forward.
 
     Args:
-        stage_of, needed: as of `put_in_stages`. last: of a variable, the number of the call that uses it last.
+        stage_of, needed: as in `put_in_stages`.
+        last: for each variable, the index of the call that uses it last.
     """
     levels = [0] * (len(calls) + 1)
     for first, end, nbytes in _spans(tape, calls, stage_of, needed, last):
@@ -79,10 +83,10 @@ def _spans(
     needed: Collection[int],
     last: Mapping[int, int],
 ) -> Iterator[tuple[int, int, int]]:
-    """Of each storage the first and the last call with which it is there for nothing, and its bytes."""
+    """Yield (first call, last call, bytes) for each storage that exists without being needed."""
     elsewhere = {tape.variables[n].storage for n in tape.inputs} | tape.held | {None}
-    gone = _gone(tape, calls)
-    begins: dict[int | None, int] = {}  # of those that are needed, after their last use that is
+    released = _released(tape, calls)
+    begins: dict[int | None, int] = {}  # for a needed storage, after its last needed use
     ends: dict[int | None, int] = {}
     nbytes: dict[int | None, int] = {}
     stage = 1
@@ -97,8 +101,8 @@ def _spans(
                 begins[storage], stages[storage] = k + 1, stage
             else:
                 begins.setdefault(storage, k)
-            # what no replay makes is not taken from the model's own code
-            end = gone.get(storage, len(calls)) if apart and n in op.outputs else last.get(n, k)
+            # the runtime does not hollow what no replay makes; the model's own code holds it
+            end = released.get(storage, len(calls)) if apart and n in op.outputs else last.get(n, k)
             ends[storage] = max(ends.get(storage, 0), end)
         if apart:
             until = max((ends[tape.variables[n].storage] for n in op.outputs if n is not None), default=k)
@@ -106,13 +110,13 @@ def _spans(
     places = {n: stage_of.get(id(op), 0) for n, op in enumerate(calls)}
     for storage, first in begins.items():
         end = ends[storage]
-        handed_on = storage in stages and places.get(end, 0) != stages[storage]  # and so charged to values
-        if storage not in elsewhere and first <= end and not handed_on:
+        crosses = storage in stages and places.get(end, 0) != stages[storage]  # charged to values
+        if storage not in elsewhere and first <= end and not crosses:
             yield first, end, nbytes[storage]
 
 
-def _gone(tape: Tape, calls: Sequence[Operation]) -> dict[int | None, int]:
-    """Of a storage that the model's own code lets go of, the last call with which it is there."""
+def _released(tape: Tape, calls: Sequence[Operation]) -> dict[int | None, int]:
+    """Return the last call at which each storage exists that the model's own code releases."""
     place = {id(op): k for k, op in enumerate(calls)}
     found: dict[int | None, int] = {}
     following = len(calls)

@@ -18,9 +18,9 @@ from rotoff.profile.profile import Profile
 from rotoff.profile.timing import stage_timing
 from rotoff.profile.timing.convergence import Repeats
 from rotoff.profile.timing.harness import Run
-from rotoff.profile.timing.overhead import MOST, RUNS, UpkeepMeter
+from rotoff.profile.timing.overhead import MAX_SECONDS, RUNS, OverheadMeter
 from rotoff.profile.timing.timing_cache import StageTimes, times_of
-from rotoff.runtime.overhead import NO_UPKEEP, UpkeepTimes
+from rotoff.runtime.overhead import NO_OVERHEAD, OverheadTimes
 from rotoff.tensors.stage import Behaviour, SavedKind, StageModule
 
 pytestmark = pytest.mark.full_timing
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.full_timing
 STAGE = rotoff.Stage("s", 10.0, 20.0, output_bytes=100, saved_bytes=300, forms=(rotoff.Form(200, 22.0),))
 
 
-def test_each_stage_and_each_tensor_that_is_packed_and_read_is_charged() -> None:
-    times = UpkeepTimes(forward=2.0, backward=3.0, pack=0.1, unpack=0.01)
+def test_overhead_is_charged_per_stage_and_saved_tensor() -> None:
+    times = OverheadTimes(forward=2.0, backward=3.0, pack=0.1, unpack=0.01)
     stage = times.added_to(STAGE, saved=4)
     assert (stage.forward_time, stage.backward_time) == pytest.approx((12.4, 23.04))
     assert stage.forms[0].backward_time == pytest.approx(22 + 3.44)  # what it redoes is packed once more
     assert replace(stage, forward_time=10.0, backward_time=20.0, forms=STAGE.forms) == STAGE
-    assert NO_UPKEEP.added_to(STAGE, saved=4) == STAGE
+    assert NO_OVERHEAD.added_to(STAGE, saved=4) == STAGE
 
 
 class Slow(nn.Module):
@@ -54,7 +54,7 @@ class Alone(Slow):
         raise RuntimeError("where is the model?")
 
 
-def sampled(meter: UpkeepMeter, module: type[Slow] = Slow, last: bool = False) -> UpkeepTimes:
+def sampled(meter: OverheadMeter, module: type[Slow] = Slow, last: bool = False) -> OverheadTimes:
     x = torch.ones(256, 256, requires_grad=True)
     with torch.enable_grad():
         behaviour = Behaviour((SavedKind.OWN,) * 4, (True,))
@@ -63,56 +63,56 @@ def sampled(meter: UpkeepMeter, module: type[Slow] = Slow, last: bool = False) -
     return meter.times()
 
 
-def test_the_interpreter_is_timed_on_a_stage_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_is_timed_on_stages_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", time.thread_time)  # which no other process adds to
-    times = sampled(UpkeepMeter())
-    assert all(0 < seconds < MOST for seconds in times)
+    times = sampled(OverheadMeter())
+    assert all(0 < seconds < MAX_SECONDS for seconds in times)
     # of a stage and a tensor they are parts, however busy the machine: a hook does less than what a stage takes
     assert times.pack < times.forward
-    meter = UpkeepMeter()
+    meter = OverheadMeter()
     sampled(meter)
     (spans,) = meter._spans
     assert [len(found) for found in (spans.forward, spans.backward)] == [RUNS - 1] * 2
     assert [len(found) for found in (spans.pack, spans.unpack)] == [4 * (RUNS - 1)] * 2
 
 
-def test_what_is_handed_along_without_gradients_does_not_matter() -> None:
+def test_overhead_ignores_inputs_without_gradients() -> None:
     class Pair(nn.Module):
         def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
             x, targets = value
             return x.tanh(), targets
 
     pair = [torch.ones(256, requires_grad=True), torch.ones(256, dtype=torch.long)]
-    meter, behaviour = UpkeepMeter(), Behaviour((SavedKind.OWN,), (True, False))
+    meter, behaviour = OverheadMeter(), Behaviour((SavedKind.OWN,), (True, False))
     with torch.enable_grad():
         meter.sample(Run(StageModule("pair", (Pair(),)), pair, tuple, False), behaviour)
     assert all(seconds > 0 for seconds in meter.times())
-    other = UpkeepMeter()
+    other = OverheadMeter()
     other.sample(Run(StageModule("pair", (Pair(),)), [t.detach() for t in pair], tuple, False), behaviour)
     assert other.times() == (0, 0, 0, 0)  # the first stage of most models: no backward ends there
 
 
-def test_a_stage_that_cannot_be_run_alone_is_passed_by(caplog: pytest.LogCaptureFixture) -> None:
+def test_overhead_skips_stage_that_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "rotoff"):
-        times = sampled(UpkeepMeter(), Alone)
+        times = sampled(OverheadMeter(), Alone)
     assert times == (0, 0, 0, 0)
     (told,) = caplog.messages
-    assert "stage slow did not run by itself under the interpreter (RuntimeError: where is the model?" in told
-    assert sampled(UpkeepMeter(), last=True) == (0, 0, 0, 0)
+    assert "stage slow failed by itself under the interpreter (RuntimeError: where is the model?" in told
+    assert sampled(OverheadMeter(), last=True) == (0, 0, 0, 0)
 
 
-def test_a_stage_that_the_host_runs_ahead_of_is_charged_nothing() -> None:
-    times = UpkeepTimes(forward=2.0, pack=0.5)
-    profile = replace(PROFILE, behaviours=(Behaviour((SavedKind.OWN,) * 2, (True,)),) * 2, upkeep_times=times)
+def test_device_bound_stage_is_charged_no_overhead() -> None:
+    times = OverheadTimes(forward=2.0, pack=0.5)
+    profile = replace(PROFILE, behaviours=(Behaviour((SavedKind.OWN,) * 2, (True,)),) * 2, overhead_times=times)
 
     def forwards(bound: tuple[bool, ...]) -> list[float]:
-        return [stage.forward_time for stage in replace(profile, host_bound=bound).with_upkeep().chain.stages]
+        return [stage.forward_time for stage in replace(profile, host_bound=bound).with_overhead().chain.stages]
 
     assert forwards((False, False)) == [0.0, 0.0]
     assert forwards((False, True)) == [0.0, 3.0]
     assert forwards((True, True)) == forwards(()) == [3.0, 3.0]  # empty: host and device are one
-    once = profile.with_upkeep()
-    assert once.with_upkeep() == once
+    once = profile.with_overhead()
+    assert once.with_overhead() == once
 
 
 class Ahead:
@@ -132,7 +132,7 @@ class Ahead:
 
 
 @pytest.mark.parametrize(("launch", "kernel", "bound"), [(1e-3, 1e-4, True), (1e-3, 2e-3, False), (1e-4, 1e-3, False)])
-def test_stages_whose_kernels_take_less_than_their_launches_are_flagged(
+def test_stages_slower_to_launch_than_run_are_host_bound(
     launch: float, kernel: float, bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_timing, "Clock", lambda _: Ahead(launch, kernel))
@@ -140,13 +140,13 @@ def test_stages_whose_kernels_take_less_than_their_launches_are_flagged(
     run = Run(StageModule("slow", (Slow(),)), [x], lambda tensors: tensors[0], False)
     timings = stage_timing.Timings()
     with torch.enable_grad():
-        stage_timing.time_stage(run, stage_timing.End(), Repeats(3, 3), torch.device("cuda"), timings)
+        stage_timing.time_stage(run, stage_timing.EarlyStop(), Repeats(3, 3), torch.device("cuda"), timings)
     assert len(timings.host) == len(timings.forward) == 3
     assert timings.host_bound is bound
     assert not stage_timing.Timings([1.0], [2.0]).host_bound  # of a device that is the host
 
 
-def test_the_flag_is_kept_with_the_times() -> None:
+def test_host_bound_is_cached_with_the_times() -> None:
     rows = (StageTimes("a", 1.0, 2.0, 0.0, ()), StageTimes("b", 1.0, 2.0, 0.0, (), host_bound=True))
     profile = replace(PROFILE, host_bound=(False, True))
     assert times_of(profile) == tuple(row._replace(forward_time=0.0, backward_time=0.0) for row in rows)
@@ -156,25 +156,25 @@ PAIR = rotoff.Chain((rotoff.Stage("a", 0.0, 0.0, 1, 1), rotoff.Stage("b", 0.0, 0
 PROFILE = Profile(torch.device("cuda", 0), PAIR, (), (), (Behaviour((), (True,)),) * 2, 0, 0)
 
 
-def test_a_measured_model_knows_it_and_a_plan_that_keeps_all_does_not_pay_it() -> None:
+def test_overhead_is_measured_and_not_charged_for_keeping_all() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)])
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(2048, 16), repeats=1)
     profile = wrapped.profile
-    assert all(0 <= seconds <= MOST for seconds in profile.upkeep_times)
-    assert wrapped.chain.meta["upkeep_times"] == profile.upkeep_times._asdict()
-    known = replace(profile, upkeep_times=UpkeepTimes(0.25, 0.25, 1.0, 0.5))
+    assert all(0 <= seconds <= MAX_SECONDS for seconds in profile.overhead_times)
+    assert wrapped.chain.meta["upkeep_times"] == profile.overhead_times._asdict()
+    known = replace(profile, overhead_times=OverheadTimes(0.25, 0.25, 1.0, 0.5))
     request = Request(wrapped.keep_all_memory, "remat", 50, {})
     assert make_plan(known, request).trace.makespan == pytest.approx(wrapped.chain.compute_time)
     plan = make_plan(known, replace(request, mem_limit=int(0.7 * wrapped.keep_all_memory)))
-    assert plan.chain == known.with_upkeep().chain
+    assert plan.chain == known.with_overhead().chain
     more = plan.trace.makespan - rotoff.simulate(profile.chain, plan.sequence).makespan
     forwards = sum(op.kind in FORWARDS for op in plan.sequence)
     assert more >= 0.25 * (forwards + len(profile.chain))
     wrapped.close()
 
 
-def test_the_machine_says_what_the_model_expects() -> None:
+def test_simulated_makespan_equals_expected_makespan() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)])
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(2048, 16), repeats=1)

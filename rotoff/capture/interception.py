@@ -1,5 +1,5 @@
-"""What a ``TorchFunctionMode`` does not see: calls of modules, custom Functions and scripted functions; other random
-numbers."""
+"""Intercepts what a ``TorchFunctionMode`` does not see: calls of modules, custom Functions and scripted functions, and
+the random generators of Python and NumPy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _SCRIPTED: Any = torch.jit.ScriptFunction.__call__
 
 
 class _Seen:
-    """Of a method within a class, so that its code has the cell that the exchanged one has."""
+    """Holds the replacement of ``Function.apply``; a method in a class, because the replaced code has a ``__class__``
+    cell."""
 
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         __class__  # type: ignore[name-defined]  # noqa: B018
         return _rotoff_applied(cls, args, kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
-# The code of ``Function.apply`` is exchanged, and not the attribute: models keep ``activation = Function.apply``.
+# The code of ``Function.apply`` is replaced and not the attribute, because models keep ``activation = Function.apply``.
 APPLY: Any = vars(torch.autograd.Function)["apply"].__func__
 APPLY_CODE = APPLY.__code__
 SEEN_APPLY = _Seen.apply.__code__
@@ -39,17 +40,17 @@ _OWN_APPLY = APPLIES.now
 APPLY.__globals__["_rotoff_applied"] = lambda cls, args, kwargs: APPLIES.now(cls, *args, **kwargs)
 
 
-def own_function(function: Any) -> str:
-    """The name of a custom Function, not torch's own, whose call `function` is; "" where it is none."""
+def custom_function(function: Any) -> str:
+    """Return the name of the custom Function, not torch's own, that `function` calls; "" if it is none."""
     of: Any = getattr(function, "__self__", None)
     custom = isinstance(of, type) and issubclass(of, torch.autograd.Function) and not of.__module__.startswith("torch.")
     return str(of.__name__) if custom else ""
 
 
 @contextmanager
-def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Iterator[None]:
-    """Within, calls go through `called(original, module, *args)` and `applied(function, original, of, *args)`:
-    `function` is what PyTorch itself calls, `original` what is there now."""
+def intercept_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Iterator[None]:
+    """Route calls through `called(original, module, *args)` and `applied(function, original, of, *args)`: `function` is
+    what PyTorch calls, `original` what is installed now."""
     call, apply, script_call = nn.Module.__call__, APPLIES.now, torch.jit.ScriptFunction.__call__
 
     def wrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -65,13 +66,14 @@ def seen_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> Itera
         yield
 
 
-def unseen_calls() -> AbstractContextManager[None]:
-    """Within, calls are PyTorch's own again, for a compiler to look through."""
+def without_interception() -> AbstractContextManager[None]:
+    """Restore PyTorch's own calls, so that a compiler can trace them."""
     return _calling(_CALLED, APPLY_CODE, _OWN_APPLY, _SCRIPTED)
 
 
 def _calling(call: Any, code: Any, apply: Any, script_call: Any) -> Patches:
-    """Within, modules, custom Functions and scripted functions are called by these; code: of ``Function.apply``."""
+    """Return patches that install these calls of modules, custom Functions and scripted functions. code: of
+    ``Function.apply``."""
     return Patches(
         (nn.Module, "__call__", lambda _: call),
         (APPLIES, "now", lambda _: apply),
@@ -81,10 +83,10 @@ def _calling(call: Any, code: Any, apply: Any, script_call: Any) -> Patches:
 
 
 class Patches:
-    """Attributes that are replaced while anyone is within, in any thread.
+    """Replaces attributes while any thread is inside.
 
     Args:
-        places: of each its owner, its name, and what makes the new one of the old one.
+        places: (owner, name, function that makes the new value from the old one).
     """
 
     def __init__(self, *places: tuple[Any, str, Callable[[Any], Any]]) -> None:
@@ -120,8 +122,8 @@ def _generator(own: Any) -> Any:
 
 
 class _Reentrant:
-    """In place of the `CheckpointFunction` of the reentrant form, which gives no gradients where none of its inputs
-    needs one."""
+    """Replaces the `CheckpointFunction` of the reentrant form, which gives no gradients if none of its inputs needs
+    one."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -142,8 +144,7 @@ _CHECKPOINTS = Patches(
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Within, in this thread, ``torch.utils.checkpoint`` only runs what it is given: what is recomputed is rotoff's to
-    decide."""
+    """Make ``torch.utils.checkpoint`` only run its function in this thread: rotoff decides what is recomputed."""
     before = getattr(_OPEN, "checkpoints", False)
     _OPEN.checkpoints = True
     try:
@@ -154,7 +155,7 @@ def without_checkpoints() -> Iterator[None]:
 
 
 def other_generators() -> list[Any]:
-    """The states of Python's generator and, where it is loaded, NumPy's."""
+    """Return the states of Python's generator and, if it is loaded, NumPy's."""
     found: list[Any] = [random.getstate()]
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -163,7 +164,7 @@ def other_generators() -> list[Any]:
 
 
 def put_other_generators(states: list[Any]) -> None:
-    """Undo what was drawn since `other_generators` gave `states`."""
+    """Restore `states` from `other_generators`."""
     random.setstate(states[0])
     if len(states) > 1 and (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = states[1]

@@ -57,7 +57,7 @@ class FreedEarly(nn.Module):
         return x.square().mean()
 
 
-def test_what_the_models_own_code_holds_is_counted_where_it_runs() -> None:
+def test_tensors_held_by_model_code_are_counted() -> None:
     torch.manual_seed(0)
     model, x = Holding(), torch.randn(2048, 64)
     wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
@@ -102,7 +102,7 @@ def over_plain(kind: type[nn.Module], stages: int | None = None) -> float:
     return told / trained(model, x)[0]
 
 
-def test_what_is_computed_for_nothing_is_counted_with_all_that_it_saves() -> None:
+def test_unused_results_are_counted_with_their_saved_tensors() -> None:
     assert 1 <= over_plain(Unused) <= 1.15
 
 
@@ -140,16 +140,16 @@ class AsideDetached(Aside):
 
 @pytest.mark.parametrize("stages", [1, 3, None])
 @pytest.mark.parametrize("kind", [Aside, AsideDetached])
-def test_a_branch_for_random_numbers_alone_is_counted(kind: type[nn.Module], stages: int | None) -> None:
+def test_branch_used_only_for_its_draws_is_counted(kind: type[nn.Module], stages: int | None) -> None:
     assert over_plain(kind, stages) >= 1
 
 
 @pytest.mark.parametrize(("stages", "most"), [(3, 1.1), (10, 1.2), (None, 1.3)])
-def test_a_branch_that_crosses_cuts_is_counted_once(stages: int | None, most: float) -> None:
+def test_unused_branch_across_cuts_is_counted_once(stages: int | None, most: float) -> None:
     assert 1 <= over_plain(Aside, stages) <= most  # it may be counted twice in the stage where it ends
 
 
-def test_values_that_nobody_saves_are_not_counted_once_they_are_gone() -> None:
+def test_unsaved_values_count_until_freed() -> None:
     torch.manual_seed(0)
     model, x = FreedEarly(), torch.randn(2048, 64)
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
@@ -191,7 +191,7 @@ class CachingWithin(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Caching, CachingWithin])
-def test_caches_are_off_where_everything_is_kept_as_where_it_is_not(kind: type[nn.Module]) -> None:
+def test_caches_are_off_also_if_everything_is_kept(kind: type[nn.Module]) -> None:
     model, x = kind(), torch.randn(2048, 64)
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
 
@@ -249,7 +249,7 @@ class Program(nn.Module):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.grid
-def test_the_plain_model_never_holds_more_than_is_said(seed: int) -> None:
+def test_plain_model_holds_at_most_keep_all_memory(seed: int) -> None:
     torch.manual_seed(seed)
     model, x = Program(seed), torch.randn(1024, 32)
     wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)

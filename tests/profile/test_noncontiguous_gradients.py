@@ -86,7 +86,7 @@ class Mixed(nn.Module):
         return torch.einsum("betd,bte->btd", x, shares).tanh()
 
 
-def test_values_that_lie_permuted_may_get_gradients_that_lie_otherwise_but_not_contiguous() -> None:
+def test_permuted_values_are_measured_with_noncontiguous_gradients() -> None:
     x = torch.randn(4, 32, 32)
     model = nn.Sequential(nn.Linear(32, 32), Experts(32), Mixed(32), nn.Linear(32, 32), Experts(32), Mixed(32))
     for parameter in model.parameters():
@@ -102,7 +102,7 @@ def test_values_that_lie_permuted_may_get_gradients_that_lie_otherwise_but_not_c
 
 
 @pytest.mark.parametrize("passing", [0, 2])
-def test_copies_of_such_gradients_are_charged(passing: int) -> None:
+def test_copies_of_noncontiguous_gradients_are_charged(passing: int) -> None:
     x = torch.randn(4, 256, 16)
     plain, expanded = (wrapped(passing, contiguous, x).chain.stages[1] for contiguous in (True, False))
     assert expanded.backward_transient_bytes - plain.backward_transient_bytes == plain.output_bytes
@@ -114,7 +114,7 @@ def test_copies_of_such_gradients_are_charged(passing: int) -> None:
     model.close()
 
 
-def test_they_stay_so_where_stages_hand_them_on() -> None:
+def test_passed_on_gradients_keep_their_layout() -> None:
     fresh, expanded = GradientPlace(1, 8, None), GradientPlace(1, 8, None, Layout.ORDER)
     keeps = GradientPlace(1, 8, None, from_permuted=Layout.ORDER)
     stages = [([keeps], [8]), ([fresh], [8]), ([keeps], [8]), ([expanded], [8])]
@@ -122,7 +122,7 @@ def test_they_stay_so_where_stages_hand_them_on() -> None:
     assert [one.layout for one in charge(stages)] == [contiguous, contiguous, strange, strange, contiguous]
 
 
-def test_a_part_of_a_larger_gradient_is_strange_until_a_kernel_has_made_another() -> None:
+def test_partial_gradient_is_noncontiguous_until_a_kernel_copies_it() -> None:
     part = GradientPlace(1, 8, None, Layout.GAPS)
     handed_on = GradientPlace(2, 8, 0, from_permuted=Layout.ORDER)  # it is the gradient given
     made = GradientPlace(3, 8, None, from_permuted=Layout.ORDER)
@@ -130,7 +130,7 @@ def test_a_part_of_a_larger_gradient_is_strange_until_a_kernel_has_made_another(
     assert [one.layout for one in charge(stages)] == [0, 0, Layout.GAPS, Layout.GAPS, 0]
 
 
-def test_one_that_a_stage_hands_on_without_reading_it_costs_no_copy_there() -> None:
+def test_unread_gradient_costs_no_copy() -> None:
     made, part = GradientPlace(3, 8, None, from_permuted=Layout.ORDER), GradientPlace(1, 16, None, Layout.GAPS)
     skip = GradientPlace(5, 16, 0, from_permuted=Layout.ORDER, untouched=True)
     stages = [([made], [8]), ([skip, made], [8, 8]), ([part, made], [8, 8])]
@@ -148,7 +148,7 @@ def test_one_that_a_stage_hands_on_without_reading_it_costs_no_copy_there() -> N
         (torch.ones(2, 6, 2).narrow(1, 1, 1), Layout.GAPS),
     ],
 )
-def test_the_layout_of_a_gradient(tensor: torch.Tensor, layout: Layout) -> None:
+def test_layout_of_gradients(tensor: torch.Tensor, layout: Layout) -> None:
     assert Layout.of(tensor, torch.empty(tensor.shape)) is layout
     # what a kernel that works number by number makes of it is contiguous, unless the order is another
     assert (tensor * torch.ones(tensor.shape)).is_contiguous() or layout is Layout.ORDER
