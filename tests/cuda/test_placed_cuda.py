@@ -25,8 +25,7 @@ pytestmark = pytest.mark.cuda
 
 STANDIN = "STANDIN" in os.environ  # computes on the CPU, so that bits are equal
 CUDA = torch.device("cuda", 0)
-# a tensor that no module moves; kernels that the stand-in lacks
-NOT_THERE = {"stateful", *(["recurrent"] if STANDIN else [])}
+NOT_THERE = {"stateful"}  # has a tensor that no module moves
 Record = Callable[[str, object], None]
 
 
