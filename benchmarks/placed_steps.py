@@ -2,14 +2,12 @@
 
     python -m benchmarks.placed_steps [--width 512] [--blocks 8] [--rows 1024] [--shares 0.5 0.25 0.15] [--rounds 9]
     [--updates after] [--out FILE]
-    python -m benchmarks.placed_steps --device cuda --dtype bfloat16 --width 4096 --blocks 32 --rows 4096
-    --context 4096 --limits "24 GB" "16 GB" "12 GB" --rounds 3         # a model of 6.4 billion parameters
 
-A share is of what everything takes: parameters, gradients, AdamW's states, the batch and the plain step; limits are
-bytes. On the CPU plain and placed steps run in turn, on CUDA the plain ones first, where they fit the device. Each has
-its forward, backward and update; what counts are medians. ``expected`` is the planned step's time, ``peak`` its
-predicted bytes, ``measured`` on CUDA the most that was held; ``moved`` are the bytes that go to the host and back in a
-step. ``load`` is what the machine's processors had to do beside, as ``os.getloadavg`` says it before and after.
+On the CPU; ``placed_peers`` is for CUDA. A share is of what everything takes: parameters, gradients, AdamW's states,
+the batch and the plain step. Plain and placed steps run in turn. Each has its forward, backward and update; what counts
+are medians. ``expected`` is the planned step's time, ``peak`` its predicted bytes; ``moved`` are the bytes that go to
+the host and back in a step. ``load`` is what the machine's processors had to do beside, as ``os.getloadavg`` says it
+before and after.
 """
 
 from __future__ import annotations
@@ -56,79 +54,50 @@ class Block(nn.Module):
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
     """Seconds of a whole step."""
-    synchronize(x.device)
     began = time.perf_counter()
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    synchronize(x.device)
     return time.perf_counter() - began
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def made(options: argparse.Namespace) -> tuple[nn.Module, torch.Tensor]:
-    """The model, on the host, and its batch, on the device."""
     torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, options.dtype))
     model = nn.Sequential(*[Block(options.width, max(1, options.width // 64)) for _ in range(options.blocks)])
-    x = torch.randn(max(1, options.rows // options.context), options.context, options.width).to(options.device)
-    torch.set_default_dtype(torch.float32)
-    return model, x
+    return model, torch.randn(max(1, options.rows // options.context), options.context, options.width)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def plain_alone(options: argparse.Namespace) -> float | None:
-    """Median seconds of the plain step by itself; None where it does not fit the device."""
+def row(options: argparse.Namespace, share: float) -> dict[str, Any]:
+    """Both ways, in `share` of everything."""
     model, x = made(options)
-    try:
-        model.to(options.device)
-        optimizer = adamw(model)
-        return statistics.median([step(model, optimizer, x) for _ in range(WARM + options.rounds)][WARM:])
-    except torch.OutOfMemoryError:
-        return None
-
-
-def row(options: argparse.Namespace, wanted: float | str, alone: float | None) -> dict[str, Any]:
-    """Both ways in `wanted`: a share of everything, or bytes. alone: the plain step's seconds, measured before."""
-    model, x = made(options)
-    cuda = options.device != "cpu"
-    plain = None if cuda else copy.deepcopy(model)
-    others = torch.cuda.memory_allocated() if cuda else 0
-    placed = rotoff.Checkpointable(model, cache_directory=None, device=options.device).measure(x)
+    plain = copy.deepcopy(model)
+    placed = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     optimizer = adamw(placed)
     asked: dict[str, Any] = {"optimizer": optimizer, "updates": options.updates, "refine": options.refine}
-    limit = wanted
-    if not isinstance(wanted, str):
-        placed.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
-        limit = int(wanted * placed.keep_all_memory)
-    placed.compute_sequence(device_limit=limit, **asked)
+    placed.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     everything = placed.keep_all_memory
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    ways = [(one, own) for one, own in ((plain, plain and adamw(plain)), (placed, optimizer)) if one is not None]
+    limit = int(share * everything)
+    placed.compute_sequence(device_limit=limit, **asked)
+    ways = (plain, adamw(plain)), (placed, optimizer)
     seconds = [[step(one, own, x) for one, own in ways] for _ in range(WARM + options.rounds)][WARM:]
     times = [statistics.median(column) for column in zip(*seconds, strict=True)]
     moved = rotoff.simulate(placed.chain, placed.sequence, updates=options.updates)
     found = {
-        "limit": rotoff.parse_bytes(limit),
-        "share": rotoff.parse_bytes(limit) / everything,
+        "limit": limit,
+        "share": share,
         "everything": everything,
         "peak": placed.get_expected_memory(),
-        "measured": torch.cuda.max_memory_allocated() - others + x.nbytes if cuda else None,
-        "plain": alone if cuda else times[0],
-        "placed": times[-1],
-        "ratio": alone and times[-1] / alone if cuda else statistics.median(b / a for a, b in seconds),
+        "plain": times[0],
+        "placed": times[1],
+        "ratio": statistics.median(b / a for a, b in seconds),
         "expected": placed.get_expected_makespan(),
         "moved": moved.d2h_bytes + moved.h2d_bytes,
         "recomputed": moved.recompute_time,
-        "same_bits": plain and all(map(torch.equal, plain.parameters(), placed.parameters())),
+        "same_bits": all(map(torch.equal, plain.parameters(), placed.parameters())),
     }
     placed.close()
     return found
@@ -140,29 +109,22 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1024, help="of the batch, in sequences of the context")
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.15])
-    parser.add_argument("--limits", nargs="+", help='in place of shares, such as "24 GB"')
     parser.add_argument("--updates", choices=["after", "during"], default="after")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--refine", type=float, default=1.0, help="seconds of search, about")
     parser.add_argument("--out", help="where to write the figures, as JSON")
     options = parser.parse_args()
-    if options.device == "cpu":
-        keep_freed_memory()
-        torch.set_num_threads(1)
+    keep_freed_memory()
+    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    told = {"machine": machine(options.device), "options": vars(options), "load": [os.getloadavg()], "rows": rows}
-    alone = plain_alone(options) if options.device != "cpu" else None
-    for wanted in options.limits or options.shares:
-        rows.append(found := row(options, wanted, alone))
-        plain = "does not fit" if found["plain"] is None else f"{found['plain']:.3f} s"
-        ratio = "" if found["ratio"] is None else f" ({found['ratio']:.3f})"
+    told = {"machine": machine("cpu"), "options": vars(options), "load": [os.getloadavg()], "rows": rows}
+    for share in options.shares:
+        rows.append(found := row(options, share))
         print(
-            f"{found['share']:5.0%} of {found['everything'] / 2**20:.0f} MiB: plain {plain}, placed"
-            f" {found['placed']:.3f} s{ratio}, expected {found['expected']:.3f} s, moved {found['moved'] / 2**20:.0f}"
-            f" MiB{', OTHER BITS' if found['same_bits'] is False else ''}",
+            f"{found['share']:5.0%} of {found['everything'] / 2**20:.0f} MiB: plain {found['plain']:.3f} s, placed"
+            f" {found['placed']:.3f} s ({found['ratio']:.3f}), expected {found['expected']:.3f} s, moved"
+            f" {found['moved'] / 2**20:.0f} MiB{'' if found['same_bits'] else ', OTHER BITS'}",
             flush=True,
         )
         if options.out:  # each as soon as it is there

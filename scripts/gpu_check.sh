@@ -5,15 +5,16 @@
 #   scripts/gpu_check.sh OUTDIR tests              at most 8 minutes
 #   scripts/gpu_check.sh OUTDIR grid [WORKLOAD...] at most 9.5 minutes; gpt-1.3b where none is named
 #   scripts/gpu_check.sh OUTDIR reach [NETWORK...] at most 9.5 minutes
-#   scripts/gpu_check.sh OUTDIR placed [LIMIT...]  at most 9.5 minutes; "24 GB" "16 GB" "12 GB" where none is named
+#   scripts/gpu_check.sh OUTDIR placed [WORKLOAD...] at most 9.5 minutes; 7b vit-g qwen3-8b where none is named
 #
 # in this order where time is short: `first` builds the extension in place, uses each of CUDA's libraries once, probes the machine
 # (scripts/gpu_probe.py), lets `rotoff doctor` check it and runs the tests that judge speed one by one; `tests` runs all others, two
 # benchmarks and the example; `grid` the benchmarks' grid, one workload after the other (LIMITS="60 30" in the environment: these shares of the plain peak, in %, and
 # not all five; COMPILED=1: with torch.compile, too); `reach` a step of each network of benchmarks/reach.py (12 GB, at the sizes in
-# benchmarks/results/reach.json); `placed` steps of a model of 6.4 billion parameters with AdamW, all of it within these limits, beside the plain
-# step (64 GB of host memory). Grid and reach go on where the last call stopped, from OUTDIR or else from the file committed under
-# benchmarks/results/, where that is of the same machine.
+# benchmarks/results/reach.json); `placed` whole steps of models of 1 to 8 billion parameters with AdamW within limits on all of it, beside
+# checkpoints, torchao's optimizer and FSDP2 on the host, save_on_cpu (benchmarks/placed_peers.py; 64 GB of host memory). These three go
+# on where the last call stopped, from OUTDIR; grid and reach else from the file committed under benchmarks/results/, where that is of the same
+# machine.
 #
 # OUTDIR gets, each as soon as it is there
 #   log.txt             the machine, and what each step printed, whole
@@ -22,21 +23,21 @@
 #   probe.json, doctor.json, alone.xml                                 of `first`
 #   tests.xml, prediction.json, interpreter_cost.json, compare_modes.json  of `tests`; a row of prediction.json at a time
 #   grid_cuda.json or reach.json, results.md
-#   placed_steps.json, placed_during.json   of `placed`; a row at a time
+#   placed.json         of `placed`; a row at a time
 # A build that fails stops the call; any other step that fails does not stop those after it. A test that does not begin for lack of time
 # has failed.
 #
 # Host memory: ROTOFF_HOST_MEMORY in the environment (such as "100 GiB") says how much there is. Where it says nothing, up to
 # 48 GiB are taken and given back (scripts/host_room.py), since a machine that grows as it is used says too little.
 #
-# Exit code: 0 all well, 1 a step failed, 2 wrong usage, 3 no CUDA here, 4 the grid is not complete: call again.
+# Exit code: 0 all well, 1 a step failed, 2 wrong usage, 3 no CUDA here, 4 grid or placed is not complete: call again.
 # PYTHON names another interpreter than python3. It needs torch, Cython, setuptools, NumPy and pytest; tests run side by side where
 # pytest-xdist is.
 set -uo pipefail
 
 mode=${2:-first}
 if [ $# -lt 1 ] || [[ ! $mode =~ ^(first|tests|grid|reach|placed)$ ]] || { [[ $mode =~ ^(first|tests)$ ]] && [ $# -gt 2 ]; }; then
-    echo "usage: $0 OUTDIR [first | tests | grid [WORKLOAD...] | reach [NETWORK...] | placed [LIMIT...]]" >&2
+    echo "usage: $0 OUTDIR [first | tests | grid [WORKLOAD...] | reach [NETWORK...] | placed [WORKLOAD...]]" >&2
     exit 2
 fi
 mkdir -p "$1" || exit 2
@@ -147,29 +148,23 @@ if [ "$mode" = tests ]; then
     exit
 fi
 
-if [ "$mode" = placed ]; then
-    [ $# -eq 0 ] && set -- "24 GB" "16 GB" "12 GB"
-    size=(--device cuda --dtype bfloat16 --width 4096 --blocks 32 --rows 4096 --context 4096 --rounds 3)
-    run placed_steps 270 "$python" benchmarks/placed_steps.py "${size[@]}" --limits "$@" --out "$out/placed_steps.json"
-    run placed_during 190 "$python" benchmarks/placed_steps.py "${size[@]}" --updates during --limits "$@" --out "$out/placed_during.json"
-    end
-    exit
-fi
-
 if [ "$mode" = grid ]; then
     name=grid_cuda.json
     [ $# -eq 0 ] && set -- gpt-1.3b
     # shellcheck disable=SC2086
     run grid 480 "$python" -m benchmarks.grid.run --suite cuda --seconds 4 --minutes 7.3 --cell-minutes 2.5 \
         ${LIMITS:+--limits $LIMITS} ${COMPILED:+--compiled} --start "benchmarks/results/$name" --out "$out/$name" --workloads "$@"
+elif [ "$mode" = placed ]; then
+    name=placed.json
+    run placed 480 "$python" -m benchmarks.placed_peers --minutes 7.3 --row-minutes 4 --out "$out/$name" ${1:+--workloads "$@"}
 else
     name=reach.json
     run reach 480 "$python" benchmarks/reach.py --run --known benchmarks/results/reach.json --out "$out/$name" ${1:+--only "$@"}
 fi
 ended=$code
-[ "$mode" = grid ] && [ "$ended" -eq 3 ] && ended=4
-[ -e "$out/$name" ] && run page 15 "$python" -m benchmarks.grid.report "$out/$name" --out "$out/results.md"
+[ "$mode" != reach ] && [ "$ended" -eq 3 ] && ended=4
+[ "$mode" != placed ] && [ -e "$out/$name" ] && run page 15 "$python" -m benchmarks.grid.report "$out/$name" --out "$out/results.md"
 end
-[ "$ended" -eq 4 ] && say "The grid is not complete yet: run this again, with the same OUTDIR."
+[ "$ended" -eq 4 ] && say "It is not complete yet: run this again, with the same OUTDIR."
 [ "$ended" -eq 0 ] || [ "$ended" -eq 4 ] || ended=1
 exit "$ended"

@@ -25,6 +25,7 @@ from torch import nn
 import rotoff
 from rotoff.core.sequence import Op, OpKind
 from rotoff.errors import InfeasibleError
+from rotoff.profile.selective import conv_forms
 from rotoff.runtime.execution_plan import compile_sequence
 from rotoff.tensors.convolutions import Algorithms, flags
 
@@ -184,10 +185,12 @@ def test_by_default_there_are_none() -> None:
     assert not STANDIN or any(row.algorithms for row in switched_off.profile.forms)
 
 
-def test_the_times_of_such_forms_are_known_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "rotoff.profile.timing.timing_cache.TOLERANCE", math.inf
-    )  # they hold, however busy the machine is
+@pytest.mark.parametrize("costly", [True, False])
+def test_the_times_of_such_forms_are_known_again(costly: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # they hold, however busy the machine is
+    monkeypatch.setattr("rotoff.profile.timing.timing_cache.TOLERANCE", math.inf)
+    if not costly:  # those of other algorithms are better than what they are forms of, which is left out
+        monkeypatch.setattr(conv_forms, "_more_seconds", lambda context, plain, trials: [0.0] * len(trials))
     first, _ = measured(conv_algorithms="any", cache_directory=tmp_path)
     again, _ = measured(conv_algorithms="any", cache_directory=tmp_path)
     for a, b in zip(first.profile.behaviours, again.profile.behaviours, strict=True):

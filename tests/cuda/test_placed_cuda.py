@@ -6,11 +6,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +25,7 @@ pytestmark = pytest.mark.cuda
 
 STANDIN = "STANDIN" in os.environ  # computes on the CPU, so that bits are equal
 CUDA = torch.device("cuda", 0)
-# a tensor that no module moves; kernels that the stand-in lacks
-NOT_THERE = {"stateful", *(["recurrent"] if STANDIN else [])}
+NOT_THERE = {"stateful"}  # has a tensor that no module moves
 Record = Callable[[str, object], None]
 
 
@@ -425,14 +422,21 @@ def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
     wrapped.close()
 
 
-def test_the_benchmark_of_placed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import placed_steps
+@pytest.mark.parametrize("workload", ["7b", "vit-g", "qwen3-8b"])
+def test_rows_of_the_benchmark_beside_peers(workload: str) -> None:
+    from benchmarks.placed_peers import run_row
 
-    size = ["--width", "64", "--blocks", "3", "--rows", "256", "--rounds", "1", "--refine", "0.05"]
-    limits = ["--device", "cuda", "--limits", "2500 KB", "--out", str(tmp_path / "placed.json")]
-    monkeypatch.setattr("sys.argv", ["placed_steps.py", *size, *limits])
-    placed_steps.main()
-    (row,) = json.loads((tmp_path / "placed.json").read_text())["rows"]
-    assert row["measured"] <= row["peak"] <= row["limit"] == 2_500_000
-    assert row["plain"] > 0
-    assert row["moved"] > 0
+    cell = {"workload": workload, "device": "cuda", "steps": 1, "tiny": True, "limit": None}
+    rows = {method: run_row({**cell, "method": method}) for method in ("plain", "checkpoint", "save_on_cpu")}
+    assert all(row["status"] == "ok" for row in rows.values()), rows
+    limit = (rows["plain"]["peak"] + 2 * torch.cuda.memory_allocated()) // 3
+    for updates in ("rotoff", "rotoff-during"):
+        row = rows[updates] = run_row({**cell, "method": f"{updates}@third", "limit": limit})
+        assert row["status"] == "ok", row
+        assert row["expected_peak"] <= row["limit"]
+        assert row["moved"] > 0
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(rows["plain"]["losses"], rel=0.02)
+    none = run_row({**cell, "method": "rotoff@1 KB", "limit": "1 KB"})
+    assert none["status"] == "infeasible"
+    assert "needs at least" in none["note"]

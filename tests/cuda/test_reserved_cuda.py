@@ -22,8 +22,7 @@ MODES = ("joint", "remat", "offload")
 EXPANDABLE = "expandable_segments:True" in os.environ.get(
     "PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 )
-# The stand-in has no recurrent kernels.
-CASES = [*itertools.product([name for name in ALL if name != "recurrent"], (1, 100)), ("convolutional", 700)]
+CASES = [*itertools.product(ALL, (1, 100)), ("convolutional", 700)]
 # Reserved above the limit: a share of it, and beside that two pieces of 20 MiB and 2 MiB, for what is large and small.
 SHARES = {False: 0.45, True: 0.25}
 MORE = 22 * MIB

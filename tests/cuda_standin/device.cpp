@@ -11,6 +11,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/RNN.h>
 #include <ATen/native/TensorShape.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -20,6 +21,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <sys/mman.h>
@@ -473,6 +476,90 @@ std::tuple<Tensor, Tensor, Tensor> normalized_backward(const Tensor& input, cons
   auto [x, w, b] = at::native_batch_norm_backward(as_cpu(grad), as_cpu(input), as_cpu(weight), {}, {}, as_cpu(*mean), as_cpu(*scale), true, epsilon, {true, true, true});
   return {to_device(x), to_device(w), to_device(b)};
 }
+// LSTMs as cuDNN has them: the dropout between their layers comes out of a buffer of the device's that goes on from run to run. The first run after
+// the generator's state was set fills it anew, from a number that the host waits for.
+bool fill_anew = true;
+Tensor recurrent_dropout(const Tensor& like, double p) {
+  static Tensor buffer;
+  static Generator bits;
+  if (std::exchange(fill_anew, false)) {
+    waits("item");
+    bits = at::detail::createCPUGenerator(at::empty({}, kLong).random_().item<int64_t>());
+    buffer = at::empty({2 << 20}, like.options().dtype(kByte));
+  }
+  return to_device(at::empty(like.sizes(), like.options().device(kCPU)).bernoulli_(1 - p, bits).div_(1 - p));
+}
+// All layers, on the CPU; of several, `masks` lie between them.
+std::vector<Tensor> layers_on_cpu(const std::vector<Tensor>& given, const std::optional<Tensor>& masks, bool batch_first) {
+  const int64_t layers = given[1].size(0), each = (static_cast<int64_t>(given.size()) - 3) / layers;
+  Tensor x = given[0];
+  std::vector<Tensor> hidden, cells;
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    if (layer && masks) x = x * (*masks)[layer - 1];
+    const auto weights = TensorList(given).slice(3 + layer * each, each);
+    const Tensor first[] = {given[1].slice(0, layer, layer + 1), given[2].slice(0, layer, layer + 1)};
+    auto [y, h, c] = at::lstm(x, first, weights, each == 4, 1, 0.0, false, false, batch_first);
+    x = y;
+    hidden.push_back(h);
+    cells.push_back(c);
+  }
+  return {x, at::cat(hidden), at::cat(cells)};
+}
+std::vector<Tensor> as_cpus(TensorList tensors) {
+  std::vector<Tensor> found;
+  for (const Tensor& t : tensors) found.push_back(as_cpu(t));
+  return found;
+}
+std::vector<Tensor> lstm_forward(TensorList given, const std::optional<Tensor>& masks, bool batch_first) {
+  const auto made = layers_on_cpu(as_cpus(given), masks ? std::optional(as_cpu(*masks)) : masks, batch_first);
+  return {to_device(made[0]), to_device(made[1]), to_device(made[2])};
+}
+std::vector<Tensor> lstm_backward(TensorList gradients, TensorList given, const std::optional<Tensor>& masks, bool batch_first) {
+  const AutoGradMode with_graph(true);
+  std::vector<Tensor> leaves, found;
+  for (const Tensor& t : as_cpus(given)) leaves.push_back(t.detach().requires_grad_(true));
+  const auto made = layers_on_cpu(leaves, masks ? std::optional(as_cpu(*masks)) : masks, batch_first);
+  for (const Tensor& t : torch::autograd::grad(made, leaves, as_cpus(gradients))) found.push_back(to_device(t));
+  return found;
+}
+template <typename F>
+auto operation(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<F>();
+}
+struct Lstm : torch::autograd::Function<Lstm> {
+  static std::vector<Tensor> forward(torch::autograd::AutogradContext* kept, TensorList given, double p, bool batch_first) {
+    const AutoDispatchBelowADInplaceOrView below;
+    std::optional<Tensor> masks;
+    const int64_t layers = given[1].size(0), width = given[1].size(2);
+    if (p > 0 && layers > 1) {
+      const auto like = given[0].new_empty({layers - 1, given[0].size(0), given[0].size(1), width});
+      masks = operation<Tensor(const Tensor&, double)>("standin::recurrent_dropout").call(like, p);
+    }
+    auto made = operation<decltype(lstm_forward)>("standin::lstm").call(given, masks, batch_first);
+    std::vector<Tensor> saved(given.begin(), given.end());
+    saved.insert(saved.end(), {made[0], masks.value_or(Tensor())}); // cuDNN's backward reads the output too
+    kept->save_for_backward(saved);
+    kept->saved_data["batch_first"] = batch_first;
+    return made;
+  }
+  static std::vector<Tensor> backward(torch::autograd::AutogradContext* kept, std::vector<Tensor> gradients) {
+    auto given = kept->get_saved_variables();
+    const Tensor masks = given.back();
+    given.resize(given.size() - 2);
+    auto found = operation<decltype(lstm_backward)>("standin::lstm_backward")
+                     .call(gradients, given, masks.defined() ? std::optional(masks) : std::nullopt, kept->saved_data["batch_first"].toBool());
+    found.resize(found.size() + 2);
+    return found;
+  }
+};
+void lstm(Tensor& output, Tensor& hy, Tensor& cy, const Tensor& input, TensorList hx, TensorList parameters, bool, int64_t, double p, bool train,
+          bool bidirectional, bool batch_first) {
+  TORCH_CHECK(!bidirectional, "the stand-in has no bidirectional LSTM");
+  std::vector<Tensor> given{input, hx[0], hx[1]};
+  given.insert(given.end(), parameters.begin(), parameters.end());
+  const auto made = Lstm::apply(TensorList(given), train ? p : 0.0, batch_first);
+  output = made[0], hy = made[1], cy = made[2];
+}
 // Every other operation: arguments to the CPU, the CPU's kernel, results back.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string& name = op.schema().name();
@@ -512,6 +599,18 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 static int registered = (c10::SetAllocator(DeviceType::CUDA, &allocator, 10), 0);
 
+static int recurrent = (at::native::lstm_cudnn_stub.set_cuda_dispatch_ptr(&lstm), 0);
+
+TORCH_LIBRARY(standin, m) {
+  m.def("recurrent_dropout(Tensor like, float p) -> Tensor", {at::Tag::nondeterministic_seeded});
+  m.def("lstm(Tensor[] given, Tensor? masks, bool batch_first) -> Tensor[]");
+  m.def("lstm_backward(Tensor[] gradients, Tensor[] given, Tensor? masks, bool batch_first) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(standin, CUDA, m) {
+  m.impl("recurrent_dropout", recurrent_dropout);
+  m.impl("lstm", lstm_forward);
+  m.impl("lstm_backward", lstm_backward);
+}
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty_mf);
@@ -559,6 +658,7 @@ void standin_reset_peak() {
   counts.large_peak = counts.large;
 }
 void standin_strict(int mode) { strict = mode; }
+void standin_fill_anew() { fill_anew = true; }
 int standin_count() { return kCount; }
 int standin_current() { return current; }
 int standin_exchange(int index) { return std::exchange(current, static_cast<DeviceIndex>(index < 0 ? current : index)); }

@@ -140,6 +140,16 @@ def stand_in(library: str) -> None:
         found = torch.device(where).index
         return -1 if found is None else found
 
+    class Generator:
+        """The CPU's, which the stand-in draws from; where its state is set, the dropout of cuDNN's LSTMs begins anew."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.default_generator, name)
+
+        def set_state(self, state: torch.Tensor) -> None:
+            torch.default_generator.set_state(state)
+            device.standin_fill_anew()
+
     count = device.standin_count()
     properties = SimpleNamespace(name="stand-in", major=9, minor=0, total_memory=device.standin_capacity())
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
@@ -179,11 +189,11 @@ def stand_in(library: str) -> None:
         "set_sync_debug_mode": lambda mode: device.standin_strict(("default", "warn", "error").index(mode)),
         "_sleep": lambda _: None,
         "cudart": lambda: runtime,
-        "default_generators": (torch.default_generator,) * count,
-        "manual_seed": lambda _: None,  # the CPU's, which the stand-in draws from, is seeded beside it
-        "manual_seed_all": lambda _: None,
+        "default_generators": (Generator(),) * count,
+        "manual_seed": lambda _: device.standin_fill_anew(),  # the CPU's is seeded beside it
+        "manual_seed_all": lambda _: device.standin_fill_anew(),
         "get_rng_state": lambda _=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, _=None: torch.set_rng_state(state),
+        "set_rng_state": lambda state, _=None: Generator().set_state(state),
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)

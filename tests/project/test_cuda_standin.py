@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,36 @@ def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: 
     assert all(row["given"] <= row["limit"] + row["slack"] for row in found["peak bytes"]["rows"])
     assert [row["waits"] for row in found["host waits"]["rows"]] == [0, 0, 0]
     assert found["overlap"]["moved"] > 0
+
+
+def test_the_benchmark_beside_peers_goes_on_where_its_time_was_up(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import standin\n")  # for the processes of the rows, too
+    out, command = tmp_path / "placed.json", [sys.executable, "-m", "benchmarks.placed_peers", "--tiny", "--steps", "1"]
+    told = environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
+
+    def run(*more: str) -> tuple[int, str, dict[str, Any]]:
+        asked = [*command, "--out", str(out), "--workloads", "7b", *more]
+        done = subprocess.run(asked, env=told, capture_output=True, text=True, timeout=600, cwd=TESTS.parent)
+        return done.returncode, done.stdout, json.loads(out.read_text())["rows"] if out.exists() else {}
+
+    code, text, rows = run("--minutes", "0.001")
+    assert (code, rows) == (3, {})
+    assert "run this again" in text
+    code, text, rows = run()
+    assert code == 0, text
+    peers = ["checkpoint", "torchao", "torchao-gradients", "fsdp2", "save_on_cpu", "plain"]
+    assert [name for name in rows if "rotoff" not in name] == [f"7b/{peer}" for peer in peers]
+    for peer in ("checkpoint", "save_on_cpu", "plain"):
+        theirs, ours = rows[f"7b/{peer}"], rows[f"7b/rotoff@{peer}"]
+        assert (theirs["status"], ours["status"]) == ("ok", "ok"), (theirs, ours)
+        assert ours["limit"] == theirs["peak"] >= ours["expected_peak"]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=0.02)
+    assert "NCCL" in rows["7b/fsdp2"]["note"]
+    statuses = {name: row["status"] for name, row in rows.items()}
+    assert statuses["7b/fsdp2"] == "not here"
+    assert statuses["7b/torchao"] in ("not here", "ok")
+    assert statuses["7b/rotoff@1 KB"] == statuses["7b/rotoff-during@1 KB"] == "infeasible"
+    assert run()[2] == rows  # nothing is run twice
 
 
 SECOND = """

@@ -28,7 +28,7 @@ case "$*" in
     *build_ext*) exit "${BUILD:-0}" ;;
     *"-m pytest"*) previous=; for one in "$@"; do [ "$previous" = --junitxml ] && cp "$NOTES.xml" "$one"; previous=$one; done
         exit "${TESTS:-0}" ;;
-    *"--suite cuda"* | *reach.py*) exit "${CODE:-0}" ;;
+    *"--suite cuda"* | *reach.py* | *placed_peers*) exit "${CODE:-0}" ;;
 esac
 """
 TIMEOUT = """#!/bin/sh
@@ -116,10 +116,10 @@ STEPS = {
     "tests": ["build", "warm_up", "tests", "prediction", "interpreter_cost", "compare_modes"],
     "grid": ["build", "grid"],
     "reach": ["build", "reach"],
-    "placed": ["build", "placed_steps", "placed_during"],
+    "placed": ["build", "placed"],
 }
 SAYS = {"build": "build_ext", "alone": "cuda and alone", "tests": "cuda and not alone", "warm_up": "gpu_warm_up"}
-SAYS |= {"grid": "grid.run", "placed_steps": "placed_steps.json", "placed_during": "--updates during"}
+SAYS |= {"grid": "grid.run", "placed": "placed_peers"}
 
 
 @pytest.mark.parametrize("mode", list(STEPS))
@@ -317,9 +317,11 @@ def test_reach_is_executed_on_the_device(tmp_path: Path) -> None:
     assert ended.commands[1].endswith("--only vgg16")
 
 
-def test_placed_steps_are_asked_for_within_each_limit(tmp_path: Path) -> None:
-    ended = check(tmp_path, "placed", "24 GB", "8 GB")
-    assert ended.code == 0
-    for command, more in zip(ended.commands[1:], ("", " --updates during"), strict=True):
-        assert "benchmarks/placed_steps.py --device cuda " in command
-        assert f"{more} --limits 24 GB 8 GB --out " in command
+@pytest.mark.parametrize(("code", "returned"), [(0, 0), (3, 4), (1, 1)])
+def test_placed_steps_beside_the_peers_go_on_in_another_call(tmp_path: Path, code: int, returned: int) -> None:
+    ended = check(tmp_path, "placed", "7b", "vit-g", CODE=str(code))
+    assert ended.code == returned
+    assert ("run this again" in ended.said) == (code == 3)
+    (command,) = ended.commands[1:]
+    assert command.startswith("-m benchmarks.placed_peers --minutes ")
+    assert command.endswith("placed.json --workloads 7b vit-g")

@@ -114,20 +114,13 @@ class FormMeter:
         graph = StageGraph(log, behaviour.saved)
         if (reason := graph.refusal()) is not None:
             return FoundForms(reason=reason)
-        saved = graph.nbytes(graph.saved - graph.given)
         known = {one.identity: one.seconds for one in times or ()}
-        if no_parts:
-            choices = []
-        elif times is not None:
-            own = {n for n, kind in enumerate(behaviour.saved) if kind is SavedKind.OWN}
-            chosen = [graph.choice(kept) for kept, algorithms in known if not algorithms and own > set(kept)]
-            choices = [choice for choice in chosen if choice is not None]
-        else:
-            choices = [c for c in graph.choices(self._policy) if saved - c.nbytes >= stage.worth]
+        choices = [] if no_parts else self._choices(stage, graph, known)
         pairs, reason = self._measured(stage, choices, known)
         if self._algorithms and convolves(log):
             smallest = min(pairs, key=lambda pair: pair[0].saved_bytes, default=None)
             pairs += find_conv_forms(self.context, stage, self._algorithms, smallest, known)
+        pairs = [pair for pair in pairs if not known or pair[1].identity in known]
         whole = costs.form(0)
         kept = [p for p in pairs if not beaten_by(p[0], [whole, *(f for f, _ in pairs if f is not p[0])])]
         kept.sort(key=lambda pair: -pair[0].saved_bytes)
@@ -137,13 +130,24 @@ class FormMeter:
         self._shared[key] = costs, found
         return found
 
+    def _choices(self, stage: WholeStage, graph: StageGraph, known: dict[Any, float]) -> list[Choice]:
+        """What to store in a form that stores a part. known: seconds of the stage's forms, if they are."""
+        if known:
+            own = {n for n, kind in enumerate(stage.behaviour.saved) if kind is SavedKind.OWN}
+            # a form with other algorithms may be known where the one that it is based on was left out
+            chosen = [graph.choice(kept) for kept in dict.fromkeys(kept for kept, _ in known) if own > set(kept)]
+            return [choice for choice in chosen if choice is not None]
+        saved = graph.nbytes(graph.saved - graph.given)
+        return [c for c in graph.choices(self._policy) if saved - c.nbytes >= stage.worth]
+
     def _measured(
         self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
     ) -> tuple[list[tuple[Form, Recipe]], str]:
-        """Measure the forms of `choices`; also return why some of them failed."""
+        """Measure the forms of `choices`; also return why some of them failed. If any `times` are known, the other forms
+        are not timed and count as 0 seconds."""
         if not choices:
             return [], "no tensors that could be recomputed take enough bytes"
-        known = [times.get(choice.recipe.identity) for choice in choices]
+        known = [times.get(choice.recipe.identity, 0.0 if times else None) for choice in choices]
         unknown = [choice.recipe for choice, seconds in zip(choices, known, strict=True) if seconds is None]
         redos = iter(self._redo_seconds(stage, unknown) if unknown else ())
         pairs: list[tuple[Form, Recipe]] = []
