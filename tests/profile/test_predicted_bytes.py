@@ -278,7 +278,26 @@ class Picks(nn.Module):
         return twice[:, : x.shape[1]] + 1.0
 
 
-@pytest.mark.parametrize("make", [ForNothing, Frames])
+class Means(nn.Module):
+    """Their gradients are parts of one storage, and they are the last stage's inputs."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        widths = (width, 4 * width, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(*widths[:2]), nn.GELU(), nn.Linear(*widths[1:]))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        means = []
+        for block in self.blocks:
+            x = x + block(x)
+            means.append(x.mean())
+        return x.square().mean() + sum(means)
+
+
+@pytest.mark.parametrize("make", [ForNothing, Frames, Means])
 def test_what_frames_hold_is_charged_and_what_is_for_nothing_is_held_by_no_tape(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)
