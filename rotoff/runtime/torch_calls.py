@@ -49,6 +49,7 @@ def _is_of(dtype: torch.dtype) -> Callable[..., bool]:
 _CASTS = {name: getattr(torch, name) for name in ("float", "half", "bfloat16", "double", "long", "int", "bool")}
 _CONVERSIONS: dict[Any, Callable[..., bool]] = {
     torch.Tensor.to: _is_like,
+    torch.Tensor.type_as: _is_like,
     torch.Tensor.contiguous: lambda tensor, *more, **named: (
         not more and not named and _is_like(tensor) and tensor.layout is torch.strided and tensor.is_contiguous()
     ),
