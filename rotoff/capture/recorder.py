@@ -30,7 +30,7 @@ from .partition.data_sizes import PACK_INSIDE, DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places, alone
 from .sharding import gathers
-from .tape import NOTHING, Operation, Ref, Tape, leaves, name_of, substitute
+from .tape import NOTHING, Operation, Ref, Tape, as_method, leaves, name_of, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 
 # Answers about a tensor that do not depend on its contents.
@@ -202,7 +202,7 @@ class Recorder(TorchFunctionMode):
         run: Callable[..., Any] | None = None,
     ) -> Any:
         """Run `function`, as `run` does, and note it; nothing that is called meanwhile is seen."""
-        function = as_collective(function)
+        function = as_method(as_collective(function))
         self._inside = True
         try:
             return self._noted(function, args, kwargs, run or function)

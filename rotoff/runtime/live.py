@@ -176,6 +176,8 @@ class LiveForward(EagerFunctionMode):
         tensor = var.tensor()
         if tensor is None or var.stays or var.hollow or tensor.is_conj() or tensor.is_neg():
             return
+        if tensor.requires_grad and tensor.is_leaf:  # the graph holds it, since it is to get a gradient
+            return
         base = tensor._base
         if base is not None:  # the graph of a view holds it
             known = vars(base).get(TAG)

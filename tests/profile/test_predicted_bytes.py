@@ -279,7 +279,8 @@ class Picks(nn.Module):
 
 
 class Means(nn.Module):
-    """The gradients of its means are parts of one storage, and it asks for the type of what no call needs any more."""
+    """The gradients of its means are parts of one storage, it asks for the type of what no call needs any more, and
+    `Leaf` has a gradient of its input computed."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -295,7 +296,14 @@ class Means(nn.Module):
         return x.square().mean() + sum(means)
 
 
-@pytest.mark.parametrize("make", [ForNothing, Frames, Means])
+class Leaf(Means):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        x.requires_grad = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf])
 def test_what_frames_hold_is_charged_and_what_is_for_nothing_is_held_by_no_tape(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)
