@@ -30,7 +30,7 @@ from .partition.data_sizes import PACK_INSIDE, DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places, alone
 from .sharding import gathers
-from .tape import NOTHING, Operation, Ref, Tape, leaves, name_of, substitute
+from .tape import NOTHING, Operation, Ref, Tape, as_method, leaves, name_of, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 
 # properties of a tensor that do not depend on its contents
@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
         run: Callable[..., Any] | None = None,
     ) -> Any:
         """Run `function`, by calling `run`, and record it; nested calls are not recorded."""
-        function = as_collective(function)
+        function = as_method(as_collective(function))
         self._inside = True
         try:
             return self._noted(function, args, kwargs, run or function)

@@ -64,6 +64,14 @@ class Variable(NamedTuple):
 NOTHING = object()  # in place of an expected value
 
 
+def as_method(function: Any) -> Any:
+    """`function`, or the method that does what the setting of an attribute does: ``x.requires_grad = True``."""
+    return torch.Tensor.requires_grad_ if function == _SET_REQUIRES_GRAD else function
+
+
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Operation:
     """One call of a function of torch, of a custom autograd Function, or of a module that is called as a whole.

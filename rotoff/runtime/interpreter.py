@@ -229,7 +229,6 @@ class Step:
         given = self._held[self._held.input_of(i)].tensors()
         tape = StageTape(self._stage_name(i))
         tape.inputs = [var for var, _ in crossing]
-        live.instead = {}
         self._bring(i, tape, live)
         for (var, at), now in zip(crossing, given, strict=True):
             live.fill(var, now)
@@ -293,6 +292,7 @@ class Step:
         assert live is not None
         self._open = None
         i = op.stage
+        live.instead = {}  # views that hold the input's bytes
         run, behaviour = self._runs[i], self._behaviours[i - 1]
         v = abar(i) if op.kind in (OpKind.F_ALL, OpKind.F_SEL) else a(i)
         if v.saved:
@@ -323,18 +323,32 @@ class Step:
         self._last = i
         self._done_with(op)
 
-    def restore(self, var: Var) -> torch.Tensor:
-        """Return the content of a hollow tensor, by a replay of the stage that made it and, if its input is gone, of
-        the stages before."""
-        if var.stage == OUTSIDE:
-            assert self._live is not None
-            return self._live.outside.run([], [var])[0]
-        run = self._runs[var.stage]
-        given = []
-        for one in run.tape.inputs:
-            tensor = one.tensor()
-            given.append(self.restore(one) if tensor is None or one.hollow else tensor.detach())
-        return run.restored(given, var)
+    def restore(self, every: Sequence[Var]) -> list[torch.Tensor]:
+        """Return the contents of hollow tensors, by one replay of each stage that made them or, if inputs are gone,
+        makes a part of these."""
+        wanted: dict[int, list[Var]] = {}
+        for var in every:
+            wanted.setdefault(var.stage, []).append(var)
+        content: dict[Var, torch.Tensor] = {}
+        last_use = dict.fromkeys(every, len(self._stages) + 1)
+        for i in range(max(wanted), OUTSIDE, -1):
+            for one in self._runs[i].tape.inputs if i in wanted else ():
+                if one in last_use:
+                    continue
+                last_use[one] = i
+                if (tensor := one.tensor()) is None or one.hollow:
+                    wanted.setdefault(one.stage, []).append(one)
+                else:
+                    content[one] = tensor.detach()
+        for i in sorted(wanted):
+            if i == OUTSIDE:
+                assert self._live is not None
+                made = self._live.outside.run([], wanted[i])
+            else:
+                made = self._runs[i].restored([content[one] for one in self._runs[i].tape.inputs], wanted[i])
+            content.update(zip(wanted[i], made, strict=True))
+            content = {one: tensor for one, tensor in content.items() if last_use[one] > i}
+        return [content[var] for var in every]
 
     def _execute_or_skip(self) -> None:
         """Run the next operation, unless its stage was never entered: a forward that leaves its course may end in an

@@ -43,8 +43,8 @@ class Stages(Protocol):
     def enter(self, stage: int) -> None:
         """End the stage before `stage`, whose first call is about to be made."""
 
-    def restore(self, var: Var) -> torch.Tensor:
-        """Return the content of a hollow tensor."""
+    def restore(self, every: Sequence[Var]) -> list[torch.Tensor]:
+        """Return the contents of hollow tensors."""
 
 
 RETURNED = "_rotoff_returned"  # set on the stand-in for a parameter if a call returned the stand-in itself
@@ -153,8 +153,8 @@ class LiveForward(EagerFunctionMode):
             if var is not None and (var.stage == self._stage or var in self.entered):
                 found.setdefault(var, at)
         for var in found:
-            if var.hollow and (tensor := var.tensor()) is not None:
-                self._refill(var, tensor)
+            if var.hollow:
+                self._refill([var])
         return [(var, at) for var, at in found.items() if var.tensor() is not None]
 
     def made_by(self, stage: int) -> dict[Var, int]:
@@ -176,6 +176,8 @@ class LiveForward(EagerFunctionMode):
         tensor = var.tensor()
         if tensor is None or var.stays or var.hollow or tensor.is_conj() or tensor.is_neg():
             return
+        if tensor.requires_grad and tensor.is_leaf:  # the graph holds it, since it is to get a gradient
+            return
         base = tensor._base
         if base is not None:  # the graph of a view holds it
             known = vars(base).get(TAG)
@@ -195,7 +197,7 @@ class LiveForward(EagerFunctionMode):
 
     def finish(self) -> None:
         """End the forward: fill the hollow tensors that something still holds."""
-        self._dying = ()
+        self._dying, self.instead = (), {}  # a view holds its base
         if self._position < self._count:
             self._skip_to(self._count)
         for var in self._vars:
@@ -208,11 +210,9 @@ class LiveForward(EagerFunctionMode):
             end = time.monotonic() + LETTING_GO
             while any(var.hollow and var.tensor() is not None for var in self._hollowed) and time.monotonic() < end:
                 time.sleep(1e-4)
-        for var in self._hollowed:
-            tensor = var.tensor()
-            if var.hollow and tensor is not None:
-                self.kept_more = True
-                self._refill(var, tensor)
+        held = list(dict.fromkeys(var for var in self._hollowed if var.hollow and var.tensor() is not None))
+        self.kept_more = bool(held)
+        self._refill(held)
 
     def results(self, result: Any, stage: int) -> list[tuple[Var, int]]:
         """Return the tensors in `result` that the last `stage` made."""
@@ -231,12 +231,15 @@ class LiveForward(EagerFunctionMode):
                 vars(tensor).pop(TAG, None)
                 vars(tensor).pop(GEOMETRY, None)
 
-    def _refill(self, var: Var, tensor: torch.Tensor) -> None:
+    def _refill(self, every: Sequence[Var]) -> None:
+        held = [(var, tensor) for var in every if (tensor := var.tensor()) is not None]
+        if not held:
+            return
         self.on_course = self.as_measured = False
-        content = self._stages.restore(var)
-        tensor.data = content
-        var.hollow, var.stays = False, True
-        _has_its_own(var)
+        for (var, tensor), content in zip(held, self._stages.restore([var for var, _ in held]), strict=True):
+            tensor.data = content
+            var.hollow, var.stays = False, True
+            _has_its_own(var)
 
     # -- calls
 
@@ -496,7 +499,7 @@ class LiveForward(EagerFunctionMode):
         if var is None or var.step is not self._token:
             return self.reads.constant(leaf) if stage != OUTSIDE else leaf
         if var.hollow:
-            self._refill(var, leaf)
+            self._refill([var])
         if stage == OUTSIDE:
             return leaf if var.stays else var
         if var.stage == stage or var in self.entered:

@@ -210,11 +210,11 @@ class StageRun:
             hooks, self._open_hooks = self._open_hooks, None
             hooks.__exit__(None, None, None)
 
-    def restored(self, given: list[torch.Tensor], var: Var) -> torch.Tensor:
-        """Return the content of a tensor that the stage made, by a replay."""
+    def restored(self, given: list[torch.Tensor], wanted: Sequence[Var]) -> list[torch.Tensor]:
+        """Return the contents of tensors that the stage made, by a replay."""
         inputs, _ = self._detached(given)
         with self._replay.again(), saved_hooks(lambda _: None, _never):
-            return self.tape.run(inputs, [var])[0].detach()
+            return [tensor.detach() for tensor in self.tape.run(inputs, wanted)]
 
     def _read(self, packed: Packed, step: Backward) -> torch.Tensor:
         """Return the tensor that autograd saved as `packed`."""

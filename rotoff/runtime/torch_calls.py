@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..capture.collectives import Collective, as_collective
+from ..capture.tape import as_method
 
 Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
@@ -49,6 +50,7 @@ def _is_of(dtype: torch.dtype) -> Callable[..., bool]:
 _CASTS = {name: getattr(torch, name) for name in ("float", "half", "bfloat16", "double", "long", "int", "bool")}
 _CONVERSIONS: dict[Any, Callable[..., bool]] = {
     torch.Tensor.to: _is_like,
+    torch.Tensor.type_as: _is_like,
     torch.Tensor.contiguous: lambda tensor, *more, **named: (
         not more and not named and _is_like(tensor) and tensor.layout is torch.strided and tensor.is_contiguous()
     ),
@@ -239,7 +241,8 @@ def _known(function: Any) -> Known:
     if name in _FACTS:
         return Known(function, None, fact=True)
     if name == "__set__":
-        return Known(function, _set)
+        method = as_method(function)
+        return Known(function, _set) if method is function else Known(method, _first, instead=method)
     if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
         return Known(function, _first)
     if name.startswith("__i") and name[3:-2] in _IN_PLACE:

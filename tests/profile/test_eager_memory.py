@@ -106,6 +106,26 @@ def test_unused_results_are_counted_with_their_saved_tensors() -> None:
     assert 1 <= over_plain(Unused) <= 1.15
 
 
+class Scaled(nn.Module):
+    """A function is mapped over it, so that it is called as a whole; it makes its weights in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.func.functional_call(layer, {n: p * 1.1 for n, p in layer.named_parameters()}, (x,)).tanh()
+        return torch.vmap(lambda row: row.square().mean())(x).mean()
+
+
+def test_weights_that_the_forward_makes_are_counted() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Scaled()), torch.randn(8, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    assert trained(model, x)[0] <= wrapped.keep_all_memory
+
+
 class Aside(nn.Module):
     """A branch of which nobody needs the outcome, but which draws random numbers, so that stages run it too."""
 

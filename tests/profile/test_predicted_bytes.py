@@ -278,7 +278,32 @@ class Picks(nn.Module):
         return twice[:, : x.shape[1]] + 1.0
 
 
-@pytest.mark.parametrize("make", [ForNothing, Frames])
+class Means(nn.Module):
+    """The gradients of its means are parts of one storage, it asks for the type of what no call needs any more, and
+    `Leaf` has a gradient of its input computed."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        means = []
+        for up, down in zip(self.up, self.down, strict=True):
+            wide = up(x).sin()
+            x = (x + down(wide)).tanh().type_as(wide)
+            means.append(x.mean())
+        return x.square().mean() + sum(means)
+
+
+class Leaf(Means):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        x.requires_grad = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf])
 def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)

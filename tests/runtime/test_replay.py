@@ -15,6 +15,7 @@ import rotoff
 from rotoff.core.sequence import FORWARDS
 from rotoff.runtime import stage_tape
 from rotoff.runtime.replay import ReplayState
+from rotoff.runtime.stage_run import StageRun
 from rotoff.tensors.rng import Generators
 
 
@@ -192,6 +193,32 @@ def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved(monkeypatch
     assert same([p.grad for p in model.parameters()], expected)
     assert begun == [1] * 4
     assert ended == [0] * 4
+
+
+class Carries(nn.Module):
+    """Hands two values from block to block."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(12))
+
+    def forward(self, x: torch.Tensor, back: int | None) -> torch.Tensor:
+        y, passed = x, []
+        for block in self.blocks:
+            x, y = torch.tanh(block(x) + y), torch.sin(x * y)
+            passed.append(x)
+        return x.mean() + y.mean() + (0.0 if back is None else passed[back].mean())
+
+
+def test_a_hollow_tensor_is_filled_by_one_replay_of_each_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored, replays = StageRun.restored, []
+    monkeypatch.setattr(StageRun, "restored", lambda run, *given: replays.append(run.i) or restored(run, *given))
+    model, x = Carries(), torch.randn(64, 16)
+    wrapped = rotoff.Checkpointable(model, stages=12).measure(x, None, repeats=1)
+    wrapped.compute_sequence(wrapped.min_mem_limit("remat"), mode="remat", refine=False)
+    losses = [one(x, 9) for one in (model, wrapped)]
+    assert same(*(list(torch.autograd.grad(loss, [*model.parameters()])) for loss in losses))
+    assert 5 < len(replays) == len({*replays})
 
 
 def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:

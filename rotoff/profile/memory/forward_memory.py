@@ -105,7 +105,8 @@ def keep_everything(run: Run, leaves: list[torch.Tensor], allocator: Allocator) 
         key = storage_key(tensor)
         holder = Holder(tensor.detach())
         saved.append(Saved(key, allocator.address(tensor), tensor.shape, tensor.dtype, weakref.ref(holder)))
-        if key in {storage_key(p) for module in run.stage.modules for p in module.parameters()}:
+        parameters = (p for module in run.stage.modules for p in module.parameters())
+        if key in {storage_key(p) for p in parameters if isinstance(p, torch.nn.Parameter)}:  # others: functional_call
             gathered.add(key)
         return holder
 
