@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.collectives import several_processes
-from ..capture.course import OUTSIDE, Course
+from ..capture.course import OUTSIDE, Course, ExpectedCall
 from ..capture.places import Places, is_exact
 from ..capture.tape import name_of
 from ..capture.unrepeatable import compiled
@@ -49,8 +49,10 @@ class Stages(Protocol):
 
 RETURNED = "_rotoff_returned"  # set on the stand-in for a parameter if a call returned the stand-in itself
 NOTHING_EXPECTED = Course()
+ENDED = ExpectedCall(lambda: None, OUTSIDE, (), (), False, ())  # follows the last call
 LETTING_GO = 0.2  # seconds
 _ITER = Tensor.__iter__
+_tuple = tuple.__new__  # makes a `Call` in half the time
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 
@@ -108,12 +110,13 @@ class LiveForward(EagerFunctionMode):
         self._begun: Callable[[], tuple[object, ...]]  # their mark when the stage began
         self._stage = OUTSIDE
         self._position = 0
-        self._calls, self._count, self._held = course.calls, len(course.calls), course.held
+        self._calls, self._count, self._held = (*course.calls, ENDED), len(course.calls), course.held
         self._numbered: dict[int, Var] = {}
         self._dying: tuple[int, ...] = ()
         self._hollowed: list[Var] = []
         self._vars: list[Var] = []
         self.inside = False
+        self._unusual = False  # whether every call in the open stage needs `_before` and `_after`
         self._within = int(course is NOTHING_EXPECTED)  # depth of calls of modules that the course has as one call
         self._aliases: dict[Var, torch.Tensor] = {}  # detached tensors of earlier stages that the open stage reads
         for tensor in given:
@@ -129,6 +132,9 @@ class LiveForward(EagerFunctionMode):
         self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases = {}
+        self._unusual = bool(
+            self.instead or self.brought or self.lender or self.reads.changing or self.algorithms is not None
+        )
         for copy in self.brought.values():
             if vars(copy).pop(TAG, None) is not None:  # another stage's
                 setattr(copy, RETURNED, True)
@@ -248,14 +254,15 @@ class LiveForward(EagerFunctionMode):
         if self.inside:
             return function(*args, **kwargs)
         known = KNOWN.get(function) or find(function)
-        if known.fact:
-            return self.lender.answer(function, args, kwargs) if self.lender else function(*args, **kwargs)
-        if known.returns_itself is not None and known.returns_itself(*args, **kwargs):
-            return function(*args, **kwargs)
-        if function is _ITER:
-            return iter(self.call(torch.unbind, args, {}))
-        if known.instead is not None:
-            function = known.instead
+        if not known.ordinary:
+            if known.fact:
+                return self.lender.answer(function, args, kwargs) if self.lender else function(*args, **kwargs)
+            if known.returns_itself is not None and known.returns_itself(*args, **kwargs):
+                return function(*args, **kwargs)
+            if function is _ITER:
+                return iter(self.call(torch.unbind, args, {}))
+            if known.instead is not None:
+                function = known.instead
         self.inside = True  # if a wrapper called this, the mode is still active
         try:
             return self._followed(function, known, args, kwargs)
@@ -266,74 +273,70 @@ class LiveForward(EagerFunctionMode):
         self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run and record a call. One long function for speed: what only few calls need is in other functions."""
-        calls, k, reads = self._calls, self._position, self.reads
+        k, token, reads = self._position, self._token, self.reads
         if self._within:
             k = -1
-        elif not (self.on_course and k < self._count and calls[k].function is function):
+        elif not self.on_course or self._calls[k][0] is not function:
             k = self._expected_at(function, args, kwargs)
         stage, numbers, dead = self._stage, None, False
         if k >= 0:
             if self._dying:
                 self._let_go()
-            _, stage, numbers, last_uses, dead, _ = calls[k]
-            if stage != OUTSIDE and stage != self._stage:
+            _, stage, numbers, last_uses, dead, _ = self._calls[k]
+            if stage != self._stage and stage != OUTSIDE:
                 self._stages.enter(stage)
         if reads.pending:
             reads.pending = []
+        careful = self._unusual or not known.ordinary or (kwargs and "out" in kwargs)
         given: list[Tensor] = []
-        made: list[Var | None]
-        named = []
+        named, foreign = [], False
         for one in args:
             kind = type(one)
-            if kind in VALUES:
-                named.append(one)
-            elif (
+            if (
                 kind is Tensor
                 and (var := one.__dict__.get(TAG)) is not None
+                and var.step is token
                 and var.stage == stage != OUTSIDE
-                and var.step is self._token
                 and not (var.hollow or var.dead)
             ):  # made by the open stage, and not hollow
                 given.append(one)
                 named.append(var)
+            elif kind in VALUES:
+                named.append(one)
             else:
+                foreign = True
                 named.append(self._reference(given, stage, one))
-        named_kwargs = kwargs and {n: self._reference(given, stage, one) for n, one in kwargs.items()}
-        if self.instead or self.brought or self.lender:
-            if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
-                self.lender.lend(function.parameters())
-            args, kwargs = self._with_aliases(args, kwargs)
-        versions = versions_of(given) if known.watched else ()
+        if kwargs:
+            foreign = True
+            named_kwargs = {n: self._reference(given, stage, one) for n, one in kwargs.items()}
+        else:
+            named_kwargs = kwargs
         written: Sequence[Tensor] = ()
-        if known.writes or reads.changing or (kwargs and "out" in kwargs):
-            written = reads.before_writing(known, args, kwargs, given, stage)
-        draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
-        if draws and self._mark() != self._drawn:  # the model's own code has set the generators
-            self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), None))
-        grad = is_grad_enabled()
+        if careful:
+            args, kwargs, *before = self._before(function, known, args, kwargs, given, stage)
+        grad, saved = is_grad_enabled(), len(self.saved)
         self.seen, self.dead = stage != OUTSIDE, dead
-        saved = len(self.saved)
         try:
-            result = self._run(function, args, kwargs)
+            result = self._run(function, args, kwargs) if careful else function(*args, **kwargs)
         except BaseException:
             del self.saved[saved:], self.saved_shapes[saved:]  # the model may catch the error and go on
             raise
         finally:
-            self.seen = self.dead = False
-        if versions and versions != versions_of(given):
-            written = reads.note_changed(known, given, versions, written)
-        if draws:
-            self._drawn = self._mark()
-        if (self.instead or self.brought) and not written:
-            result = self._unaliased(result, given)
-        if type(result) is Tensor and TAG not in (attributes := result.__dict__) and not is_among(result, given):
-            var = attributes[TAG] = Var(self._token, stage, result)
+            self.seen = False
+        if careful:
+            result, written = self._after(known, result, given, *before)
+        if (
+            type(result) is Tensor
+            and TAG not in (attributes := result.__dict__)
+            and not (foreign and is_among(result, given))
+        ):
+            var = attributes[TAG] = Var(token, stage, result)
             self._vars.append(var)
-            made, new = [var], True
+            made: list[Var | None] = [var]
         else:
             made, new = self._made(tensors_of(result), given, stage)
-        if not written and not new:
-            return result  # a query, or no work: x.to(x.dtype)
+            if not written and not new:
+                return result  # a query, or no work: x.to(x.dtype)
         if not self._within:
             if numbers is not None and len(made) == len(numbers):
                 if made:
@@ -342,7 +345,7 @@ class LiveForward(EagerFunctionMode):
             else:
                 self._leave_course(function)
             self._places.calls.append(function)
-        if reads.pending and not written:
+        if foreign and reads.pending and not written:
             reads.note()
         if dead:
             self.tape.needs_dead |= bool(written)  # other calls may read what this one changed
@@ -352,11 +355,54 @@ class LiveForward(EagerFunctionMode):
             if stage == OUTSIDE:  # no replay makes it
                 return result
         around = None
-        if not grad or known.attention or self.autocast_before or is_any_autocast_enabled():
+        if not grad or is_any_autocast_enabled() or self.autocast_before or known.attention:
             around = Around.of(grad, self.autocast_before, known.attention)
         tape = self.outside if stage == OUTSIDE else self.tape
-        tape.calls.append(Call(function, named, named_kwargs, made, around, dead))
+        tape.calls.append(_tuple(Call, (function, named, named_kwargs, made, around, dead)))
         return result
+
+    def _before(
+        self,
+        function: Any,
+        known: Known,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        stage: int,
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[int], Sequence[Tensor], bool]:
+        """Prepare a call that may change tensors, draw random numbers or get other tensors than the model's own.
+        Returns the arguments to use, the versions of `given`, the tensors that it is known to change, and whether it
+        draws."""
+        if self.instead or self.brought or self.lender:
+            if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
+                self.lender.lend(function.parameters())
+            args, kwargs = self._with_aliases(args, kwargs)
+        versions = versions_of(given) if known.watched else ()
+        written: Sequence[Tensor] = ()
+        if known.writes or self.reads.changing or "out" in kwargs:
+            written = self.reads.before_writing(known, args, kwargs, given, stage)
+        draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
+        if draws and self._mark() != self._drawn:  # the model's own code has set the generators
+            self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), None))
+        return args, kwargs, versions, written, draws
+
+    def _after(
+        self,
+        known: Known,
+        result: Any,
+        given: list[Tensor],
+        versions: Sequence[int],
+        written: Sequence[Tensor],
+        draws: bool,
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Return the result of a call that `_before` has prepared, and all tensors that the call has changed."""
+        if versions and versions != versions_of(given):
+            written = self.reads.note_changed(known, given, versions, written)
+        if draws:
+            self._drawn = self._mark()
+        if (self.instead or self.brought) and not written:
+            result = self._unaliased(result, given)
+        return result, written
 
     def _mark(self) -> tuple[object, ...]:
         if self._drawn is None:

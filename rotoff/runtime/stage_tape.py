@@ -76,30 +76,19 @@ class Around(NamedTuple):
         return None if grad and autocast is None and attention is None else cls(grad, autocast, attention)
 
 
-class Call:
+class Call(NamedTuple):
     """One call of torch.
 
     outputs: a `Var` for each tensor that it returns. around: its settings; None if a replay has them anyway. dead:
     whether the course expects nobody to need its results.
     """
 
-    __slots__ = ("args", "around", "dead", "function", "kwargs", "outputs")
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        outputs: Sequence[Var | None],
-        around: Around | None,
-        dead: bool = False,
-    ) -> None:
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.outputs = outputs
-        self.around = around
-        self.dead = dead
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    outputs: Sequence[Var | None]
+    around: Around | None
+    dead: bool = False
 
 
 class StageTape:

@@ -248,7 +248,7 @@ def _as_called(call: Call) -> Call:
         function = function.args[0]
     else:
         return call
-    return Call(function, call.args, call.kwargs, call.outputs, call.around, call.dead)
+    return call._replace(function=function)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

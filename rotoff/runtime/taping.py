@@ -192,7 +192,7 @@ class Taping(LiveForward):
             made, _ = self._made(tensors_of(result), given, FIRST)
             self.tape.calls.append(Call(module, replaced(args, reference), replaced(kwargs, reference), made, None))
         if opaque or hidden:
-            self.tape.calls[-1].function = partial(_once, module, drawn)
+            self.tape.calls[-1] = self.tape.calls[-1]._replace(function=partial(_once, module, drawn))
             return result
         found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
         outputs = [var for var in found if var is not None]
@@ -214,9 +214,8 @@ class Taping(LiveForward):
 
     def settle(self) -> None:
         """End the forward: drop the hooks that it has removed again, and the copies that are not needed."""
-        for call, handle in self.hooks:
-            if handle is not None and handle.id not in (handle.hooks_dict_ref() or ()):
-                call.function = _removed
+        gone = {id(call) for call, handle in self.hooks if handle and handle.id not in (handle.hooks_dict_ref() or ())}
+        self.tape.calls[:] = [c._replace(function=_removed) if id(c) in gone else c for c in self.tape.calls]
         self.reads.let_go()
 
 

@@ -70,6 +70,7 @@ class Known:
     draws: returns whether a call may draw random numbers; None: none does.
     attention: whether it depends on the attention kernels that are allowed.
     returns_itself: returns whether a call returns its tensor itself, such as ``x.to(x.dtype)``.
+    ordinary: whether none of the above concerns its calls, unless they have an ``out``.
     owner: the custom or scripted Function that it calls; None for all others.
     instead: the function that is called in its place; None: itself.
     name: for messages.
@@ -82,6 +83,7 @@ class Known:
         "fact",
         "instead",
         "name",
+        "ordinary",
         "owner",
         "returns_itself",
         "vague",
@@ -104,6 +106,9 @@ class Known:
         self.attention = function in _ATTENTION
         self.returns_itself = _CONVERSIONS.get(function)
         self.owner = owner
+        self.ordinary = not (
+            fact or self.watched or self.writes or self.attention or instead or function is torch.Tensor.__iter__
+        ) and (self.draws is None is self.returns_itself)
         self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
 
 

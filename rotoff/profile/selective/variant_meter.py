@@ -143,8 +143,8 @@ class FormMeter:
     def _measured(
         self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
     ) -> tuple[list[tuple[Form, Recipe]], str]:
-        """Measure the forms of `choices`; also return why some of them failed. If any `times` are known, the other forms
-        are not timed and count as 0 seconds."""
+        """Measure the forms of `choices`; also return why some of them failed. If any `times` are known, the other
+        forms are not timed and count as 0 seconds."""
         if not choices:
             return [], "no tensors that could be recomputed take enough bytes"
         known = [times.get(choice.recipe.identity, 0.0 if times else None) for choice in choices]
