@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 NO_TIME = "the time that this run was given is over"  # as tests/conftest.py says it
-PACKAGES = ("numpy", "cython", "setuptools", "pytest", "pytest-xdist", "triton", "torchvision", "timm", "transformers")
+PACKAGES = ("numpy", "cython", "setuptools", "pytest", "pytest-xdist", "triton", "torchao", "timm", "transformers")
 
 
 def said(*command: str) -> str | None:

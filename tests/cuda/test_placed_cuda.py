@@ -331,7 +331,7 @@ def test_what_surrounds_a_step_that_updates_during_its_backward(how: Any, record
 
 def test_a_gradient_that_comes_after_its_update_is_refused(record_property: Record) -> None:
     how = functools.partial(penalised_late, times=1, seconds=1.0)
-    with pytest.raises(rotoff.ExecutionError, match='something outside of the model; plan with updates="after"'):
+    with pytest.raises(rotoff.ExecutionError, match='after the backward had updated them; plan with updates="after"'):
         compare("language", 0.0, "during", how, OPTIMIZERS["AdamW"], record_property)
 
 
