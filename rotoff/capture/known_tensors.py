@@ -94,7 +94,7 @@ class KnownTensors:
         """Return the variable of an operation's result, a new one if it has none; None for the model's own."""
         try:
             key = storage_key(tensor)
-        except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage
+        except (NotImplementedError, RuntimeError):  # a sparse tensor is refused, others without a storage are not
             return None
         if key in self._lasting:
             return None

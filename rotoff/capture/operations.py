@@ -213,8 +213,6 @@ def _leaves(result: Any) -> list[Any]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensor arguments that the operation's schema says it changes."""
-    found: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    writes = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    found = [_argument(name, func, args, kwargs) for name in writes]
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]

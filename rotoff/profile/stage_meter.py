@@ -1,4 +1,4 @@
-"""Measures one stage: runs it in the ways that the machine knows, and gives the bytes and seconds of each run."""
+"""Measures one stage: its bytes (`stage_bytes`), its times and its smaller forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..capture.collectives import CollectivesSeen, several_processes
-from ..capture.mutations import ChangedAttributes, ChangedBuffers
+from ..capture.mutations import ChangedBuffers
 from ..capture.operations import OperationLog
 from ..capture.sharding import gathers
 from ..capture.unrepeatable import compiled
@@ -25,32 +25,23 @@ from ..tensors.stage import Behaviour, SavedKind, StageModule
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .cuda_graphs import refuse_cuda_graphs
-from .measured import Forward, Measured
-from .memory.backward_memory import BackwardBytes, backward_bytes
-from .memory.casts import kept_casts
-from .memory.dropped import Dropped, dropped
-from .memory.forward_memory import Kept, keep_everything
-from .memory.skips import storage_aliasing
+from .measured import Measured
 from .selective.graph import describe, structure
 from .selective.variant_meter import FormMeter
 from .selective.variant_run import WholeStage
 from .selective.variants import Policy, unfit
+from .stage_bytes import ByteMeter
 from .timing.context import MeasurementContext
 from .timing.convergence import Repeats
-from .timing.harness import Run, backward, contiguous, expanded, get_edges, ones, permuted, within_backward
+from .timing.harness import Run, backward, get_edges, ones, within_backward
 from .timing.overhead import OverheadMeter
 from .timing.stage_timing import EarlyStop, Timings, copy_bandwidth, time_stage
 from .timing.timing_cache import KnownTimes, StageTimes, check_times
 
-# The thread of a collective may be the last to release a buffer, and the log of this thread misses that. Stages that
-# communicate are run a few more times, equally often in all processes, and the run that leaves the fewest bytes counts.
-COLLECTIVE_TRIES = 3
 CHECK_RUNS = 3  # runs that check whether known times still hold
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})  # types whose bytes are those of one storage
 
-
-class Meter:
+class Meter(ByteMeter):
     """Measures the stages of a model.
 
     Args:
@@ -66,14 +57,11 @@ class Meter:
         algorithms: Sequence[Algorithms] = (),
         alone: bool = True,
     ) -> None:
-        self.context = context
+        super().__init__(context)
         self._alone = alone
-        self.allocator = context.allocator
         self.rng_bytes = RNG_BYTES if context.device.type == "cpu" else 0  # of a generator's state, on the device
         policy = None if isinstance(forms, bool) else forms
         self._forms = self.form_meter(policy, bool(forms), algorithms) if forms or algorithms else None
-        self._lasting: set[int] = set()  # storages that exist throughout the step
-        self._counted: set[int] = set()  # storages of the input that stay whatever is dropped, and are counted
         self._timings: dict[Any, Timings] = {}  # by the kind of stage
         self._measured: dict[Any, tuple[Measured, StageModule]] = {}  # by kind; the stage is the one measured
         self._by_kind: dict[Any, Measured] = {}  # results of `times`
@@ -90,11 +78,6 @@ class Meter:
         self.samples_overhead = known is None or known.overhead is None
         self.checked = known.heaviest if known is not None else None
         self.warm = self.context.device.type == "cpu" and known is not None and not known.checked
-
-    def begin(self, value: Any) -> None:
-        """Start the chain with the input `value`, which exists throughout the step."""
-        self._lasting = {storage_key(t) for t in flatten(value)[0]}
-        self._counted = set()
 
     def stage(
         self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None, timed: bool = True
@@ -191,45 +174,6 @@ class Meter:
 
         within_backward(again, self.context.device)
 
-    def _costs(self, run: Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
-        """Return the bytes of a stage that keeps everything, and of one that keeps nothing; and its outputs."""
-        generators = Generators(self.context.device)
-        drawn = generators.copies()
-        casts = kept_casts(run, self.allocator)
-        generators.put(drawn)
-        forward = self._forward(run, changes, generators)
-        unmanaged = forward.behaviour.unmanaged_bytes
-        back, other_layout_bytes = self._backward(run, forward.outputs, forward.own_gradient_bytes)
-        generators.put(drawn)  # if the next run saves other tensors, that is not because of random numbers
-        dropping = self._dropping(run, forward.shapes)
-        kept_above = forward.log.peak() - forward.saved_bytes - unmanaged
-        dropped_above = dropping.log.peak() - forward.output_bytes - unmanaged
-        costs = Stage(
-            name=run.stage.name,
-            output_bytes=forward.output_bytes,
-            saved_bytes=forward.saved_bytes,
-            grad_bytes=sum(forward.own_gradient_bytes),
-            forward_transient_bytes=max(0, kept_above),
-            checkpoint_transient_bytes=max(0, dropped_above),
-            backward_transient_bytes=back.peak,
-        )
-        measured = Measured(
-            costs=costs,
-            behaviour=replace(forward.behaviour, cast_bytes=sum(casts.values())),
-            gradients=back.places,
-            own_gradient_bytes=forward.own_gradient_bytes,
-            aliasing=forward.aliasing._replace(spare=(max(0, -kept_above), max(0, -dropped_above))),
-            begun_bytes=back.begun,
-            output_retention=back.staying,
-            other_layout_bytes=other_layout_bytes,
-            held_bytes=self._held_bytes(run, dropping, unmanaged, forward.outputs),
-            holds_others=bool(dropping.inputs or dropping.outputs),
-            casts=casts,
-            carried_bytes=forward.carried_bytes,
-            collective=run.collective,
-        )
-        return measured, forward.outputs
-
     def _with_times(self, run: Run, measured: Measured, known: StageTimes | None) -> Measured:
         """Return `measured` with the stage's times and smaller forms."""
         saved = measured.behaviour.saved
@@ -252,63 +196,6 @@ class Meter:
             host_bound=host_bound,
         )
 
-    def _forward(self, run: Run, changes: ChangedBuffers, generators: Generators) -> Forward:
-        """Run the forward with everything kept. Of the tensors that it makes, only the outputs outlive this call."""
-        drawn = generators.states()
-        changes.look()
-        attributes = ChangedAttributes(run.stage)
-        leaves = run.leaves()
-        versions = [t._version for t in leaves]
-        kept = self._keep_everything(run, leaves, generators)
-        outputs = kept.outputs
-        self._refuse_subclasses(run.stage, kept.tensors)
-        log = self.allocator.as_requested(kept.log, [*outputs, *kept.tensors])
-        live = log.live()
-        inputs = {storage_key(t) for t in leaves}
-        kinds = kept.kinds(inputs)
-        own = {one.address for one, kind in zip(kept.saved, kinds, strict=True) if kind is SavedKind.OWN and one.alive}
-        made = {self.allocator.address(t) for t in outputs}
-        tables = {storage_key(t) for t in outputs if self.allocator.address(t) not in live} - inputs  # a module's own
-        self._lasting |= tables
-        carried_bytes = self.storage_bytes([t for t in outputs if storage_key(t) in inputs - self._lasting])
-        saved_bytes = sum(size for ptr, size in live.items() if ptr in own | made)
-        written = [n for n, (t, version) in enumerate(zip(leaves, versions, strict=True)) if t._version != version]
-        behaviour = Behaviour(
-            saved=kinds,
-            own_outputs=tuple(storage_key(t) not in self._lasting for t in outputs),
-            changed_buffers=changes.look(),
-            changed_attributes=attributes.look(),
-            draws=log.drew or generators.states() is not drawn,
-            unmanaged_bytes=sum(live.values()) - saved_bytes,
-            varying=run.stage.varying,
-            modes=run.stage.modes(),
-            for_nothing=frozenset(n for n, one in enumerate(kept.saved) if not one.alive),
-        )
-        return Forward(
-            # no stage needs the last one's output
-            outputs=[t.new_empty(0) if run.last else t.detach() for t in outputs],
-            output_bytes=sum(size for ptr, size in live.items() if ptr in made) + carried_bytes,
-            saved_bytes=saved_bytes + carried_bytes,
-            carried_bytes=carried_bytes,
-            own_gradient_bytes=tuple(self.gradient_bytes([t]) for t in outputs),
-            aliasing=storage_aliasing(
-                leaves, outputs, [self.storage_bytes([t]) for t in outputs], kept.keys(inputs), written
-            ),
-            behaviour=behaviour,
-            shapes=[(one.shape, one.dtype) for one in kept.saved],
-            log=log,
-        )
-
-    def _keep_everything(self, run: Run, leaves: list[torch.Tensor], generators: Generators) -> Kept:
-        drawn = generators.copies()
-        kept = keep_everything(run, leaves, self.allocator)
-        for _ in range(COLLECTIVE_TRIES if run.collective else 0):
-            generators.put(drawn)
-            again = keep_everything(run, leaves, self.allocator)
-            kept = again if again.live_bytes < kept.live_bytes else kept
-            del again
-        return kept
-
     def _with_forms(
         self, whole: WholeStage, known: StageTimes | None, operations: OperationLog | None
     ) -> tuple[Stage, Behaviour, str]:
@@ -319,56 +206,6 @@ class Meter:
             return whole.costs, whole.behaviour, "the last stage needs none"
         found = self._forms.find(whole, known.forms if known else None, operations)
         return replace(whole.costs, forms=found.forms), replace(whole.behaviour, forms=found.recipes), found.reason
-
-    def _backward(
-        self, run: Run, outputs: Sequence[torch.Tensor], gradient_bytes: Sequence[int]
-    ) -> tuple[BackwardBytes, int]:
-        """Return the bytes of the backward, and how many more it holds if gradients have another layout than their
-        tensors.
-
-        Args:
-            gradient_bytes: of the gradient of each output.
-        """
-        back = backward_bytes(self.allocator, run)
-        if run.last:  # a loss may give expanded gradients, which take no bytes until a kernel copies them
-            alone = backward_bytes(self.allocator, run, expanded)
-            levels = ((getattr(alone, name) - sum(gradient_bytes), name) for name in ("peak", "begun", "staying"))
-            most = {name: max(level, getattr(back, name)) for level, name in levels}
-            pairs = zip(back.places, alone.places, strict=True)
-            places = tuple(a and a._replace(layout=max(a.layout, (b or a).layout)) for a, b in pairs)
-            return back._replace(**most, places=places), 0
-        if all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension has one layout
-            return back, 0
-        layouts = [permuted] if all(t.is_contiguous() for t in outputs) else [permuted, contiguous]
-        noncontiguous = [backward_bytes(self.allocator, run, layout) for layout in layouts]
-        rows = zip(back.places, *(one.places for one in noncontiguous), strict=True)
-        places = tuple(
-            a and a._replace(from_permuted=max(b.layout if b else a.layout for b in row)) for a, *row in rows
-        )
-        return back._replace(places=places), max(0, *(one.peak - back.peak for one in noncontiguous))
-
-    def _dropping(self, run: Run, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> Dropped:
-        """Run a forward that keeps its outputs alone. shapes: of what autograd saved when everything was kept."""
-        shapes_again: list[tuple[torch.Size, torch.dtype]] = []
-        found = dropped(run, self.allocator, lambda t: shapes_again.append((t.shape, t.dtype)))
-        if shapes_again != shapes:
-            raise MeasureError(
-                f"stage {run.stage.name!r} saves other tensors for backward each time it runs on the same input,"
-                " because it keeps state (a growing cache, a counter); switch that off, for example with"
-                " use_cache=False"
-            )
-        return found
-
-    def _held_bytes(self, run: Run, found: Dropped, unmanaged: int, outputs: Sequence[torch.Tensor]) -> int:
-        """Return the bytes that stay whatever is dropped; a tensor that several stages hold counts once. outputs: those
-        passed to the next stage."""
-        if run.collective:
-            return unmanaged  # see `COLLECTIVE_TRIES`
-        inputs = [t for n, t in enumerate(run.tensors) if n in found.inputs and storage_key(t) not in self._lasting]
-        nbytes = found.staying + self.storage_bytes([t for t in inputs if storage_key(t) not in self._counted])
-        counted = self._counted | {storage_key(t) for t in inputs} | {storage_key(outputs[n]) for n in found.outputs}
-        self._counted = counted & {storage_key(t) for t in outputs}
-        return nbytes
 
     def _timed_or_known(
         self, run: Run, end: EarlyStop, known: StageTimes | None
@@ -431,25 +268,3 @@ class Meter:
             return EarlyStop()
         left_out, whole = (sum(op.seconds for op in ops) for ops in (behind, log.operations))
         return EarlyStop(own[-1] + 1, left_out / whole if whole else 0.0)
-
-    def gradient_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the bytes of the gradients of those `tensors` that need one."""
-        return sum(self.allocator.rounded(t.numel() * t.element_size()) for t in tensors if t.requires_grad)
-
-    def storage_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the bytes of the storages of `tensors`, each counted once."""
-        return sum(
-            self.allocator.rounded(n) for n in {storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values()
-        )
-
-    def plain(self, tensor: torch.Tensor) -> bool:
-        """Whether the bytes of `tensor` are those of one storage."""
-        return type(tensor) in PLAIN
-
-    def _refuse_subclasses(self, stage: StageModule, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if not self.plain(tensor):
-                raise MeasureError(
-                    f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move;"
-                    " use plain tensors for what it returns and saves"
-                )

@@ -70,6 +70,11 @@ def key_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def uses_of(tensor: torch.Tensor) -> int:
+    """Return how many tensors share the storage of `tensor`."""
+    return torch._C._storage_Use_Count(local(tensor).untyped_storage()._cdata)
+
+
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors with storages that a tensor consists of: two for a sparse one, such as the gradient of
     ``nn.Embedding(sparse=True)``."""

@@ -16,19 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...capture import strategy
 from ...capture.backward_roots import BackwardFrom, read_backward_from
+from ...capture.mutations import ChangedBuffers
 from ...core.chain import LinkRates
 from ...runtime.overhead import NO_OVERHEAD, OverheadTimes
 from ...tensors.convolutions import Algorithms
 from ...tensors.rng import RNG_BYTES
-from ...tensors.stage import Behaviour, StageModule
-from ...tensors.storage import CUDA_BLOCK, storage_key
-from ...tensors.tree import flatten
+from ...tensors.stage import Behaviour
+from ...tensors.storage import CUDA_BLOCK
 from ..measure import measure
 from ..measured import Measured
 from ..memory.allocator import AllocationLog
 from ..profile import Profile
 from ..provenance import provenance
-from ..selective.graph import describe, structure
 from ..selective.variant_meter import FormMeter
 from ..selective.variants import Forms, Policy, read_forms
 from ..stage_meter import Meter
@@ -36,7 +35,6 @@ from ..timing.context import MeasurementContext
 from ..timing.convergence import Repeats
 from ..timing.harness import Run
 from ..timing.stage_timing import EarlyStop, Timings
-from ..timing.timing_cache import StageTimes
 from . import cpu_temporaries
 from .cuda_kernels import cuda_variants
 from .devices import Device
@@ -126,34 +124,13 @@ class FakeMeter(Meter):
         super().__init__(MeasurementContext(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
         self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # each byte is read and written
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
-        self._known: dict[tuple[str, str, bool], tuple[Measured | None, list[bool]]] = {}
 
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
         return FakeFormMeter(self.context, lambda: self._timed.seconds[-1]["backward"], policy)
 
-    def stage(
-        self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None, timed: bool = True
-    ) -> tuple[Measured | None, Any]:
-        key = structure(stage.modules), describe(value, self._lasting), last
-        if key in self._known:
-            return self._again(stage, value, *self._known[key])
+    def _costs(self, run: Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
         self._timed.seconds = []
-        measured, output = super().stage(stage, value, last, known, timed)
-        self._known[key] = measured, [t.requires_grad for t in flatten(output)[0]]
-        return measured, output
-
-    def _again(
-        self, stage: StageModule, value: Any, measured: Measured | None, needs: list[bool]
-    ) -> tuple[Measured | None, Any]:
-        with torch.no_grad():
-            outputs, rebuild = flatten(stage.run(value))
-        inputs = {storage_key(t) for t in flatten(value)[0]}
-        if measured is not None:
-            measured = replace(measured, costs=replace(measured.costs, name=stage.name))
-            own = measured.behaviour.own_outputs
-            self._counted = set()
-            self._lasting |= {storage_key(t) for t, made in zip(outputs, own, strict=True) if not made} - inputs
-        return measured, rebuild([t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)])
+        return super()._costs(run, changes)
 
     def plain(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, FakeTensor)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...errors import MeasureError
 from ...tensors.eager_mode import EagerMode
 from ...tensors.recipe import QUERIES
-from ...tensors.storage import pieces, rounded
+from ...tensors.storage import pieces, rounded, uses_of
 from ..memory.allocator import Allocation, AllocationLog
 from .fake_kernels import FakeKernels
 
@@ -230,8 +230,7 @@ def _accumulated(args: Any) -> torch.Tensor | None:
 
 def _references(args: Any, place: int) -> tuple[int, int, int]:
     tensor = args[place]
-    storage_uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return tensor._use_count(), storage_uses, sys.getrefcount(tensor)
+    return tensor._use_count(), uses_of(tensor), sys.getrefcount(tensor)
 
 
 @functools.cache

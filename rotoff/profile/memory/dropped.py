@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...capture.partition.segment import results_noted
 from ...tensors.saved_tensors import watch_saved
-from ...tensors.storage import local
+from ...tensors.storage import local, uses_of
 from ...tensors.tree import flatten
 from ..timing.harness import Run, get_edges
 from .allocator import AllocationLog, Allocator
@@ -39,7 +39,7 @@ class Dropped(NamedTuple):
 def dropped(run: Run, allocator: Allocator, look: Callable[[torch.Tensor], None]) -> Dropped:
     """Run the forward. look: called with each tensor that autograd would save."""
     leaves = run.leaves()
-    uses = [_uses(t) for t in leaves]
+    uses = [uses_of(t) for t in leaves]
     given = [t.view_as(t) if t.requires_grad else t.detach() for t in leaves]  # the graph itself holds a leaf
     results: list[tuple[int, StorageWeakRef]] = []
     graph = []
@@ -59,14 +59,9 @@ def dropped(run: Run, allocator: Allocator, look: Callable[[torch.Tensor], None]
     freed = {address for n, (address, _) in enumerate(places) if n not in there}
     freed |= {address for address, storage in results if not storage.expired()}
     staying = sum(size for address, size in log.live().items() if address not in freed)
-    inputs = frozenset(n for n, t in enumerate(leaves) if not results and _uses(t) > uses[n])
+    inputs = frozenset(n for n, t in enumerate(leaves) if not results and uses_of(t) > uses[n])
     return Dropped(log, staying, there, inputs)
 
 
 def _place(allocator: Allocator, tensor: torch.Tensor) -> tuple[int, StorageWeakRef]:
     return allocator.address(tensor), StorageWeakRef(local(tensor).untyped_storage())
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors share the storage of this one."""
-    return torch._C._storage_Use_Count(local(tensor).untyped_storage()._cdata)
