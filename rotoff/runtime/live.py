@@ -154,7 +154,10 @@ class LiveForward(EagerFunctionMode):
     def crossing(self, stage: int) -> list[tuple[Var, int]]:
         """Return the tensors that enter the stage after `stage`, and their places among its measured outputs."""
         found: dict[Var, int] = {}
-        for n, at in self._course.crossing[stage - 1]:
+        numbers = list(self._course.crossing[stage - 1])
+        if self._position > self._course.starts.get(stage + 1, self._position):  # what its first calls would have made
+            numbers += [(n, -1) for n, _ in self._course.alive(self._position)]
+        for n, at in numbers:
             var = self._numbered.get(n)
             if var is not None and (var.stage == self._stage or var in self.entered):
                 found.setdefault(var, at)
