@@ -12,7 +12,7 @@ from ..capture.unrepeatable import compiled
 from ..core.parameters import ParameterGroup, in_parts
 from ..runtime.placed.placement import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
-from ..tensors.stage import StageModule
+from ..tensors.stage import StageModule, shared_parameters
 from ..tensors.storage import block_bytes, rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 
@@ -22,7 +22,8 @@ class FoundGroups:
     """costs: for the chain. placed: their parameters. outside_bytes: of the parameters that stay on the device, with
     gradients, states and buffers. outside_update_bytes: what updating those takes. first_bytes: of each group, the most
     that the first update of one of its parameters makes, and takes, where host and device are one. outside: the
-    parameters that stay on the device."""
+    parameters that stay on the device. twice_bytes: of gradients that several stages add to, which both a group and the
+    profile's `unmanaged_bytes` have."""
 
     costs: tuple[ParameterGroup, ...]
     placed: tuple[PlacedGroup, ...]
@@ -30,6 +31,7 @@ class FoundGroups:
     outside_update_bytes: int
     first_bytes: tuple[int, ...]
     outside: tuple[nn.Parameter, ...]
+    twice_bytes: int
 
     @property
     def all_bytes(self) -> int:
@@ -93,7 +95,8 @@ def find_groups(
         buffers.values()
     )
     update = probe.update_bytes(outside)
-    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, update, tuple(first), tuple(outside))
+    twice = sum(p.nbytes for p in shared_parameters(stages) if not any(p is other for other in outside))
+    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, update, tuple(first), tuple(outside), twice)
 
 
 def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:
