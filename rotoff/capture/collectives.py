@@ -32,15 +32,23 @@ def several_processes() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
+@cache
+def _dtensor() -> type:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
 class CollectivesSeen(EagerMode):
-    """Notes whether a forward or a backward communicates with other processes."""
+    """Notes whether a forward or a backward communicates with other processes: by a collective, or by an operation on a
+    DTensor, whose collectives no mode sees (those of ``context_parallel``)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.any = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.any |= "c10d" in func.namespace
+        self.any |= "c10d" in func.namespace or any(issubclass(kind, _dtensor()) for kind in types)
         return func(*args, **(kwargs or {}))
 
 

@@ -108,9 +108,8 @@ def _within_host(profile: Profile, request: Request) -> Request:
 
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
     """Bytes that the device holds throughout and that the machine does not charge."""
-    return (
-        groups.outside_bytes + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes * request.replays
-    )
+    unmanaged = profile.unmanaged_bytes - groups.twice_bytes
+    return groups.outside_bytes + unmanaged + profile.snapshot_bytes + profile.replay_bytes * request.replays
 
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:

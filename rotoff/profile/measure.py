@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from ..core.chain import Chain, LinkRates, Stage
 from ..errors import MeasureError
 from ..runtime.overhead import NO_OVERHEAD
 from ..tensors.buffers import preserved
-from ..tensors.stage import StageModule
+from ..tensors.stage import StageModule, shared_parameters
 from ..tensors.storage import block_bytes, storage_key
 from ..tensors.tree import flatten
 from .charged import charged_stages
@@ -218,7 +217,7 @@ def _walked(
         raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
     stages = groups[prefix:]
     read = _with_buffers_read([one.timed() for one in measured], stages)
-    joined = zip(read, _grad_accumulation_bytes(stages, _shared_parameters(stages)), strict=True)
+    joined = zip(read, _grad_accumulation_bytes(stages, shared_parameters(stages)), strict=True)
     tables = {storage_key(buffer) for group in groups[:prefix] for *_, buffer in group.buffers()}
     starts = [t for t in flatten(start)[0] if storage_key(t) not in tables]  # a view of a buffer takes no bytes
     return Walk(groups[:prefix], stages, [replace(m, grad_accumulation_bytes=n) for m, n in joined], starts)
@@ -273,7 +272,7 @@ def _compact(walk: Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compac
 def _unmanaged_bytes(walk: Walk, meter: Meter) -> int:
     """Return what stays throughout a step whatever is dropped, without a loss that the model returns."""
     held = sum(meter.allocator.rounded(one.nbytes) for g in (*walk.prefix, *walk.stages) for one in g.lives.held)
-    shared = sum(parameter.nbytes for parameter in _shared_parameters(walk.stages))
+    shared = sum(parameter.nbytes for parameter in shared_parameters(walk.stages))
     return sum(m.held_bytes for m in walk.measured) + held + shared + _casts(walk.measured)
 
 
@@ -336,13 +335,6 @@ def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModul
         behaviour = replace(one.behaviour, changed_buffers=own + others)
         found.append(replace(one, behaviour=behaviour) if others else one)
     return found
-
-
-def _shared_parameters(stages: Sequence[StageModule]) -> set[torch.nn.Parameter]:
-    """Return the parameters that several stages use. Autograd holds the gradient of each from its first part to its
-    last."""
-    users = Counter(parameter for stage in stages for parameter in stage.parameters())
-    return {parameter for parameter, count in users.items() if count > 1}
 
 
 def _grad_accumulation_bytes(stages: Sequence[StageModule], shared: Collection[torch.nn.Parameter]) -> list[int]:

@@ -12,7 +12,7 @@ from ..capture.unrepeatable import compiled
 from ..core.parameters import ParameterGroup, in_parts
 from ..runtime.placed.placement import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
-from ..tensors.stage import StageModule
+from ..tensors.stage import StageModule, shared_parameters
 from ..tensors.storage import block_bytes, rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 
@@ -29,6 +29,7 @@ class FoundGroups:
         first_bytes: for each group, the most that the first update of one of its parameters takes and leaves behind; 0
             unless host and device are one.
         outside: the parameters that stay on the device.
+        twice_bytes: of gradients to which several stages add; they are also in the profile's `unmanaged_bytes`.
     """
 
     costs: tuple[ParameterGroup, ...]
@@ -37,6 +38,7 @@ class FoundGroups:
     outside_update_bytes: int
     first_bytes: tuple[int, ...]
     outside: tuple[nn.Parameter, ...]
+    twice_bytes: int
 
     @property
     def all_bytes(self) -> int:
@@ -101,7 +103,8 @@ def find_groups(
     outside_bytes = sum(buffers.values())
     outside_bytes += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
     update = probe.update_bytes(outside)
-    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, update, tuple(first), tuple(outside))
+    twice = sum(p.nbytes for p in shared_parameters(stages) if not any(p is other for other in outside))
+    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, update, tuple(first), tuple(outside), twice)
 
 
 def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:

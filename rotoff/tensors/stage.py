@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -144,3 +145,9 @@ class Behaviour:
     def own_saved(self) -> list[bool]:
         """For each saved tensor, whether it is the stage's own."""
         return [kind is SavedKind.OWN for kind in self.saved]
+
+
+def shared_parameters(stages: Iterable[StageModule]) -> set[nn.Parameter]:
+    """Those that several stages use: autograd holds such a gradient from its first part to its last."""
+    users = Counter(parameter for stage in stages for parameter in stage.parameters())
+    return {parameter for parameter, count in users.items() if count > 1}

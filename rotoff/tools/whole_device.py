@@ -110,7 +110,7 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
 
     chain = replace(profile.chain, parameters=tuple(timed(group) for group in found.costs))
     unused = profile.chain.meta["parameter_bytes"] - sum(p.nbytes for p in model.parameters())
-    constant = found.outside_bytes + found.outside_update_bytes + max(0, unused)
+    constant = found.outside_bytes + found.outside_update_bytes + max(0, unused) - found.twice_bytes
     return chain, constant + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
 
 

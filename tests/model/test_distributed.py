@@ -28,7 +28,10 @@ SPLIT = {  # FSDP2 of what is tensor parallel takes four processes
 }
 COLLECTIVES = {  # in the code of the model itself
     kind: f"2 distributed_collectives {kind}"
-    for kind in ("gather", "functional", "ring", "reduced_later", "gathered", "alone", "exchanged")
+    for kind in (
+        *("gather", "functional", "ring", "context", "reduced_later", "gathered"),
+        *("alone", "context_alone", "exchanged"),
+    )
 }
 CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *SPLIT.values(), *COLLECTIVES.values())
 
@@ -51,7 +54,7 @@ def test_tensor_parallel_models_train_as_without_rotoff_by_one_plan(kind: str) -
         assert f"{what}: refused" in said
 
 
-@pytest.mark.parametrize("kind", list(COLLECTIVES)[:-2])
+@pytest.mark.parametrize("kind", list(COLLECTIVES)[:-3])
 def test_models_that_communicate_in_their_own_code_train_as_without_rotoff(kind: str) -> None:
     said = printed(*CASES)[COLLECTIVES[kind]]
     for mode in ("remat", "offload"):
@@ -60,8 +63,9 @@ def test_models_that_communicate_in_their_own_code_train_as_without_rotoff(kind:
 
 def test_models_that_communicate_need_one_plan_and_all_processes() -> None:
     said = printed(*CASES)
-    assert "communicates with other processes" in said[COLLECTIVES["alone"]][0]
-    assert "give Checkpointable process_group=True" in said[COLLECTIVES["alone"]][0]
+    for alone in ("alone", "context_alone"):
+        assert "communicates with other processes" in said[COLLECTIVES[alone]][0]
+        assert "give Checkpointable process_group=True" in said[COLLECTIVES[alone]][0]
     assert "put it into a torch.autograd.Function" in said[COLLECTIVES["exchanged"]][0]
 
 

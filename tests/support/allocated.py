@@ -9,22 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile
+from torch.autograd.profiler import profile, record_function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that the CPU allocator held during `run`, above the start."""
+def peak_bytes(run: Callable[[], object], before: Callable[[], object] = bool) -> int:
+    """The most bytes that the CPU allocator held during `run`, above the start. before: is called first; what it makes
+    and frees counts, too, but not its peak."""
     with profile(use_cpu=True, profile_memory=True) as profiler:
+        before()
+        with record_function("run"):
+            pass
         run()
     events = profiler.kineto_results.events()
+    began = max(e.start_ns() for e in events if e.name() == "run")
     level = most = 0
-    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+    for at, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        most = max(most, level) if at >= began else 0
         level += size
-        most = max(most, level)
-    return most
+    return max(most, level)
 
 
 def live_bytes() -> int:

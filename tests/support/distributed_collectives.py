@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
 from ranks import say
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor.experimental import context_parallel
 
 import rotoff
 from rotoff.core.sequence import OpKind
@@ -97,11 +101,62 @@ class Centred(nn.Module):
         return x + self.down(torch.tanh(self.up(x - mean)))
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, scale: float | None, is_causal: bool) -> torch.Tensor:
+    scores = (q @ k.transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, float("-inf")) if is_causal else scores
+
+
+def efficient(q, k, v, bias, lse, dropout_p=0.0, is_causal=False, *, scale=None):  # type: ignore[no-untyped-def]
+    scores = attend(q, k, scale, is_causal)
+    total, none = scores.logsumexp(-1), torch.zeros((), dtype=torch.int64)
+    return (scores - total[..., None]).exp() @ v, total, none, none
+
+
+def efficient_backward(grad, q, k, v, bias, out, total, *_, is_causal=False, scale=None):  # type: ignore[no-untyped-def]
+    p = (attend(q, k, scale, is_causal) - total[..., None]).exp()
+    slope = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * (scale or q.shape[-1] ** -0.5)
+    return slope @ k, slope.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad, None
+
+
+def scaled_dot_product_attention(query, key, value, is_causal=False):  # type: ignore[no-untyped-def]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, is_causal)[0]
+
+
+@contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """Within, attention on the CPU calls an operation that ``context_parallel`` knows, of which PyTorch has kernels for
+    CUDA alone."""
+    library, own = torch.library.Library("aten", "IMPL"), F.scaled_dot_product_attention
+    library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward, "CPU")
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
+        library._destroy()
+
+
+class Ringed(nn.Module):
+    """Attention on a part of the sequence, which ``context_parallel`` makes attention on all of it."""
+
+    def __init__(self, _kind: str) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
 class Net(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        block = Attention if kind in GATHERS else Centred
+        block = Ringed if kind.startswith("context") else Attention if kind in GATHERS else Centred
         self.blocks = nn.ModuleList(block(kind) for _ in range(5))
         self.head = nn.Linear(WIDTH, 8)
 
@@ -126,9 +181,17 @@ def train(run: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def main(kind: str) -> None:
     kind = kind.replace("_", " ")
     x = torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    if kind in ("alone", "exchanged"):
+    if not kind.startswith("context"):
+        return tell(kind, x)
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(0))
+    with kernels_of_cuda(), context_parallel(mesh, buffers=[whole], buffer_seq_dims=[1]):
+        tell(kind, whole)
+
+
+def tell(kind: str, x: torch.Tensor) -> None:
+    if kind in ("alone", "exchanged", "context alone"):
         try:
-            group = None if kind == "alone" else True
+            group = True if kind == "exchanged" else None
             rotoff.Checkpointable(Net(kind), process_group=group, cache_directory=None).measure(x)
         except rotoff.MeasureError as error:
             if dist.get_rank() == 0:
