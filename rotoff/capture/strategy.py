@@ -126,7 +126,9 @@ def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise MeasureError(f"forward of {type(model).__name__} cannot be called like this: {error}") from error
+        raise MeasureError(
+            f"forward of {type(model).__name__} cannot be called like this: {error}; give what you call the model with"
+        ) from error
     if "use_cache" in signature.parameters and bound.arguments.get("use_cache") is None:
         bound.arguments["use_cache"] = False
     return bound.args, bound.kwargs
@@ -191,7 +193,7 @@ def check_measurable(model: nn.Module, value: Any) -> None:
     if any(t.is_meta for t in (*model.parameters(), *flatten(value)[0])):
         raise MeasureError(
             "the model or its input is on the meta device, where nothing can be measured; give real ones, or use"
-            ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which estimate'
+            ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which calculate'
         )
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         raise MeasureError(

@@ -300,9 +300,8 @@ class Chain:
 def check_chain(chain: Any) -> None:
     """Raise `ChainError` if `chain` is something else, such as a path."""
     if not isinstance(chain, Chain):
-        raise ChainError(
-            f"the chain is {chain!r} ({type(chain).__name__}); give a rotoff.Chain, such as Chain.load(path)"
-        )
+        given = repr(chain) if isinstance(chain, (str, type(None))) else f"a {type(chain).__name__}"
+        raise ChainError(f"the chain is {given}; give a rotoff.Chain, such as Chain.load(path)")
 
 
 _FORM_FIELDS = tuple(one.name for one in fields(Form) if one.name != "extra")

@@ -23,8 +23,8 @@ from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence, slab_bytes
 from ..runtime.links.pinned import room_for_plan
 from ..solver import keep_all
-from ..solver.anneal import Budget
-from ..solver.bounds import largest_operation, least_time_of, min_mem_limit
+from ..solver.anneal import Budget, least_compute
+from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of, min_mem_limit
 from ..solver.in_flight import least_in_flight
 from ..solver.search import parse_host_limit
 from .distributed import agree_on_limit, agree_on_sequence
@@ -36,6 +36,7 @@ GOOD = 1.005  # step time / compute time up to which another size's plan is reus
 EFFORT = 0.1  # search time / compute time of a step, if no plan is reused at once
 SHORT = 0.1  # share of the search effort that each variant gets first
 WORTH = 1.005  # step time / best step time up to which a variant then gets the whole effort
+CLOSE = 1.0005  # step time / a bound on it: closer ones print the same
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 PLAIN = "plain_model"  # likewise: whether the plain model runs
 COMPACT = "compact_gradients"  # likewise: whether waiting gradients are copied
@@ -242,8 +243,11 @@ def least_limit(profile: Profile, request: Request) -> int:
     return max(least, profile.prefix_peak_bytes, 1)
 
 
-def least_time(profile: Profile, request: Request) -> float:
+def least_time(profile: Profile, request: Request, found: float = math.inf) -> float:
     """Seconds that no step within the request's limit can beat.
+
+    found: seconds of a plan. Where the time of all compute alone is as close to it as `CLOSE`, that is the bound: an
+    ascent, which takes a second, could raise it by no more.
 
     Raises:
         InfeasibleError: if nothing fits.
@@ -258,6 +262,9 @@ def least_time(profile: Profile, request: Request) -> float:
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
         raise _infeasible(profile, request, min(way.least for way in ways), ways)
+    alone = min(map(least_compute, fitting))
+    if found <= CLOSE * alone:
+        return alone * (1 - SUM_ERROR)
     return min(least_time_of(chain, limits[chain]) for chain in fitting)
 
 

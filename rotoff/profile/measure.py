@@ -214,7 +214,10 @@ def _walked(
     if progress is not None:
         progress(len(groups), len(groups), "")
     if not measured:
-        raise MeasureError("nothing in the model needs a gradient: there is no backward to plan for")
+        raise MeasureError(
+            "nothing in the model needs a gradient, so there is no backward to plan for; let some parameters be trained"
+            " (model.requires_grad_()), or run the model without rotoff"
+        )
     stages = groups[prefix:]
     read = _with_buffers_read([one.timed() for one in measured], stages)
     joined = zip(read, _grad_accumulation_bytes(stages, shared_parameters(stages)), strict=True)

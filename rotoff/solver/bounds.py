@@ -22,6 +22,7 @@ from .anneal import least_compute
 from .arrays import MOST_BYTES, Arrays, arrays
 from .kernels.bound import ascend
 from .kernels.least_limit import remat_need
+from .steady_bounds import PATIENCE as STEADY_PATIENCE
 from .steady_bounds import own_needs, steady_time
 
 MODES = ("joint", "remat", "offload")
@@ -72,6 +73,11 @@ def min_mem_limit(chain: Chain, mode: str = "joint", updates: str = "during") ->
     check_chain(chain)
     check_mode(mode)
     check_when(updates)
+    return _minimum(chain, mode, updates)
+
+
+@lru_cache(maxsize=256)
+def _minimum(chain: Chain, mode: str, updates: str) -> int:
     return {"joint": _joint_minimum, "remat": _remat_minimum, "offload": _offload_minimum}[mode](chain, updates)
 
 
@@ -288,15 +294,18 @@ def lower_bound(
     if mode == "remat":
         updating = sum(group.update_time for group in chain.parameters if group.grad_bytes)
         return (least_time_of(chain.without_parameters(), limit - at_rest_bytes(chain)) + updating) * (1 - SUM_ERROR)
-    return _steady(chain, limit, updates, steps)
+    return steady_bound(chain, limit, updates, steps)
 
 
 @lru_cache(maxsize=256)
-def _steady(chain: Chain, limit: int, updates: str, steps: float) -> float:
+def steady_bound(
+    chain: Chain, limit: int, updates: str, steps: float = PERIODS, patience: int = STEADY_PATIENCE
+) -> float:
+    """The bound of a chain with parameters, in mode joint; patience: as of `steady_time`."""
     activations = chain.without_parameters()
     if steps == PERIODS and min(chain.bidirectional_shares) < 1:
         steps = PERIODS // 2  # the makespan is the mean of the last two
-    found = steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations), steps)
+    found = steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations), steps, patience)
     return max(found, least_compute(chain) * (1 - SUM_ERROR))
 
 

@@ -118,12 +118,18 @@ def _held_between(chain: Chain) -> np.ndarray:
 
 
 def steady_time(
-    chain: Chain, limit: int, updates: str, costs: Arrays, needs: tuple[np.ndarray, np.ndarray], steps: float
+    chain: Chain,
+    limit: int,
+    updates: str,
+    costs: Arrays,
+    needs: tuple[np.ndarray, np.ndarray],
+    steps: float,
+    patience: int,
 ) -> float:
     """Seconds that no sequence within `limit` beats in the mean of `steps` steps in a row.
 
     costs: the activations'; needs: bytes of each forward and of each backward alone, from stage 1 on, without
-    parameters.
+    parameters. patience: as of `Dual.ascend`, at most; with less, the bound is weaker.
     """
     made = problem(chain, limit, updates, costs, needs, 1 / steps)
     if made is None:
@@ -131,7 +137,7 @@ def steady_time(
     dual, seconds, sums = made
     L = len(chain)
     N = 2 * L + 1
-    patience = int(max(60, min(PATIENCE, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
+    patience = int(max(60, min(patience, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
     prices = np.zeros((7, N))
     value = least = dual.at(prices)[0]
     # λ is about what a copy of the whole limit costs, which is much where the links are slow.

@@ -18,6 +18,7 @@ from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from .estimate import estimated
 from .mode_comparison import PlannedModes, plan, planned_modes, resident_bytes, usable_bytes
+from .whole_device import EFFORT
 
 MOST = 2**20
 GROWTH = 16  # next size / largest that works, at most, while none has been refused
@@ -85,7 +86,7 @@ class _Question:
         if limit <= 0:
             why = f"resident bytes take {format_bytes(sum(resident.values()))} of {self.device.name}'s memory"
             return _Answer({"bytes": limit - 1}, planned, lambda: why)
-        request = Request(limit, "joint", self.mem_slots, {})
+        request = Request(limit, "joint", self.mem_slots, {"refine": EFFORT})
         margins: dict[str, float] = {"bytes": limit - least_limit(profile, request)}
         if margins["bytes"] < 0:
             return _Answer(margins, planned, partial(_refusal, profile, request))
@@ -209,6 +210,8 @@ def cheapest(
             device.
     """
     targets = [find(device) for device in devices]
+    if not targets:
+        raise OptionError("devices is empty; give at least one, such as rotoff.devices()")
     reasons, least = [], []
     for target in targets:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..solver.bounds import MODES, parse_modes
 from ..tensors.tree import flatten
 from .estimate import estimated
 from .pipeline_plan import Asked, PlannedPipeline, planned_pipeline
-from .whole_device import HEAD, PlacedStep, placed_step, with_parameters
+from .whole_device import EFFORT, HEAD, PlacedStep, placed_step, with_parameters
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states per parameter element
 _WAYS_ON = (
@@ -179,7 +179,7 @@ class PlannedModes:
                 lines.append(f"{start}{'does not fit':<54}{end}")
                 continue
             assert row.overhead is not None and row.bound_time is not None
-            bound = row.bound_time / self.keep_all_time - 1 if self.keep_all_time else 0.0
+            bound = max(0.0, row.bound_time / self.keep_all_time - 1) if self.keep_all_time else 0.0
             lines.append(
                 f"{start}{row.step_time:>10.4g} {100 * row.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
                 f" {format_bytes(row.peak_bytes or 0):>11} {format_bytes(row.host_bytes or 0):>11}{end}"
@@ -265,6 +265,10 @@ def planned_modes(
     limit = max(0, limit)
     everything = plan_everything(profile)
     base = everything.trace.makespan
+    requests = [Request(limit, mode, mem_slots, {"refine": EFFORT}) for mode in modes]
+    rows = [_row(profile, request, base) for request in requests]
+    times = [row.step_time for row in rows if row.step_time is not None]
+    bound = least_time(profile, requests[0], min(times)) if times else None  # the same in all modes
     return PlannedModes(
         chain=profile.chain,
         device=target.name,
@@ -273,7 +277,7 @@ def planned_modes(
         keep_all_time=base,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
-        rows=tuple(_row(profile, Request(limit, mode, mem_slots, {}), base) for mode in modes),
+        rows=tuple(row if row.step_time is None else replace(row, bound_time=bound) for row in rows),
         placed=placed,
     )
 
@@ -330,6 +334,7 @@ def resident_bytes(profile: Profile, optimizer: str) -> dict[str, int]:
 
 
 def _row(profile: Profile, request: Request, base: float) -> PlannedMode:
+    """The row of a mode, without its bound."""
     least = least_limit(profile, request)
     try:
         found = make_plan(profile, request)
@@ -337,4 +342,4 @@ def _row(profile: Profile, request: Request, base: float) -> PlannedMode:
         return PlannedMode(request.mode, None, None, None, None, None, error.min_mem_limit)
     time = found.trace.makespan
     held = reported_bytes(profile, found), found.trace.host_peak_bytes
-    return PlannedMode(request.mode, time, time / base - 1 if base else 0.0, *held, least_time(profile, request), least)
+    return PlannedMode(request.mode, time, time / base - 1 if base else 0.0, *held, None, least)

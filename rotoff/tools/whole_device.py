@@ -24,7 +24,7 @@ from ..profile.optimizer_probe import OptimizerProbe
 from ..profile.parameter_groups import find_groups
 from ..profile.profile import Profile
 from ..solver import solve
-from ..solver.bounds import host_plan, lower_bound, min_mem_limit
+from ..solver.bounds import host_plan, min_mem_limit, steady_bound
 from ..solver.plan_codes import keep_all
 from ..tensors.stage import StageModule
 
@@ -34,7 +34,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-EFFORT = 0.2  # `refine` of solve: two plans for a model with 7 billion parameters take some seconds
+EFFORT = 0.2  # `refine` of solve for estimates, whose times are off by more than a longer search gains
+PATIENCE = 600  # of the bound's ascent: less than its default, which takes seconds and gains 0.002 %
 MOST_BATCHES = 1 << 20
 
 
@@ -129,7 +130,7 @@ def placed_step(chain: Chain, constant: int, usable: int, margin: float, batch: 
             bound = unit  # nothing moves, even if an update on the host would be faster
         else:
             sequence = solve(chain, limit, updates=updates, refine=EFFORT)
-            bound = lower_bound(chain, limit, updates=updates)
+            bound = steady_bound(chain, limit, updates, patience=PATIENCE)
     except InfeasibleError:
         return PlacedStep(updates, None, None, None, None, None, least, None)
     trace = simulate(chain, sequence, updates=updates)

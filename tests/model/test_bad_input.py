@@ -212,6 +212,16 @@ def test_what_is_no_chain_says_how_to_get_one(chain: Any) -> None:
             use()
 
 
+def test_a_model_in_place_of_a_chain_is_not_printed() -> None:
+    class Model:
+        def __repr__(self) -> str:
+            return "Model(\n  (0): Linear\n)"
+
+    with pytest.raises(ChainError, match=r"^the chain is a Model; give a rotoff.Chain") as caught:
+        rotoff.solve(Model(), 100)  # type: ignore[arg-type]
+    assert one_sentence(caught.value)
+
+
 # -- extreme and wrong-typed values, each a sentence or a result
 
 

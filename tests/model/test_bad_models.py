@@ -151,8 +151,13 @@ def test_an_empty_model() -> None:
 
 @pytest.mark.parametrize("arguments", [(), (torch.ones(2, 32), torch.ones(2, 32))], ids=["none", "two"])
 def test_a_sequential_is_called_with_one_argument(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(MeasureError, match="forward of Sequential cannot be called like this"):
+    with pytest.raises(MeasureError, match=r"cannot be called like this: .*; give what you call the model with"):
         Checkpointable(small_model()).measure(*arguments)
+
+
+def test_a_frozen_model_says_what_to_thaw() -> None:
+    with pytest.raises(MeasureError, match=r"nothing in the model needs a gradient.*requires_grad_\(\)"):
+        Checkpointable(small_model().requires_grad_(False)).measure(torch.randn(64, 32))
 
 
 def test_an_input_that_does_not_fit_the_model_says_what_the_model_said() -> None:

@@ -116,6 +116,11 @@ def test_the_cheapest_of_a_list_is_the_first_that_will_do() -> None:
         rotoff.cheapest(model, x, devices=devices, step_time=seconds / 2)
 
 
+def test_no_device_at_all_is_refused() -> None:
+    with pytest.raises(rotoff.OptionError, match="devices is empty; give at least one"):
+        rotoff.cheapest(torch.nn.Linear(4, 4), torch.randn(2, 4), devices=[])
+
+
 class Asks(nn.Module):
     """Asks for a value that its inputs do not decide, as the mask of a language model does."""
 

@@ -8,15 +8,15 @@ fails there is left out, and a plan that needs it says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ...core.chain import Form
 from ...tensors.recipe import Recipe
-from ...tensors.tree import flatten
 from ..selective.variant_meter import FormMeter
 from ..selective.variant_run import VariantRun, WholeStage
-from ..selective.variants import Policy
+from ..selective.variants import Choice, Policy
 from ..timing.context import MeasurementContext
-from ..timing.harness import Run, backward, get_edges, ones
 
 
 class FakeFormMeter(FormMeter):
@@ -32,29 +32,15 @@ class FakeFormMeter(FormMeter):
         super().__init__(context, policy)
         self._seconds = seconds
 
-    def _redo_seconds(self, stage: WholeStage, recipes: Sequence[Recipe]) -> list[float | None]:
-        whole = self._backward_seconds(stage.run)
-        found: list[float | None] = []
-        for recipe in recipes:
+    def _measured(
+        self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
+    ) -> tuple[list[tuple[Form, Recipe]], str]:
+        pairs = []
+        for choice in choices:
             try:
-                found.append(max(0.0, self._backward_seconds(VariantRun(stage, recipe, self.context)) - whole))
+                form = VariantRun(stage, choice.recipe, self.context).costs(0.0)
             except Exception:  # fake tensors do not support all operations; forms are optional
-                found.append(None)
-        return found
-
-    def _backward_seconds(self, one: Run | VariantRun) -> float:
-        """Return the seconds of the whole stage's backward, or of a form's with its redo."""
-
-        def step() -> Any:
-            if isinstance(one, VariantRun):
-                outputs, targets = one.forward()[0], one.targets()
-            else:
-                leaves = one.leaves()
-                outputs, targets = flatten(one.forward(leaves))[0], one.targets(leaves)
-            edges, gradients = get_edges(outputs), ones(outputs)
-            self.context.allocator.mark("backward")
-            outputs.clear()
-            return backward(edges, gradients, targets)
-
-        self.context.allocator.log(step)
-        return self._seconds()
+                continue
+            seconds = max(stage.costs.backward_time, self._seconds())
+            pairs.append((replace(form, backward_time=seconds), choice.recipe))
+        return pairs, ""
