@@ -186,6 +186,12 @@ class Tape:
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]
 
+    @property
+    def tensor_bytes(self) -> list[int]:
+        """Bytes of the storage of each variable, and of each of which autograd saves something."""
+        saved = (nbytes for operation in self.operations for _, nbytes in operation.saves)
+        return [*(variable.nbytes for variable in self.variables), *saved]
+
 
 def substitute(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return `value` with every leaf replaced; looks into tuples, lists, dicts and slices."""

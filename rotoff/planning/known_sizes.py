@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,13 +15,14 @@ from ..runtime.execution_plan import ExecutionPlan
 from .course import Specialization
 from .course_meter import Known
 from .memory_account import reported_bytes
-from .planner import least_limit, make_plan, plan_everything
+from .planner import GOOD, least_limit, make_plan, plan_everything
 from .request import Request
 from .sizes import MeasuredSizes, Sizes, rounded, saved_bytes, volume
 
 _FAMILIES = 8  # families whose sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
 SEVERAL = 2  # measured sizes, from which on a warning is logged and times of unused forms are dropped
+WORTH = 4  # seconds lost by steps / seconds of a search from which on the search is made
 LOOSE = 1.2  # bytes charged / bytes needed from which on an interpolated size counts as too loose
 Measured = MeasuredSizes[Specialization]
 
@@ -36,13 +38,14 @@ class KnownSizes:
         self._varies = varies
         self._measured: dict[Any, Measured] = {}  # by family
         self._rounded: dict[Any, Specialization] = {}  # by family and sizes that were rounded up
+        self._searching = 0.0  # seconds that the last search for a better plan took
 
     def learn(self, course: Specialization, family: Any, sizes: Sizes, seconds: float) -> None:
         """Remember that `course` was measured at `sizes`, which took `seconds`."""
         if not self._varies:
             return
         several = self._measured.setdefault(family, MeasuredSizes())
-        several.add(sizes, course)
+        several.add(sizes, course, course.captured.tape.tensor_bytes)
         several.owed, several.price = 0.0, seconds / volume(sizes)
         while len(self._measured) > _FAMILIES:
             self._measured.pop(next(iter(self._measured)))
@@ -79,18 +82,43 @@ class KnownSizes:
         """A course with a plan for all sizes up to `wanted`."""
         near = measured.near(wanted)
         whole = near is not None and fits(near.profile, request)
-        if near is not None and not (whole or near.profile.timed):
-            near = measured.near(wanted, timed=True)
-            whole = near is not None and fits(near.profile, request)
-        if near is None or (len(measured) == 1 and near.loose >= LOOSE and not whole):
+        if near is None or (not whole and (not near.profile.timed or (len(measured) == 1 and near.loose >= LOOSE))):
             return None  # a second measured size makes the interpolation much tighter
         course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
         try:
-            known = self._plans(measured, course.profile)
-            course.plan = make_plan(course.profile, request, near=known, thorough=not known)
+            self._plan(course, request, self._plans(measured, course.profile), thorough=False)
         except InfeasibleError:
             return None  # it may fit all the same, since it may need less than it is charged
         return course
+
+    def plan(self, course: Specialization, family: Any, request: Request, group: Any) -> None:
+        """Plan a measured course, by a plan of another size if one fits."""
+        near = self._plans(self._measured.get(family, ()), course.profile) if request.planner is None else []
+        if group is None:
+            self._plan(course, request, near)
+        else:
+            course.plan = make_plan(course.profile, request, group, near)
+
+    def _plan(
+        self, course: Specialization, request: Request, near: list[tuple[Profile, ExecutionPlan]], thorough: bool = True
+    ) -> None:
+        course.plan = plan = make_plan(
+            course.profile, request, near=near, thorough=thorough or not near, better=course.borrowed
+        )
+        slow = plan.trace.makespan > GOOD * course.profile.chain.compute_time
+        again = any(plan.sequence.ops == other.sequence.ops for _, other in near)
+        course.borrowed, course.lost = slow and again and not course.borrowed, 0.0
+
+    def improve(self, course: Specialization, family: Any, request: Request) -> None:
+        """Search for a better plan than the one of another size, once steps have lost several times what that takes."""
+        if not course.borrowed or course.plan is None or not course.profile.timed:
+            return
+        course.lost += course.plan.trace.makespan - course.profile.chain.compute_time
+        if course.lost < WORTH * self._searching:
+            return
+        began = time.perf_counter()
+        self.plan(course, family, request, None)
+        self._searching = time.perf_counter() - began
 
     def too_loose(self, course: Specialization, family: Any, sizes: Sizes) -> bool:
         """Whether to measure the `sizes` of this step now: by planning for more bytes than they need, steps have lost
@@ -101,10 +129,6 @@ class KnownSizes:
         more = course.plan.trace.makespan - course.profile.chain.compute_time
         measured.owed += max(0.0, more)
         return more > 0 and measured.owed > measured.price * volume(sizes)
-
-    def plans_near(self, profile: Profile, family: Any) -> list[tuple[Profile, ExecutionPlan]]:
-        """The plans made for the sizes nearest to that of `profile`."""
-        return self._plans(self._measured.get(family, ()), profile)
 
     def _plans(self, measured: Iterable[Specialization], profile: Profile) -> list[tuple[Profile, ExecutionPlan]]:
         every = {id(one): one for one in (*measured, *self._rounded.values()) if one.plan is not None}
@@ -126,8 +150,8 @@ class KnownSizes:
         timed = [(at, one) for at, one in zip(measured.sizes, measured, strict=True) if one.profile.timed]
         if not timed:
             return None
-        near = measured.near(sizes, timed=True)
-        if near is not None:
+        near = measured.near(sizes)
+        if near is not None and near.profile.timed:
             times = known_times(near.profile)
         else:
             times = known_times(timed[-1][1].profile, volume(sizes) / volume(timed[-1][0]))

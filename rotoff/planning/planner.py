@@ -32,7 +32,7 @@ from .memory_account import expected_bytes, reported_bytes, simulated_bytes
 from .request import Request
 
 logger = logging.getLogger("rotoff")
-GOOD = 1.005  # step time / compute time up to which another size's plan is reused without a search
+GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
 EFFORT = 0.1  # search time / compute time of a step, if no plan is reused at once
 SHORT = 0.1  # share of the search effort that each variant gets first
 WORTH = 1.005  # step time / best step time up to which a variant then gets the whole effort
@@ -88,13 +88,18 @@ Known = tuple[Profile, ExecutionPlan]
 
 
 def make_plan(
-    profile: Profile, request: Request, group: Any = None, near: Iterable[Known] = (), thorough: bool = True
+    profile: Profile,
+    request: Request,
+    group: Any = None,
+    near: Iterable[Known] = (),
+    thorough: bool = True,
+    better: bool = True,
 ) -> ExecutionPlan:
     """Plan within the user's limit, less the constants of a step, plus the batch.
 
     group: a process group that follows the first process's plan, or None. near: plans of the same stages at other
-    sizes; one that is good enough is reused, so that a new size needs no search. thorough: whether to search at length
-    if neither these nor a short search give a plan.
+    sizes; one that is good enough is reused, so that a new size needs no search. better: whether to search if one fits
+    and is not. thorough: whether to search at length if neither these nor a short search give a plan.
 
     Raises:
         InfeasibleError: if nothing fits, in the terms of the user's limit.
@@ -105,7 +110,7 @@ def make_plan(
     room = _room(profile, group) if request.here else None
 
     def decide() -> Sequence:
-        return _decide(profile, request, room, tuple(near), thorough)
+        return _decide(profile, request, room, tuple(near), thorough, GOOD if better else math.inf)
 
     sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = _choice(sequence)
@@ -118,8 +123,11 @@ def make_plan(
     return plan
 
 
-def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Known, ...], thorough: bool) -> Sequence:
-    """All that `make_plan` decides, as a sequence and its meta. room: free host bytes; None: unknown.
+def _decide(
+    profile: Profile, request: Request, room: int | None, near: tuple[Known, ...], thorough: bool, good: float
+) -> Sequence:
+    """All that `make_plan` decides, as a sequence and its meta. room: free host bytes; None: unknown. good: step time /
+    compute time up to which a plan `near` is reused without a search.
 
     Raises:
         InfeasibleError: if nothing fits, in the terms of the user's limit.
@@ -132,7 +140,7 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
         if request.mem_limit < profile.prefix_peak_bytes:
             raise InfeasibleError("", min(way.least for way in ways))
         quick = near and request.policy is None and request.in_flight == 1
-        found = _quickly(profile, request, ways, near, room) if quick else None
+        found = _quickly(profile, request, ways, near, room, good) if quick else None
         if found is None and not thorough and request.in_flight == 1:
             raise InfeasibleError("a short search found nothing", min(way.least for way in ways))
         return _best_within(room, profile, request, ways) if found is None else found
@@ -145,14 +153,14 @@ def _decide(profile: Profile, request: Request, room: int | None, near: tuple[Kn
 
 
 def _quickly(
-    profile: Profile, request: Request, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None
+    profile: Profile, request: Request, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None, good: float
 ) -> Sequence | None:
     """The faster of the best plan `near` and a short search's; None if neither fits."""
     reused = _reused(request.mem_limit, ways, near, room)
     kept, compact = near[0][1].kept, near[0][1].compact
     if reused is not None:
         seconds, sequence = reused
-        if seconds <= GOOD * profile.chain.compute_time:
+        if seconds <= good * profile.chain.compute_time:
             return sequence
         kept, compact = _choice(sequence)
     effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}

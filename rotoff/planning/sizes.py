@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..profile.between_sizes import NotAlike, Share, between
+from ..profile.between_sizes import NotAlike, Share, between, with_times, without_times
 from ..profile.profile import Profile
 from ..tensors.tree import flatten
 
@@ -26,6 +27,7 @@ SQUARE = 2  # highest power of a size in the bytes of a tensor
 MONOMIALS = 1000  # most monomials in the polynomial for bytes
 EXACT = 1e-9
 PIVOTS = 200
+STRAY = 0.1  # share of the log of a size's ratio by which that of a tensor's bytes may differ from a whole power
 
 Sizes = tuple[tuple[int, ...], ...]  # the shape of each tensor of the input
 Array = npt.NDArray[np.float64]
@@ -82,6 +84,9 @@ class MeasuredSizes(Generic[Of]):
         self.price = 0.0  # seconds of measuring per element of the largest tensor
         self._rows: dict[Sizes, Of] = {}
         self._alike: list[dict[Sizes, Of]] = []  # groups whose profiles can be interpolated
+        self._tensors: dict[Sizes, Array] = {}
+        self._linear: set[int] = set()  # dimensions, of all tensors in order, in which no tensor was seen to be squared
+        self._curved: set[int] = set()  # those in which one may be
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -98,8 +103,13 @@ class MeasuredSizes(Generic[Of]):
     def last(self) -> Of:
         return next(reversed(self._rows.values()))
 
-    def add(self, sizes: Sizes, measured: Of) -> None:
-        """Add a measurement; forget the oldest beyond `MEASURED`."""
+    def add(self, sizes: Sizes, measured: Of, tensors: Sequence[int] = ()) -> None:
+        """Add a measurement; forget the oldest beyond `MEASURED`. tensors: bytes of each tensor of the step."""
+        own = np.array(tensors, dtype=float)
+        for at, others in self._tensors.items():
+            linear, told = powers_seen(at, sizes, others, own)
+            (self._linear if linear else self._curved).update(told)
+        self._tensors[sizes] = own
         for rows in (self._rows, *self._alike):
             rows.pop(sizes, None)
         self._rows[sizes] = measured
@@ -111,33 +121,45 @@ class MeasuredSizes(Generic[Of]):
             self._alike.append({sizes: measured})
         while len(self._rows) > MEASURED:
             gone = next(iter(self._rows))
-            for rows in (self._rows, *self._alike):
+            for rows in (self._rows, *self._alike, self._tensors):
                 rows.pop(gone, None)
         self._alike = [rows for rows in self._alike if rows]
 
-    def near(self, wanted: Sizes, timed: bool = False) -> Near[Of] | None:
-        """The interpolated profile that charges least for `wanted` and all smaller sizes; None if there is none.
-        timed: whether it must have times."""
-        every = [rows for rows in self._alike if next(iter(rows.values())).profile.timed or not timed]
-        found = [one for rows in every if (one := self._near(rows, wanted)) is not None]
+    def near(self, wanted: Sizes) -> Near[Of] | None:
+        """The interpolated profile that charges least for `wanted` and all smaller sizes, with times if some sizes have
+        times; None if there is none."""
+        found = [one for rows in self._alike if (one := self._near(rows, wanted)) is not None]
         return min(found, key=lambda one: saved_bytes(one.profile), default=None)
 
     def _near(self, rows: dict[Sizes, Of], wanted: Sizes) -> Near[Of] | None:
-        fit = [at for at in rows if not _alone(at, wanted)]
-        weights = covering(fit, [saved_bytes(rows[at].profile) for at in fit], wanted) if fit else None
-        if weights is None:
+        fit = {at: one for at, one in rows.items() if not _alone(at, wanted)}
+        every = self._weighted({at: without_times(one.profile) for at, one in fit.items()}, wanted)
+        if every is None:
             return None
-        longer = volume(wanted) / sum(w * volume(at) for w, at in zip(weights, fit, strict=True))
-        every = [(rows[at], Share(w, longer * w)) for w, at in zip(weights, fit, strict=True)]
-        if sum(weights) < 1 + EXACT:  # else profiles of weight 0 are needed to find the bytes that no size changes
-            every = [(one, share) for one, share in every if share.bytes]
-        every.sort(key=lambda pair: -saved_bytes(pair[0].profile) * bool(pair[1].bytes))
-        charged = sum(saved_bytes(one.profile) * share.bytes for one, share in every)
+        timed = {at: one.profile for at, one in fit.items() if one.profile.timed}
+        charged = sum(saved_bytes(one) * share.bytes for _, one, share in every)
         loose = charged / min(saved_bytes(one.profile) * volume(wanted) / volume(at) for at, one in rows.items())
         try:
-            return Near(between([one.profile for one, _ in every], [share for _, share in every]), every[0][0], loose)
+            profile = between([one for _, one, _ in every], [share for *_, share in every])
+            if timed and (some := self._weighted(timed, wanted)) is not None:
+                profile = with_times(profile, between([one for _, one, _ in some], [share for *_, share in some]))
         except NotAlike:
             return None
+        return Near(profile, rows[every[0][0]], loose)
+
+    def _weighted(self, rows: dict[Sizes, Profile], wanted: Sizes) -> list[tuple[Sizes, Profile, Share]] | None:
+        """Those of `rows` to interpolate from, the one with the most bytes first, and what each counts for."""
+        if not rows:
+            return None
+        powers = {**dict.fromkeys(self._linear, 1), **dict.fromkeys(self._curved, SQUARE)}
+        weights = covering([*rows], [saved_bytes(one) for one in rows.values()], wanted, powers)
+        if weights is None:
+            return None
+        longer = volume(wanted) / sum(w * volume(at) for w, at in zip(weights, rows, strict=True))
+        every = [(at, one, Share(w, longer * w)) for w, (at, one) in zip(weights, rows.items(), strict=True)]
+        if sum(weights) < 1 + EXACT:  # else profiles of weight 0 are needed to find the bytes that no size changes
+            every = [row for row in every if row[2].bytes]
+        return sorted(every, key=lambda row: -saved_bytes(row[1]) * bool(row[2].bytes))
 
 
 def saved_bytes(profile: Profile) -> int:
@@ -147,7 +169,9 @@ def saved_bytes(profile: Profile) -> int:
 
 def _alike(one: Profile, other: Profile) -> bool:
     try:
-        between([one, other], [Share(0.5, 0.5)] * 2)
+        between([without_times(one), without_times(other)], [Share(0.5, 0.5)] * 2)
+        if one.timed and other.timed:
+            between([one, other], [Share(0.5, 0.5)] * 2)
     except NotAlike:
         return False
     return True
@@ -158,16 +182,51 @@ def _alone(sizes: Sizes, wanted: Sizes) -> bool:
     return any(a == 1 != b for one, other in zip(sizes, wanted, strict=True) for a, b in zip(one, other, strict=True))
 
 
-def covering(points: Sequence[Sizes], costs: Sequence[float], wanted: Sizes) -> list[float] | None:
+def powers_seen(low: Sizes, high: Sizes, before: Array, after: Array) -> tuple[bool, set[int]]:
+    """Whether the bytes of each tensor follow the sizes of the input, none squared; and in which dimensions the two
+    inputs tell that: those that differ, or none if other powers would give the same bytes.
+
+    before, after: bytes of the same tensors of a step with inputs of the sizes `low` and `high`. Those of one tensor
+    are a product, so their ratio is one of powers of the ratios of sizes.
+    """
+    pairs = [pair for one, other in zip(low, high, strict=True) for pair in zip(one, other, strict=True)]
+    tensors = [n for n, shape in enumerate(low) for _ in shape]
+    ratios = [math.log(b / a) if a and b else math.inf for a, b in pairs]
+    differing = {d for d, ratio in enumerate(ratios) if ratio}
+    if not len(before) or math.inf in ratios or not differing:
+        return True, set()
+    if len(before) != len(after):
+        return False, differing
+    counts: dict[float, Counter[int]] = {}  # of dimensions with the same ratio in one tensor
+    for d in differing:
+        counts.setdefault(round(ratios[d], 9), Counter())[tensors[d]] += 1
+    most = [max(one.values()) for one in counts.values()]
+    single, squared = [], []
+    for powers in product(*(range(1 + SQUARE * n) for n in most)):
+        over = any(power > n for power, n in zip(powers, most, strict=True))
+        (squared if over else single).append(sum(power * ratio for power, ratio in zip(powers, counts, strict=True)))
+    stray = STRAY * min(map(abs, counts))
+    if np.abs(np.subtract.outer(single, squared)).min() <= 2 * stray:
+        return True, set()
+    there = (before > 0) & (after > 0)
+    found = np.log(after[there] / before[there])
+    return bool((np.abs(np.subtract.outer(found, single)).min(1) <= stray).all()), differing
+
+
+def covering(
+    points: Sequence[Sizes], costs: Sequence[float], wanted: Sizes, powers: Mapping[int, int] | None = None
+) -> list[float] | None:
     """Weights of `points` whose weighted bytes bound the bytes at `wanted` from above, with the least total `costs`.
 
     The bound holds if bytes are a polynomial of the sizes with nonnegative coefficients, of degree at most `SQUARE` in
     each size of a tensor (attention's matrix). Weights suffice for every such polynomial if they do for each monomial;
-    the least ones solve a linear program. Sizes are counted from half of the smallest, so that a dimension may also
-    shrink by a constant, as behind a convolution.
+    the least ones solve a linear program. Sizes are counted from half of the smallest (from a tenth where the degree is
+    seen to be 1), so that a dimension may also shrink by a constant, as behind a convolution. powers: the degree in the
+    dimensions, of all tensors in order, where it is known.
 
     Returns:
-        None if `wanted` has a larger size in a dimension that does not vary over the points, or for too many monomials.
+        None if `wanted` has a larger size in a dimension that does not vary over the points and is not in `powers`, or
+        for too many monomials.
     """
     columns = [
         [shape[d] for shape in shapes] for shapes in zip(*points, wanted, strict=True) for d in range(len(shapes[0]))
@@ -175,21 +234,27 @@ def covering(points: Sequence[Sizes], costs: Sequence[float], wanted: Sizes) -> 
     tensors = [n for n, shape in enumerate(wanted) for _ in shape]
     degrees: dict[tuple[float, ...], Counter[int]] = {}  # sizes that vary together: tensor -> number of dimensions
     floors: dict[tuple[float, ...], float] = {}
-    for tensor, column in zip(tensors, columns, strict=True):
+    powers = powers or {}
+    degree: dict[tuple[float, ...], int] = {}
+    for d, (tensor, column) in enumerate(zip(tensors, columns, strict=True)):
         least, most = min(column), max(column)
         if least == most:
             continue
-        if len(set(column[:-1])) == 1 and column[-1] > column[0]:
+        if d not in powers and len(set(column[:-1])) == 1 and column[-1] > column[0]:
             return None
         kind = tuple(round((size - least) / (most - least), 9) for size in column)
+        if len(points) == 1:
+            kind += (round(most / least, 9),)  # two points always lie alike
         degrees.setdefault(kind, Counter())[tensor] += 1
-        floors[kind] = min(floors.get(kind, math.inf), least / 2 / (most - least))
-    if math.prod(1 + SQUARE * max(counts.values()) for counts in degrees.values()) > MONOMIALS:
+        shrinks = STRAY if powers.get(d) == 1 else 0.5
+        floors[kind] = min(floors.get(kind, math.inf), (1 - shrinks) * least / (most - least))
+        degree[kind] = max(degree.get(kind, 1), powers.get(d, SQUARE))
+    if math.prod(1 + degree[kind] * max(counts.values()) for kind, counts in degrees.items()) > MONOMIALS:
         return None
     monomials = np.ones((1, len(points) + 1))
     for kind, counts in degrees.items():
-        sizes = (np.array(kind) + floors[kind]) / (1 + floors[kind])
-        powers = [sizes**n for n in range(1 + SQUARE * max(counts.values()))]
+        sizes = (np.array(kind[: len(columns[0])]) + floors[kind]) / (1 + floors[kind])
+        powers = [sizes**n for n in range(1 + degree[kind] * max(counts.values()))]
         monomials = np.concatenate([monomials * power for power in powers])
     known, asked = monomials[:, :-1], monomials[:, -1]
     weights = _least(known, asked, np.array(costs, dtype=float) / max(1.0, *costs))

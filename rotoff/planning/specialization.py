@@ -362,8 +362,9 @@ class Specializations:
         if lacks_times(course, self.request):
             course = self.time(course, value, key)
         if course.plan is None:
-            near = [] if self.request.planner is not None else self._sizes.plans_near(course.profile, family_of(key)[0])
-            course.plan = make_plan(course.profile, self.request, self._group, near)
+            self._sizes.plan(course, family_of(key)[0], self.request, self._group)
+        elif self._group is None:
+            self._sizes.improve(course, family_of(key)[0], self.request)
         self._now(course, value, key)
         return course
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.chain import BIDIRECTIONAL, Stage
+from ..core.chain import LinkRates, Stage
 from ..errors import ChainError
 from ..tensors.recipe import Constant, Recipe, Stored, Unread
 from ..tensors.stage import Behaviour, StageModule
@@ -32,8 +32,15 @@ from .profile import Profile
 SUBTRACTED = (Skip, FreedEarly)  # are subtracted from other fields, so their bytes are rounded down
 ROUNDING = 64  # bytes added for each stage, since whole numbers of bytes may be rounded down
 # fields that do not depend on the size of the input; taken from the first profile
-OF_FIRST = ("meta", "d2h_bandwidth", "h2d_bandwidth", *BIDIRECTIONAL, "copy_bandwidth", "overhead_times", "host_bound")
-PLACES = ("first", "last", "until", "early_stop")  # whole numbers that are not bytes
+OF_FIRST = ("meta", *LinkRates._fields, "copy_bandwidth", "overhead_times", "host_bound")
+# whole numbers that are not bytes
+PLACES = ("first", "last", "until", "early_stop", "outputs", "saved", "kept", "copied")
+TIMES = ("forward_time", "backward_time", "tail_time", "forms")  # of a stage with times
+SPARED = (
+    "freed_before_backward",
+    "spare_bytes",
+    "twice_bytes",
+)  # are subtracted, so too much would be charged too little
 
 _REDONE = attrgetter("stop", "functions", "single", "whole")  # the fields of a recipe that say what its redo runs
 
@@ -62,12 +69,42 @@ def between(profiles: Sequence[Profile], shares: Sequence[Share]) -> Profile:
     return replace(found, unmanaged_bytes=found.unmanaged_bytes + ROUNDING * len(found.chain))
 
 
+def without_times(profile: Profile) -> Profile:
+    """`profile` as if only its bytes had been measured."""
+    chain = profile.chain
+    stages = tuple(replace(one, forward_time=0.0, backward_time=0.0, tail_time=0.0, forms=()) for one in chain.stages)
+    return replace(
+        profile,
+        chain=replace(chain, stages=stages),
+        behaviours=tuple(replace(one, forms=(), early_stop=0) for one in profile.behaviours),
+        no_forms=(),
+        compact=None,
+        copy_bandwidth=None,
+        timed=False,
+    )
+
+
+def with_times(profile: Profile, timed: Profile) -> Profile:
+    """The bytes of `profile`, and of `timed` the times and the smaller forms, all for the same size."""
+    chain, pairs = profile.chain, zip(profile.chain.stages, timed.chain.stages, strict=True)
+    stages = tuple(replace(mine, **{name: getattr(theirs, name) for name in TIMES}) for mine, theirs in pairs)
+    input_bytes = {"input_bytes": chain.input_bytes, "input_grad_bytes": chain.input_grad_bytes}
+    behaviours = zip(profile.behaviours, timed.behaviours, strict=True)
+    others = ("no_forms", "compact", "copy_bandwidth", "overhead_times", "host_bound", "timed")
+    return replace(
+        profile,
+        chain=replace(timed.chain, stages=stages, **input_bytes),
+        behaviours=tuple(replace(mine, forms=theirs.forms, early_stop=theirs.early_stop) for mine, theirs in behaviours),
+        **{name: getattr(timed, name) for name in others},
+    )
+
+
 def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[float], int] = math.ceil) -> Any:
     first, kind = values[0], type(values[0])
     if any(type(value) is not kind for value in values):
         raise NotAlike(" and ".join(sorted({type(value).__name__ for value in values})))
     if kind is int:
-        if all(value == first for value in values):
+        if len(values) > 1 and all(value == first for value in values):
             return first
         return max(0, whole(sum(value * share.bytes for value, share in zip(values, shares, strict=True))))
     if kind is float:
@@ -75,13 +112,18 @@ def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[floa
     if kind is StageModule or kind is Recipe:
         return first
     if kind in SUBTRACTED:
-        whole = math.floor
+        whole, shares = math.floor, _spared(shares)
     names = [f.name for f in fields(first)] if is_dataclass(first) else getattr(kind, "_fields", ())
     if names:
         rows = {name: [getattr(value, name) for value in values] for name in names}
         if any(name in PLACES and any(one != row[0] for one in row) for name, row in rows.items()):
             raise NotAlike(f"places in several {kind.__name__}")
-        mixed = {name: row[0] if name in OF_FIRST else _mixed(row, shares, whole) for name, row in rows.items()}
+        mixed = {
+            name: row[0]
+            if name in OF_FIRST + PLACES
+            else _mixed(row, _spared(shares) if name in SPARED else shares, whole)
+            for name, row in rows.items()
+        }
         return kind(**mixed) if hasattr(kind, "_fields") else replace(first, **mixed)
     if isinstance(first, tuple):
         if any(len(value) != len(first) for value in values):
@@ -95,6 +137,11 @@ def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[floa
     if any(value is not first and not (compared and value == first) for value in values):
         raise NotAlike(f"{values!r}"[:200])
     return first
+
+
+def _spared(shares: Sequence[Share]) -> Sequence[Share]:
+    """`shares`, where a single profile counts at most once: it does not tell which bytes no size changes."""
+    return [share._replace(bytes=min(1.0, share.bytes)) for share in shares] if len(shares) == 1 else shares
 
 
 # -- smaller forms
