@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -23,6 +23,7 @@ from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
 from ..tensors.tree import look_into, refuse_packed
 from .collectives import Collective, as_collective
+from .graph_attributes import GraphAttributes
 from .interception import without_interception
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
@@ -46,7 +47,6 @@ _FACTS = frozenset(
 HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 _EFFECTS = frozenset(["__set__"])
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
-_TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of nn.Module itself
 
 
 class UnrecordableError(MeasureError):
@@ -88,7 +88,7 @@ class Recorder(TorchFunctionMode):
         self._sizes = DataSizes()
         self.trouble: MeasureError | None = None
         self._model = model
-        self._before = {module: dict(vars(module)) for module in model.modules()}
+        self._attributes = GraphAttributes(model)
         self._names = {module: name for name, module in model.named_modules()}
         self._tensors = KnownTensors(model)
         self._parameters = Parameters([model])
@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
     def end(self, result: Any) -> None:
         """Record what the model returned."""
         self._note_freed()
-        self.tape.attributes = [(module, name) for module in self._model.modules() for name in self._kept(module)]
+        self.tape.attributes = self._attributes.find(self._tensors, self._in_step)
         look_into(result)
         if self.tape.attributes:
             result = result, [vars(module)[name] for module, name in self.tape.attributes]
@@ -138,45 +138,15 @@ class Recorder(TorchFunctionMode):
             return
         for handle in self._hooks:  # a hook that holds its own tensor would leave a cycle
             handle.remove()
-        self._put_back()
+        for generator, state in self.tape.generators:
+            generator.set_state(state)
+        self._attributes.put_back(self.tape.attributes)
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Note what autograd saves, instead of keeping it."""
         storage = self._tensors.storage(tensor, new=True)
         if storage is not None:
             self._saves.append((storage, tensor.untyped_storage().nbytes()))
-
-    def _put_back(self) -> None:
-        """Restore the attributes that every step sets, and the states of generators."""
-        for generator, state in self.tape.generators:
-            generator.set_state(state)
-        for module, name in self.tape.attributes:
-            before = self._before[module]
-            if name in before:
-                vars(module)[name] = before[name]
-            else:
-                del vars(module)[name]
-
-    def _kept(self, module: nn.Module) -> Iterator[str]:
-        """Yield the attributes of `module` in which the forward left tensors of its graph, such as the losses of
-        experts."""
-        for name, value in vars(module).items():
-            if name in _TABLES or _torch_hooks(module):
-                continue
-            try:
-                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            except RecursionError:  # it contains itself
-                continue
-            if not any(t.requires_grad and self._tensors.number(t) is not None for t in tensors):
-                continue
-            if value is self._before[module].get(name, NOTHING):
-                if self._in_step:  # the step replaces it
-                    continue
-                raise UncuttableError(
-                    f"module {self._names[module]!r} ({type(module).__name__}) adds tensors of the graph to its"
-                    f" attribute {name!r}; have its forward assign a new value, or have the model return them"
-                )
-            yield name
 
     def _note_freed(self) -> None:
         """Note the storages freed since the last operation began."""
@@ -500,10 +470,3 @@ def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def one_call(module: nn.Module) -> bool:
     """Whether a call of `module` is recorded as one operation."""
     return compiled(module) or (bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module))
-
-
-def _torch_hooks(module: nn.Module) -> bool:
-    """Whether all hooks are torch's own that compute a weight (weight norm, spectral norm) by recorded operations."""
-    every = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    own = all(str(getattr(type(h), "__module__", "")).startswith("torch.nn.utils") for h in every)
-    return bool(every) and own and not module._backward_hooks and not module._backward_pre_hooks

@@ -8,7 +8,7 @@ from torch import nn
 
 import rotoff
 from rotoff.capture.sharding import gathers
-from rotoff.profile import stage_meter as meter
+from rotoff.profile import stage_bytes
 
 
 def test_parameters_of_one_process_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,9 @@ def test_parameters_of_one_process_are_not_gathered(monkeypatch: pytest.MonkeyPa
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert not gathers(model)
     runs = []
-    kept = meter.keep_everything
-    monkeypatch.setattr(meter, "keep_everything", lambda run, *rest: runs.append(run.stage.name) or kept(run, *rest))
+    kept = stage_bytes.keep_everything
+    monkeypatch.setattr(
+        stage_bytes, "keep_everything", lambda run, *rest: runs.append(run.stage.name) or kept(run, *rest)
+    )
     rotoff.Checkpointable(model).measure(torch.randn(2, 4), repeats=1)
     assert runs == ["0", "1"]
