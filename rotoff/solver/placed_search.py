@@ -52,6 +52,7 @@ WEIGHTS = (0.5, 2.0)
 GROWTH = 10.0
 TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hundredths of a second
 KEPT = 8  # starts
+FOUND = 4  # plans whose operations are reordered
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Step:
 
 def searched(
     step: Step, budget: Budget, known: list[np.ndarray], progress: Callable[[float, float], None] | None = None
-) -> np.ndarray | None:
-    """The best plan found, at least as good as any of `known`; None if none fits.
+) -> list[np.ndarray]:
+    """The best plans found, the best first, which is at least as good as any of `known`; none if none fits.
 
     Groups that the same stages read are first placed together, which is a smaller problem, and then each by itself.
     """
@@ -77,12 +78,11 @@ def searched(
     together, part = merged(step.chain)
     if len(together.parameters) < len(step.chain.parameters) and step.mode != "remat":
         coarse = replace(step, chain=together)
-        plan = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, None)
+        plans = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, None)
         budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
-        if plan is not None:
-            starts.append(spread(step.chain, plan, part))
+        starts += [spread(step.chain, plan, part) for plan in plans[:1]]
     starts += _starts(step)
-    return _annealed(step, budget, starts, heats, progress) if starts else None
+    return _annealed(step, budget, starts, heats, progress)
 
 
 def sequence_of(step: Step, plan: np.ndarray, visits: int = VISITS) -> Sequence:
@@ -195,9 +195,9 @@ def _annealed(
     starts: list[np.ndarray],
     heats: tuple[float, ...],
     progress: Callable[[float, float], None] | None,
-) -> np.ndarray | None:
+) -> list[np.ndarray]:
     if not starts:
-        return None
+        return []
     chain = step.chain
     kernels = [placer(chain, step.limit, VISITS, step.updates, step.host_limit) for _ in range(THREADS)]
 
@@ -224,4 +224,4 @@ def _annealed(
                 pool.weights = [GROWTH * weight for weight in pool.weights]
             if progress is not None:
                 progress((turn + 1) / len(heats), pool.best[1])
-    return pool.winner
+    return pool.winners(FOUND)

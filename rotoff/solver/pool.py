@@ -51,8 +51,12 @@ class Pool:
     @property
     def winner(self) -> np.ndarray | None:
         """The best plan; None if it does not fit."""
-        best = self.ranked()[0]
-        return None if self._scores[best][0] else self._plans[best]
+        return next(iter(self.winners(1)), None)
+
+    def winners(self, most: int) -> list[np.ndarray]:
+        """The best plans that fit, the best first, at most `most`; of those that take equally long, one."""
+        order = {self._scores[n]: n for n in reversed(self.ranked()) if not self._scores[n][0]}
+        return [self._plans[order[score]] for score in sorted(order)[:most]]
 
     def ranked(self) -> list[int]:
         """The numbers of all plans, the best first."""

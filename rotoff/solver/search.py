@@ -19,10 +19,12 @@ from .anneal import FLOAT_ERROR, Budget, least_compute, refined
 from .bounds import host_plan, infeasible, min_mem_limit
 from .host import all_moving, host_sequence
 from .plan_codes import MOVE, evaluator, keep_all, select, to_ops
+from .reorder import reordered
 
 Progress = Callable[[float, float], None]  # fraction done, best step time in seconds
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
 RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest: their number and ratio, and the effort for one
+ORDER_SHARE = 0.4  # seconds of reordering where `refine` is 1
 FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after the one without
 
 
@@ -281,10 +283,11 @@ def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate
         return best
     starts = [*problem.known, *(made.codes for made in found if made.codes is not None)]
     step = placed_search.Step(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
-    plan = placed_search.searched(step, problem.budget, starts, progress)
-    if plan is not None:
-        found.append(_of_sequence(problem, placed_search.sequence_of(step, plan), "placed", plan))
-    elif not found:
+    plans = placed_search.searched(step, problem.budget, starts, progress)
+    for plan in plans:
+        text = reordered(step, placed_search.sequence_of(step, plan), problem.budget.part(ORDER_SHARE / len(plans)))
+        found.append(_of_sequence(problem, text, "placed", plan))
+    if not found:
         found += [_of_sequence(problem, *made) for made in placed_search.least(step)]
     fitting = [made for made in found if problem.host_limit is None or _host_peak(problem, made) <= problem.host_limit]
     problem.found[key] = best = _fastest(fitting)

@@ -1,0 +1,249 @@
+# cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+"""The order of a plan's operations: a search that moves one of them at a time, on exact bytes.
+
+An operation reads and writes values. Two of them may change places unless one writes what the other one reads or
+writes; then every order is legal whose bytes fit. What an operation needs beyond what is held before it, and by how
+much it changes that, is the same in every order. `rotoff.solver.reorder` makes the rows. The arithmetic of the lanes is
+that of `rotoff.core.simulator.Machine`; tests hold them equal.
+"""
+
+import numpy as np
+
+from libc.math cimport log, pow
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+from rotoff.solver.kernels.lanes cimport BACK_IN, HOST, OUT, Job, Lanes, copied, drained, issue, reset
+from rotoff.solver.kernels.moves cimport below, unit
+
+cdef enum:  # as in rotoff.solver.reorder.KINDS
+    COMPUTE = 0   # then the copies of what it writes have ended
+    UPDATE = 1    # begins when those of what it writes have ended
+    LOSE = 2      # free, drop
+    WAIT = 3
+    OFFLOAD = 4
+    PREFETCH = 5
+    ON_HOST = 6
+    FARTHEST = 7  # a move passes at most 2 ** this many operations
+
+
+# A row of rotoff.solver.reorder.OPERATION.
+cdef struct Operation:
+    int64_t need, more, host_more  # bytes beyond those held, and changes of those
+    double seconds
+    int32_t kind, value
+    int32_t first, last            # of its accesses
+    int32_t dropped[3]             # values whose copies it waits for, or -1
+
+
+cdef struct Text:
+    Py_ssize_t n, periods
+    int64_t limit, host_limit
+    Operation *op
+    const int32_t *access          # twice the value, and 1 where it is written; ascending
+    Lanes lanes
+    Py_ssize_t jobs
+
+
+cdef inline bint _tied(Text *t, Operation *a, Operation *b) noexcept nogil:
+    """Whether the order of the two matters to what is legal."""
+    cdef Py_ssize_t x = a.first, y = b.first
+    cdef int32_t u, v
+    while x < a.last and y < b.last:
+        u, v = t.access[x] >> 1, t.access[y] >> 1
+        if u == v:
+            if (t.access[x] | t.access[y]) & 1:
+                return True
+            x += 1
+            y += 1
+        elif u < v:
+            x += 1
+        else:
+            y += 1
+    return False
+
+
+cdef inline double _later(double a, double b) noexcept nogil:
+    return a if a > b else b
+
+
+cdef double _seconds(Text *t, const int32_t *order) noexcept nogil:
+    """Seconds of a steady step, or of the step where there is only one."""
+    cdef Py_ssize_t period, x
+    cdef int32_t y, K = t.lanes.K
+    cdef double compute = 0.0, second = 0.0, end
+    cdef Lanes *l = &t.lanes
+    cdef Operation *op
+    reset(l)
+    for x in range(t.jobs):
+        l.job[x].copy_end = l.job[x].off_end = 0.0
+    for period in range(t.periods):
+        if period == 2:
+            second = compute
+        for x in range(t.n):
+            op = &t.op[order[x]]
+            if op.kind == COMPUTE:
+                compute += op.seconds
+                for y in range(3):
+                    if op.dropped[y] >= 0:
+                        compute = _later(compute, copied(l, op.dropped[y]))
+                        l.job[op.dropped[y]].copy_end = 0.0
+            elif op.kind == PREFETCH:
+                issue(l, BACK_IN, op.value, compute, op.seconds)
+            elif op.kind == OFFLOAD:
+                issue(l, OUT, op.value, compute, op.seconds)
+            elif op.kind == ON_HOST:
+                issue(l, HOST, op.value + <int32_t>period * K, compute, op.seconds)
+            elif op.kind == UPDATE:
+                for y in range(3):
+                    compute = _later(compute, copied(l, op.dropped[y]))
+                compute += op.seconds
+            else:
+                compute = _later(compute, copied(l, op.value))
+                if op.kind == LOSE:
+                    l.job[op.value].copy_end = 0.0
+    end = drained(l)
+    return _later(compute, end) if t.periods == 1 else (compute - second) / 2
+
+
+cdef inline bint _fits(Text *t, Operation *op, int64_t held, int64_t host) noexcept nogil:
+    return held + op.need <= t.limit and (t.host_limit < 0 or host + op.host_more <= t.host_limit)
+
+
+cdef Py_ssize_t _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py_ssize_t at,
+                       Py_ssize_t far) noexcept nogil:
+    """Move the operation at position `at` by up to `far` positions, as far as is legal and fits; where it is then."""
+    cdef int32_t moved = order[at]
+    cdef Operation *op = &t.op[moved]
+    cdef Operation *other
+    cdef int64_t now = held[at], now_host = host[at]
+    cdef Py_ssize_t to = at
+    while far > 0 and to + 1 < t.n:
+        other = &t.op[order[to + 1]]
+        if _tied(t, op, other) or not _fits(t, other, held[to + 1] - op.more, host[to + 1] - op.host_more):
+            break
+        if not _fits(t, op, now + other.more, now_host + other.host_more):
+            break
+        now += other.more
+        now_host += other.host_more
+        order[to] = order[to + 1]
+        held[to] = held[to + 1] - op.more
+        host[to] = host[to + 1] - op.host_more
+        to += 1
+        far -= 1
+    while far < 0 and to > 0:
+        other = &t.op[order[to - 1]]
+        now -= other.more
+        now_host -= other.host_more
+        if (_tied(t, op, other) or not _fits(t, other, now + op.more, now_host + op.host_more)
+                or not _fits(t, op, now, now_host)):
+            now += other.more
+            now_host += other.host_more
+            break
+        order[to] = order[to - 1]
+        held[to] = now + op.more
+        host[to] = now_host + op.host_more
+        to -= 1
+        far += 1
+    order[to], held[to], host[to] = moved, now, now_host
+    return to
+
+
+cdef double _anneal(Text *t, int32_t *order, int32_t *best, int64_t *held, int32_t *kept, const int32_t *movable,
+                    Py_ssize_t n_movable, Py_ssize_t tries, uint64_t seed, double hot, double cold,
+                    const int8_t *stop) noexcept nogil:
+    """Simulated annealing from `order`; the seconds of the best order, which goes to `best`."""
+    cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
+    cdef Py_ssize_t step, at = 0, n = t.n, moves
+    cdef int32_t x
+    cdef int64_t far
+    cdef int64_t *host = held + n
+    cdef int64_t *kept_held = held + 2 * n
+    cdef double now = _seconds(t, order), found = now, cost, temperature
+    memcpy(best, order, n * sizeof(int32_t))
+    for step in range(tries):
+        if stop[0]:
+            break
+        temperature = hot * pow(cold / hot, (<double>step) / tries)
+        memcpy(kept, order, n * sizeof(int32_t))
+        memcpy(kept_held, held, 2 * n * sizeof(int64_t))
+        moves = 1 + below(&state, 3) // 2
+        while moves:
+            moves -= 1
+            x = movable[below(&state, n_movable)]
+            for at in range(n):
+                if order[at] == x:
+                    break
+            far = 1 + <int64_t>below(&state, <Py_ssize_t>1 << below(&state, FARTHEST + 1))
+            _shift(t, order, held, host, at, far if below(&state, 2) else -far)
+        if memcmp(order, kept, n * sizeof(int32_t)) == 0:
+            continue
+        cost = _seconds(t, order)
+        if cost <= now - temperature * log(unit(&state) + 1e-300):
+            now = cost
+            if now < found:
+                found = now
+                memcpy(best, order, n * sizeof(int32_t))
+        else:
+            memcpy(order, kept, n * sizeof(int32_t))
+            memcpy(held, kept_held, 2 * n * sizeof(int64_t))
+    return found
+
+
+cdef class Order:
+    """The operations of one sequence.
+
+    Args:
+        chain: the costs. rows: `rotoff.solver.reorder.OPERATION`, one for each operation. access: see `Text`. base: the
+            number of the first group's ``w``. held, host_held: bytes at the start. limit, host_limit: bytes; None for
+            no limit.
+    """
+
+    cdef Text t
+    cdef object keep
+    cdef int64_t[2] start
+
+    def __init__(self, chain, rows, const int32_t[::1] access, const int32_t[::1] movable, Py_ssize_t base,
+                 Py_ssize_t periods, int64_t held, int64_t host_held, int64_t limit, host_limit):
+        cdef Text *t = &self.t
+        cdef Py_ssize_t K = len(chain.parameters)
+        cdef uint8_t[::1] ops = rows.view(np.uint8)
+        jobs = base + (3 + periods) * K + 1
+        room = np.zeros(jobs * sizeof(Job), np.int8)
+        update = np.zeros(K + 1, np.int32)
+        cdef int8_t[::1] job = room
+        cdef int32_t[::1] last = update
+        t.n, t.periods, t.limit, t.jobs = len(rows), periods, limit, jobs
+        t.host_limit = -1 if host_limit is None else min(host_limit, 2**63 - 1)
+        t.op, t.access = <Operation *>&ops[0], &access[0]
+        t.lanes.share[0], t.lanes.share[1] = chain.bidirectional_shares
+        t.lanes.back, t.lanes.base, t.lanes.K = 1 if chain.duplex else 0, <int32_t>base, <int32_t>K
+        t.lanes.apart = t.lanes.share[0] == 1.0 and t.lanes.share[1] == 1.0
+        t.lanes.job, t.lanes.update = <Job *>&job[0], &last[0]
+        self.start[0], self.start[1] = held, host_held
+        self.keep = (rows, access, movable, room, update)
+
+    def seconds(self, const int32_t[::1] order):
+        """Seconds of a step in this order."""
+        return _seconds(&self.t, &order[0])
+
+    def anneal(self, int32_t[::1] order, Py_ssize_t tries, uint64_t seed, double hot, double cold,
+               int32_t[::1] best, const int8_t[::1] stop):
+        """Search from `order`, which fits (changed in place to the last one); the best one goes to `best`.
+
+        tries: moves. hot, cold: temperatures in seconds. stop: the search ends soon after stop[0] is set. Returns the
+        seconds of the best order.
+        """
+        cdef Py_ssize_t n = self.t.n, x
+        cdef int64_t[::1] held = np.zeros(4 * n, np.int64)
+        cdef const int32_t[::1] movable = self.keep[2]
+        cdef int32_t[::1] kept = np.zeros(n, np.int32)
+        cdef double found
+        held[0], held[n] = self.start
+        for x in range(1, n):
+            held[x] = held[x - 1] + self.t.op[order[x - 1]].more
+            held[n + x] = held[n + x - 1] + self.t.op[order[x - 1]].host_more
+        with nogil:
+            found = _anneal(&self.t, &order[0], &best[0], &held[0], &kept[0], &movable[0], movable.shape[0], tries,
+                            seed, hot, cold, &stop[0])
+        return found

@@ -1,0 +1,155 @@
+"""The last search of a plan: the order of its operations. What moves, and who updates it, stays as the plan has it.
+
+The decoders write one order for each plan: all frees of a position before its prefetches, every copy out as soon as its
+value is made, copies in by need. Where values are large beside the limit, other orders of the same operations are up to
+some percent faster. `kernels.order` moves single operations, as long as the result is legal and fits.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+
+from ..core.chain import Chain
+from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar
+from ..core.simulator import Machine, early_stops
+from ..core.steady_step import PERIODS, at_rest
+from .anneal import Budget
+from .kernels.order import Order
+from .placed_search import Step
+from .pool import THREADS
+
+# Rows of `kernels.order`.
+OPERATION = np.dtype(
+    [(name, np.int64) for name in ("need", "more", "host_more")]
+    + [("seconds", np.float64)]
+    + [(name, np.int32) for name in ("kind", "value", "first", "last")]
+    + [("dropped", np.int32, 3)],
+    align=True,
+)
+COMPUTE, UPDATE, LOSE, WAIT, OFFLOAD, PREFETCH, ON_HOST = range(7)
+KINDS = {
+    **dict.fromkeys((*FORWARDS, OpKind.B), COMPUTE),
+    OpKind.U: UPDATE,
+    OpKind.FREE: LOSE,
+    OpKind.DROP: LOSE,
+    OpKind.WAIT: WAIT,
+    OpKind.OFFLOAD: OFFLOAD,
+    OpKind.PREFETCH: PREFETCH,
+    OpKind.H: ON_HOST,
+}
+OPERATIONS_PER_SECOND = 300e6  # of simulated steps; converts seconds of effort into a count of moves
+HEATS = (1e-4, 1e-3)  # at which each thread starts, as shares of the step's time; it ends a hundred times colder
+
+
+def reordered(step: Step, sequence: Sequence, budget: Budget) -> Sequence:
+    """`sequence`, or a faster order of its operations, found in about the budget's seconds in each thread."""
+    ops, periods = tuple(sequence), PERIODS if step.chain.parameters else 1
+    tries = int(budget.seconds * OPERATIONS_PER_SECOND / (len(ops) * periods))
+    if not tries or not any(op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) for op in ops):
+        return sequence
+    kernels = [_order(step, sequence, periods) for _ in range(THREADS)]
+    stop, first = np.zeros(1, np.int8), np.arange(len(ops), dtype=np.int32)
+    scale, jobs = kernels[0].seconds(first), []
+    with ThreadPoolExecutor(THREADS) as threads:
+        for seed, (kernel, heat) in enumerate(zip(kernels, HEATS, strict=True), start=1):
+            best, hot = first.copy(), heat * scale
+            jobs.append((best, threads.submit(kernel.anneal, first.copy(), tries, seed, hot, hot / 100, best, stop)))
+        try:
+            found = [(job.result(), best) for best, job in jobs]
+        except BaseException:
+            stop[0] = 1
+            raise
+    made, order = min(found, key=lambda one: one[0])
+    return sequence if made >= scale else replace(sequence, ops=tuple(ops[n] for n in order))
+
+
+def _order(step: Step, sequence: Sequence, periods: int) -> Order:
+    chain, ops, L = step.chain, tuple(sequence), len(step.chain)
+    machine, early = Machine(chain, None, at_rest(chain, ops, sequence.resident)), early_stops(ops)
+    start = machine.held_bytes, machine.host_bytes
+    rows, accesses = np.zeros(len(ops), OPERATION), list[int]()
+    for n, op in enumerate(ops):
+        held, on_host, row = machine.held_bytes, machine.host_bytes, rows[n]
+        row["kind"], row["first"] = KINDS[op.kind], len(accesses)
+        row["seconds"], row["dropped"] = _seconds(machine, op, n in early), _dropped(chain, op)
+        row["value"] = 0 if op.kind in COMPUTES else _job(chain, op)
+        accesses += _accesses(chain, op, step.updates)
+        memory = machine.step(op, n in early).memory
+        row["last"], row["need"] = len(accesses), memory - held
+        row["more"], row["host_more"] = machine.held_bytes - held, machine.host_bytes - on_host
+    # An update between a forward and its backward would let the forward run on to its end.
+    fixed = COMPUTES if any(stage.tail_time for stage in chain.stages) else COMPUTES - {OpKind.U}
+    movable = np.array([n for n, op in enumerate(ops) if op.kind not in fixed], np.int32)
+    access = np.array([*accesses, 0], np.int32)
+    return Order(chain, rows, access, movable, 2 * L + 2, periods, *start, step.limit, step.host_limit)
+
+
+def _job(chain: Chain, op: Op) -> int:
+    """The number of what a lane runs; the first step's of an update on the host."""
+    L, K = len(chain), len(chain.parameters)
+    return 2 * L + 2 + 3 * K + op.stage - 1 if op.kind is OpKind.H else _number(chain, op.value)
+
+
+def _number(chain: Chain, v: Value) -> int:
+    L, K = len(chain), len(chain.parameters)
+    if v.of:
+        return 2 * L + 2 + "wgo".index(v.of) * K + v.stage - 1
+    return v.stage + (L + 1 if v.saved else 0)
+
+
+def _seconds(machine: Machine, op: Op, early: bool) -> float:
+    chain = machine.chain
+    if op.kind in FORWARDS:
+        stage = chain.stage(op.stage)
+        return stage.forward_time - (stage.tail_time if early else 0.0)
+    if op.kind is OpKind.B:
+        return chain.stage(op.stage).form(machine.form[op.stage]).backward_time
+    if op.kind is OpKind.U:
+        return chain.group(op.stage).update_time
+    if op.kind is OpKind.H:
+        return chain.group(op.stage).host_update_time or 0.0
+    if op.kind is OpKind.OFFLOAD:
+        return machine.device[op.value] / chain.d2h_bandwidth
+    return machine.host[op.value] / chain.h2d_bandwidth if op.kind is OpKind.PREFETCH else 0.0
+
+
+def _dropped(chain: Chain, op: Op) -> list[int]:
+    """The values whose copies an operation of the compute lane waits for."""
+    if op.kind is OpKind.U:
+        values = [Value(False, op.stage, of) for of in "wgo"]
+    elif op.kind is OpKind.F_NONE and op.stage > 1:
+        values = [a(op.stage - 1)]
+    elif op.kind is OpKind.B:
+        values = [abar(op.stage), a(op.stage), *([a(op.stage - 1)] if op.stage > 1 else [])]
+    else:
+        values = []
+    return [*(_number(chain, v) for v in values), *[-1] * (3 - len(values))]
+
+
+def _accesses(chain: Chain, op: Op, updates: str) -> list[int]:
+    """What the operation reads and writes, as `kernels.order` has it. The machine's state after ``B 1``, which updates
+    may have to await, is a value too."""
+    i, after = op.stage, _number(chain, abar(0))
+    reads, writes = list[int](), list[int]()
+    if op.kind is OpKind.OFFLOAD:
+        reads.append(_number(chain, op.value))
+    elif op.kind not in COMPUTES and op.kind is not OpKind.H:
+        writes.append(_number(chain, op.value))
+    elif op.kind in (OpKind.U, OpKind.H):
+        writes += [_number(chain, Value(False, i, of)) for of in "wgo"]
+        reads += [after] if updates == "after" else []
+    else:
+        groups = [(k, group) for k, group in enumerate(chain.parameters, start=1) if i in group.stages]
+        reads += [_number(chain, abar(i - 1))] + [_number(chain, Value(False, k, "w")) for k, _ in groups]
+        (writes if op.kind in (OpKind.B, OpKind.F_NONE) else reads).append(_number(chain, a(i - 1)))
+        writes += [_number(chain, abar(i))]
+        if op.kind is OpKind.B:
+            ends = [k for k, group in groups if i in (min(group.stages), max(group.stages))]
+            writes += [_number(chain, a(i)), *(_number(chain, Value(False, k, "g")) for k in ends)]
+            writes += [after] if i == 1 else []
+        elif op.kind in (OpKind.F_CK, OpKind.F_NONE):
+            writes.append(_number(chain, a(i)))
+    return sorted({2 * v + 1 for v in writes} | {2 * v for v in reads if v not in writes})

@@ -1,0 +1,71 @@
+"""The last search of a plan: the order of its operations."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from rotoff import Chain, ParameterGroup, Sequence, Stage, min_mem_limit, simulate
+from rotoff.solver.anneal import Budget
+from rotoff.solver.placed_search import Step, searched, sequence_of
+from rotoff.solver.reorder import _order, reordered
+
+
+def drawn(seed: int, duplex: bool, shared: bool) -> Chain:
+    rng = np.random.default_rng(seed)
+    stages, groups = [], []
+    for i in range(1, 8):
+        out, time = int(rng.integers(1, 40)), float(rng.uniform(0.5, 4))
+        stages.append(Stage(f"s{i}", time, 2 * time, out, out + int(rng.integers(0, 200)), None, out // 2, None, out))
+        size, numbers = int(rng.integers(1, 200)), (1, i) if i in (3, 6) else (i,)
+        on_host = None if i == 4 else size / 20
+        frozen = i == 5
+        sizes = (size, 0, 0, 0.0, None) if frozen else (size, size, 2 * size, size / 1000, on_host)
+        groups.append(ParameterGroup(numbers, *sizes))
+    slower = {"d2h_bidirectional_bandwidth": 40.0, "h2d_bidirectional_bandwidth": 30.0} if shared else {}
+    return Chain(tuple(stages), 50.0, 50.0, 10, 0, duplex, **slower, parameters=tuple(groups))
+
+
+def planned(chain: Chain, updates: str) -> tuple[Step, Sequence]:
+    limit = int(1.05 * min_mem_limit(chain, "joint", updates))
+    step = Step(chain, limit, None, "joint", updates)
+    return step, sequence_of(step, searched(step, Budget(0.02), [])[0])
+
+
+@pytest.mark.parametrize(
+    ("duplex", "shared", "updates"), [*product((True, False), (False,), ("during", "after")), (True, True, "during")]
+)
+def test_every_order_is_legal_and_takes_what_the_machine_says(duplex: bool, shared: bool, updates: str) -> None:
+    for seed in range(2):
+        chain = drawn(seed, duplex, shared)
+        step, plan = planned(chain, updates)
+        kernel, ops = _order(step, plan, 4), tuple(plan)
+        order = np.arange(len(ops), dtype=np.int32)
+        for turn in range(5):  # so hot that whatever is legal is taken
+            best = order.copy()
+            kernel.anneal(order, 200, 1 + turn, 1e9, 1e9, best, np.zeros(1, np.int8))
+            assert (order != np.arange(len(ops))).any()
+            trace = simulate(chain, replace(plan, ops=tuple(ops[n] for n in order)), step.limit, updates)
+            assert trace.makespan == kernel.seconds(order)
+
+
+def test_where_values_are_large_another_order_is_faster() -> None:
+    gained = 0
+    for seed in range(4):
+        chain = drawn(seed, duplex=False, shared=False)
+        step, plan = planned(chain, "during")
+        made = reordered(step, plan, Budget(0.05))
+        before = simulate(chain, plan, step.limit).makespan
+        after = simulate(chain, made, step.limit).makespan
+        assert after <= before
+        assert sorted(map(str, made)) == sorted(map(str, plan))
+        gained += after < 0.995 * before
+    assert gained >= 2
+
+
+def test_the_limit_on_the_host_holds_in_every_order() -> None:
+    step, plan = planned(drawn(0, duplex=True, shared=False), "during")
+    held = simulate(step.chain, plan).host_peak_bytes
+    made = reordered(replace(step, host_limit=held), plan, Budget(0.05))
+    assert simulate(step.chain, made, step.limit).host_peak_bytes <= held
