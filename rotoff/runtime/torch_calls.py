@@ -51,6 +51,7 @@ _CASTS = {name: getattr(torch, name) for name in ("float", "half", "bfloat16", "
 _CONVERSIONS: dict[Any, Callable[..., bool]] = {
     torch.Tensor.to: _is_like,
     torch.Tensor.type_as: _is_like,
+    torch.Tensor.type: lambda tensor, *more, **named: not more and not named,  # its name
     torch.Tensor.contiguous: lambda tensor, *more, **named: (
         not more and not named and _is_like(tensor) and tensor.layout is torch.strided and tensor.is_contiguous()
     ),
@@ -69,7 +70,7 @@ class Known:
     content: whether it changes the numbers in these arguments.
     draws: returns whether a call may draw random numbers; None: none does.
     attention: whether it depends on the attention kernels that are allowed.
-    returns_itself: returns whether a call returns its tensor itself, such as ``x.to(x.dtype)``.
+    returns_itself: returns whether a call returns its tensor itself, such as ``x.to(x.dtype)``, or only its type.
     ordinary: whether none of the above concerns its calls, unless they have an ``out``.
     owner: the custom or scripted Function that it calls; None for all others.
     instead: the function that is called in its place; None: itself.
@@ -172,7 +173,7 @@ def _is_written(argument: torch.Argument) -> bool:
 
 _FACTS = frozenset(
     ["dim", "size", "numel", "nelement", "__len__", "ndimension", "element_size", "get_device", "is_floating_point",
-     "is_complex", "is_signed", "__hash__", "is_inference", "is_same_size"]
+     "is_complex", "is_signed", "__hash__", "is_inference", "is_same_size", "result_type", "is_conj", "is_neg"]
 )  # fmt: skip
 _FACT_ATTRIBUTES = frozenset(
     ["shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "is_cpu",

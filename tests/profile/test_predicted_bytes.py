@@ -292,6 +292,8 @@ class Means(nn.Module):
         for up, down in zip(self.up, self.down, strict=True):
             wide = up(x).sin()
             x = (x + down(wide)).tanh().type_as(wide)
+            assert wide.type() == "torch.FloatTensor"
+            assert torch.result_type(wide, x) is torch.float32
             means.append(x.mean())
         return x.square().mean() + sum(means)
 
