@@ -33,7 +33,9 @@ def attach_schedule(
     """Run this process's stages of a pipeline inside `mem_limit`; returns the `Checkpointable` of each stage.
 
     Call it in every process, after the schedule is made and before its first ``step``. Every process has its own plan,
-    so limits may differ. The limit covers all micro-batches in flight, and all stages of the process::
+    so limits may differ. Processes that run one stage together (tensor or context parallel) give their group as
+    ``process_group=mesh["tp"].get_group()``, and have one plan. The limit covers all micro-batches in flight, and all
+    stages of the process::
 
         stage = PipelineStage(module, rank, ranks, device)
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
@@ -120,7 +122,11 @@ class _Sharing:
                 break
             less = max(less + over, 2 * less)
             plans = {
-                number: make_plan(one.profile, replace(requests[number], mem_limit=asked - less))
+                number: make_plan(
+                    one._courses.timed(one._latest, together=True).profile,
+                    replace(requests[number], mem_limit=asked - less),
+                    one._group,
+                )
                 for number, one in self._planned.items()
             }
         else:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from allocated import peak_bytes
+from distributed_steps import whole
 from ranks import say
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,11 +24,24 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rotoff
 
 ROWS, WIDTH, MANY = 48, 32, 8
+
+
+class Line:
+    """The processes of the pipeline that this one is in. split: whether two processes run each stage together (tensor
+    parallel), so that there are two lines."""
+
+    def __init__(self, split: bool) -> None:
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.group = self.split = None
+        if split:
+            mesh = init_device_mesh("cpu", (self.ranks // 2, 2), mesh_dim_names=("line", "split"))
+            self.group, self.split = mesh["line"].get_group(), mesh["split"]
+            self.ranks, self.rank = self.ranks // 2, self.rank // 2
 
 
 class Block(nn.Module):
@@ -41,10 +55,13 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1)
 
 
-def module(number: int) -> nn.Module:
+def module(number: int, line: Line) -> nn.Module:
     """Stage `number` of the pipeline: no two have as many blocks, or as wide ones."""
     torch.manual_seed(number)
-    return nn.Sequential(*[Block(WIDTH * (1 + number + n % 2)) for n in range(4 + number % 3)])
+    made = nn.Sequential(*[Block(WIDTH * (1 + number + n % 2)) for n in range(4 + number % 3)])
+    for block in made if line.split is not None else ():
+        parallelize_module(block, line.split, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return made
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -52,43 +69,43 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.dot(output.flatten(), target.flatten())
 
 
-def pipeline(kind: Callable[..., Any], chunks: int, known: bool) -> tuple[Any, list[nn.Module]]:
+def pipeline(line: Line, kind: Callable[..., Any], chunks: int, known: bool) -> tuple[Any, list[nn.Module]]:
     """A schedule and the modules of this rank. known: whether the stages are told what they are given."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    numbers = range(rank, ranks * chunks, ranks)
-    modules = [module(number) for number in numbers]
+    numbers = range(line.rank, line.ranks * chunks, line.ranks)
+    modules = [module(number, line) for number in numbers]
     told = {"input_args": torch.zeros(ROWS, WIDTH), "output_args": torch.zeros(ROWS, WIDTH)} if known else {}
     told = {name: tensor.requires_grad_() for name, tensor in told.items()}
     device = torch.device("cpu")
     stages = [
-        PipelineStage(one, number, ranks * chunks, device, **told) for one, number in zip(modules, numbers, strict=True)
+        PipelineStage(one, number, line.ranks * chunks, device, group=line.group, **told)
+        for one, number in zip(modules, numbers, strict=True)
     ]
     return kind(stages if chunks > 1 else stages[0], n_microbatches=MANY, loss_fn=loss), modules
 
 
-def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(100 * n + dist.get_rank())
+def batch(n: int, line: Line) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(100 * n + line.rank)
     return torch.randn(MANY * ROWS, WIDTH), torch.randn(MANY * ROWS, WIDTH)
 
 
-def step(schedule: Any, x: torch.Tensor, y: torch.Tensor) -> None:
-    first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+def step(line: Line, schedule: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    first, last = line.rank == 0, line.rank == line.ranks - 1
     schedule.step(*([x] if first else []), **({"target": y} if last else {}), return_outputs=False)
 
 
-def train(schedule: Any, modules: list[nn.Module], buffers: bool) -> tuple[list[torch.Tensor], int]:
+def train(line: Line, schedule: Any, modules: list[nn.Module], buffers: bool) -> tuple[list[torch.Tensor], int]:
     """(gradients, buffers and the generator's state after three steps; the most allocated in the third). buffers: not
     where the schedule itself has run the modules on uninitialised memory, to see what they return."""
     seen: list[torch.Tensor] = []
     peak = 0
     for n in range(3):
-        x, y = batch(n)
+        x, y = batch(n, line)
         if n < 2:
-            step(schedule, x, y)
+            step(line, schedule, x, y)
         else:
-            peak = peak_bytes(partial(step, schedule, x, y))
+            peak = peak_bytes(partial(step, line, schedule, x, y))
         for one in modules:
-            seen += [p.grad.clone() for p in one.parameters() if p.grad is not None]
+            seen += [whole(p.grad).clone() for p in one.parameters() if p.grad is not None]
             seen += [b.clone() for b in one.buffers() if buffers]
     return [*seen, torch.get_rng_state()], peak
 
@@ -98,6 +115,8 @@ CASES = {
     "1f1b": (Schedule1F1B, 1, True),
     "interleaved": (ScheduleInterleaved1F1B, 2, False),
     "told": (ScheduleInterleaved1F1B, 2, True),
+    "split": (Schedule1F1B, 1, True),  # tensor parallel stages
+    "split_interleaved": (ScheduleInterleaved1F1B, 2, False),
 }
 
 
@@ -105,10 +124,10 @@ def refused() -> None:
     """What schedules that split the backward meet, planned as such and with a wrapped module."""
     for kind in (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble):
         try:
-            rotoff.attach_schedule(pipeline(kind, 2, True)[0], "1 GiB")
+            rotoff.attach_schedule(pipeline(Line(False), kind, 2, True)[0], "1 GiB")
         except rotoff.OptionError as error:
             say(f"OptionError: {error}")
-    wrapped = rotoff.Checkpointable(module(1), check=True).compute_sequence("1 GiB")
+    wrapped = rotoff.Checkpointable(module(1, Line(False)), check=True).compute_sequence("1 GiB")
     x = torch.zeros(ROWS, WIDTH, requires_grad=True)
     output = wrapped(x)
     try:
@@ -129,14 +148,16 @@ def main(name: str) -> None:
     """name: one of CASES, or "refused"."""
     if name == "refused":
         return refused()
-    rank = dist.get_rank()
-    expected, plain = train(*pipeline(*CASES[name]), CASES[name][2])
+    line = Line(name.startswith("split"))
+    together = {} if line.split is None else {"process_group": line.split.get_group()}
+    rank, held = dist.get_rank(), CASES[name][2]
+    expected, plain = train(line, *pipeline(line, *CASES[name]), held)
     for share, mode in ((0.5, "joint"), (0.5, "remat"), (0.7, "offload"))[: 3 if name == "gpipe" else 1]:
         share += 0.05 * rank  # every rank has a limit of its own, so some keep everything and others do not
-        schedule, modules = pipeline(*CASES[name])
+        schedule, modules = pipeline(line, *CASES[name])
         limit = int(share * plain)
-        planned = rotoff.attach_schedule(schedule, limit, mode=mode, mem_slots=20)
-        got, peak = train(schedule, modules, CASES[name][2])
+        planned = rotoff.attach_schedule(schedule, limit, mode=mode, mem_slots=20, **together)
+        got, peak = train(line, schedule, modules, held)
         equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
         many = max(one._plan.in_flight for one in planned)
         say(f"{mode} {rank}: equal={equal} {peak} of {limit} ({plain}), {many} in flight")

@@ -200,11 +200,13 @@ IN_FLIGHT = {
     "2 pipeline_steps gpipe": [8, 8],
     "2 pipeline_steps interleaved": [5, 3],
     "4 pipeline_steps 1f1b": [4, 3, 2, 1],
+    "4 pipeline_steps split": [2, 2, 1, 1],  # two processes run each stage together
 }
 FURTHER = {
     "2 pipeline_steps 1f1b": [2, 1],
     "2 pipeline_steps told": [5, 3],
     "4 pipeline_steps interleaved": [11, 9, 7, 5],
+    "4 pipeline_steps split_interleaved": [5, 5, 3, 3],
 }
 
 
@@ -225,7 +227,7 @@ def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list
 @needs_processes
 def test_what_does_not_work_is_refused() -> None:
     """Schedules that split the backward, in a sentence that names those which do not, also where a bare
-    `Checkpointable` meets one; tensor parallel modules."""
+    `Checkpointable` meets one; tensor parallel modules without a group."""
     said = printed(*IN_FLIGHT, REFUSED)[REFUSED]
     for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         found = [line for line in said if line.startswith(f"OptionError: {name} splits the backward (")]
