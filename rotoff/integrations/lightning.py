@@ -1,6 +1,8 @@
-"""A callback for Lightning::
+"""A callback for Lightning.
 
-trainer = Trainer(callbacks=[RotoffCallback("6 GiB", module="net")])
+Give it to the trainer::
+
+    trainer = Trainer(callbacks=[RotoffCallback("6 GiB", module="net")])
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A callback for Hugging Face's ``Trainer`` and trainers based on it, such as TRL's::
+"""A callback for Hugging Face's ``Trainer`` and trainers based on it, such as TRL's.
 
-trainer = Trainer(model, args, train_dataset=data, callbacks=[RotoffCallback("6 GiB")])
+Give it to the constructor::
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[RotoffCallback("6 GiB")])
 """
 
 from __future__ import annotations

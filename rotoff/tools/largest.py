@@ -18,7 +18,6 @@ from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from .estimate import estimated
 from .mode_comparison import PlannedModes, plan, planned_modes, resident_bytes, usable_bytes
-from .whole_device import EFFORT
 
 MOST = 2**20
 GROWTH = 16  # next size / largest that works, at most, while none has been refused
@@ -82,11 +81,12 @@ class _Question:
         resident = resident_bytes(profile, self.optimizer)
         room = usable_bytes(self.device.memory_bytes) - sum(resident.values())
         limit = room if self.mem_limit is None else min(room, self.mem_limit)
-        planned = partial(planned_modes, profile, self.device, self.mem_limit, resident, (), ("joint",), self.mem_slots)
+        asked = self.mem_limit, resident, (), ("joint",), self.mem_slots, True
+        planned = partial(planned_modes, profile, self.device, *asked)
         if limit <= 0:
             why = f"resident bytes take {format_bytes(sum(resident.values()))} of {self.device.name}'s memory"
             return _Answer({"bytes": limit - 1}, planned, lambda: why)
-        request = Request(limit, "joint", self.mem_slots, {"refine": EFFORT})
+        request = Request(limit, "joint", self.mem_slots, {})
         margins: dict[str, float] = {"bytes": limit - least_limit(profile, request)}
         if margins["bytes"] < 0:
             return _Answer(margins, planned, partial(_refusal, profile, request))

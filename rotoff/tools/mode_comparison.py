@@ -257,15 +257,17 @@ def planned_modes(
     placed: tuple[PlacedStep, ...],
     modes: Iterable[str],
     mem_slots: int,
+    refine: bool | float = EFFORT,
 ) -> PlannedModes:
-    """One row for each of `modes`, within `asked` bytes, or within the usable memory less `resident` bytes."""
+    """One row for each of `modes`, within `asked` bytes, or within the usable memory less `resident` bytes. refine: as
+    for `rotoff.solve`."""
     limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
     if limit <= 0 and all(row.step_time is None for row in placed):
         raise _too_small(target, resident, placed)
     limit = max(0, limit)
     everything = plan_everything(profile)
     base = everything.trace.makespan
-    requests = [Request(limit, mode, mem_slots, {"refine": EFFORT}) for mode in modes]
+    requests = [Request(limit, mode, mem_slots, {"refine": refine}) for mode in modes]
     rows = [_row(profile, request, base) for request in requests]
     times = [row.step_time for row in rows if row.step_time is not None]
     bound = least_time(profile, requests[0], min(times)) if times else None  # the same in all modes

@@ -3,6 +3,7 @@ somewhere."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,15 @@ def test_the_site_is_built_without_a_warning_and_has_every_page_and_public_name(
             assert f'id="rotoff.{name}"' in reference
     assert 'id="rotoff.Checkpointable.record_step"' in reference
     assert "keeping everything takes" in (tmp_path / "tour.html").read_text(encoding="utf-8")
+
+
+def test_literal_blocks_of_docstrings_are_indented() -> None:
+    """Otherwise the site has no code there, and `make docs` fails."""
+    for path in sorted((ROOT / "rotoff").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                lines = [line for line in (ast.get_docstring(node) or "").splitlines() if line.strip()]
+                for line, following in pairwise([*lines, ""]):
+                    if line.endswith("::"):
+                        indents = [len(one) - len(one.lstrip()) for one in (line, following)]
+                        assert following and indents[0] < indents[1], f"{path.name}: {line}"
