@@ -52,25 +52,21 @@ def synchronize(x: torch.Tensor) -> None:
         torch.cuda.synchronize(x.device)
 
 
-def least_step(model: nn.Module, x: torch.Tensor, repeats: int) -> float:
-    """Of the host's time; a device's work is waited for in between and is shorter than its launches."""
-    times = []  # the least counts: whatever else runs on the machine only adds
-    for _ in range(repeats):
-        synchronize(x)
-        start = time.perf_counter()
-        model(x).backward(x)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def least_forward(model: nn.Module, x: torch.Tensor, repeats: int) -> float:
+def least(run: Callable[[torch.Tensor], object], x: torch.Tensor, repeats: int) -> float:
+    """Return the least seconds of the host's: whatever else runs on the machine only adds. On the CPU those of this
+    thread; a device's work, which has other threads, is waited for in between and is shorter than its launches."""
+    clock = time.perf_counter if x.is_cuda else time.thread_time
     times = []
     for _ in range(repeats):
         synchronize(x)
-        start = time.perf_counter()
-        model(x)
-        times.append(time.perf_counter() - start)
+        start = clock()
+        run(x)
+        times.append(clock() - start)
     return min(times)
+
+
+def least_step(model: nn.Module, x: torch.Tensor, repeats: int) -> float:
+    return least(lambda x: model(x).backward(x), x, repeats)
 
 
 def sequences(L: int) -> dict[str, list[str]]:
@@ -87,7 +83,7 @@ def measure(stages: int, count: int, saves: bool, repeats: int, device: str = "c
     """Seconds of a step: of the plain model, and what each sequence adds."""
     x = torch.ones(4, device=device, requires_grad=True)
     model = Chain(stages, count, saves)
-    plain, forward = least_step(model, x, repeats), least_forward(model, x, repeats)
+    plain, forward = least_step(model, x, repeats), least(model, x, repeats)
     wrapped = (
         rotoff.Checkpointable(model, stages=list(model.stages), cache_directory=None)
         .measure(x)

@@ -94,7 +94,9 @@ def with_times(profile: Profile, timed: Profile) -> Profile:
     return replace(
         profile,
         chain=replace(timed.chain, stages=stages, **input_bytes),
-        behaviours=tuple(replace(mine, forms=theirs.forms, early_stop=theirs.early_stop) for mine, theirs in behaviours),
+        behaviours=tuple(
+            replace(mine, forms=theirs.forms, early_stop=theirs.early_stop) for mine, theirs in behaviours
+        ),
         **{name: getattr(timed, name) for name in others},
     )
 

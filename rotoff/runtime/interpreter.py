@@ -24,7 +24,6 @@ from torch.autograd.variable import Variable
 from ..capture.course import OUTSIDE, Course
 from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
-from ..tensors.autocast import autocast_now
 from ..tensors.convolutions import StageAlgorithms, forward_by
 from ..tensors.eager_mode import without
 from ..tensors.recipe import Recipe
@@ -247,11 +246,12 @@ class Step:
         self._runs[i] = run
         if self._placement is not None:
             run.brought = {storage_key(copy): self._weights[p] for p, copy in live.brought.items()}
-        live.autocast_before = autocast_now() if torch._C._is_any_autocast_enabled() else None
-        live.reads.changing = {id(module._buffers[name]) for module, name in behaviour.changed_buffers}
+        live.autocast_before = replay.autocast if torch._C._is_any_autocast_enabled() else None
+        changed = behaviour.changed_buffers
+        live.reads.changing = {id(module._buffers[name]) for module, name in changed} if changed else set()
         live.begin_stage(i, tape, replay.mark)
         kept = self._behaviours[i - 2].kept if i > 1 else ()
-        staying = [n for n, (_, at) in enumerate(crossing) if at in kept]
+        staying = [n for n, (_, at) in enumerate(crossing) if at in kept] if kept else ()
         self._open = op
         run.open(live, given, staying, op.kind in (OpKind.F_ALL, OpKind.F_SEL), recipe, self)
 

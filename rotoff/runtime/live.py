@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.collectives import several_processes
-from ..capture.course import OUTSIDE, Course, ExpectedCall
+from ..capture.course import OUTSIDE, Course
 from ..capture.places import Places, is_exact
 from ..capture.tape import name_of
 from ..capture.unrepeatable import compiled
@@ -33,7 +33,7 @@ from ..tensors.storage import versions_of
 from .hollowing import GEOMETRY, empty, key_of, whole_base
 from .placed.lending import Lender
 from .reads import Reads, is_among
-from .stage_tape import NESTED, TAG, VALUES, Around, Call, Seeded, StageTape, Var, replaced, tensors_of
+from .stage_tape import NESTED, TAG, VALUES, Around, Seeded, StageTape, Var, replaced, tensors_in, tensors_of
 from .torch_calls import KNOWN, Known, find, same_call
 
 
@@ -47,12 +47,12 @@ class Stages(Protocol):
         """Return the contents of hollow tensors."""
 
 
+_Before = tuple[Sequence[int], Sequence[Tensor], bool]  # versions, tensors that will change, whether it draws
+
 RETURNED = "_rotoff_returned"  # set on the stand-in for a parameter if a call returned the stand-in itself
 NOTHING_EXPECTED = Course()
-ENDED = ExpectedCall(lambda: None, OUTSIDE, (), (), False, ())  # follows the last call
 LETTING_GO = 0.2  # seconds
 _ITER = Tensor.__iter__
-_tuple = tuple.__new__  # makes a `Call` in half the time
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 
@@ -110,7 +110,8 @@ class LiveForward(EagerFunctionMode):
         self._begun: Callable[[], tuple[object, ...]]  # their mark when the stage began
         self._stage = OUTSIDE
         self._position = 0
-        self._calls, self._count, self._held = (*course.calls, ENDED), len(course.calls), course.held
+        self._calls, self._count, self._held = course.calls, len(course.calls), course.held
+        self._rows = course.rows
         self._numbered: dict[int, Var] = {}
         self._dying: tuple[int, ...] = ()
         self._hollowed: list[Var] = []
@@ -145,7 +146,7 @@ class LiveForward(EagerFunctionMode):
         if self._skipped:
             skipped, self._skipped = self._skipped, []
             self._dying = tuple([n for n in skipped if self._numbered.get(n) not in self.entered])
-            self._let_go()
+            self._let_go_all()
 
     def has_returned(self, copy: torch.Tensor) -> bool:
         """Whether a call has returned `copy`, the stand-in for a parameter, itself."""
@@ -209,6 +210,7 @@ class LiveForward(EagerFunctionMode):
         self._dying, self.instead = (), {}  # a view holds its base
         if self._position < self._count:
             self._skip_to(self._count)
+        self._vars = [var for var in self._vars if var.tensor() is not None]
         for var in self._vars:
             tensor = var.tensor()
             if tensor is not None and not var.gone and tensor._base is not None:  # its base shares its bytes
@@ -279,20 +281,20 @@ class LiveForward(EagerFunctionMode):
         k, token, reads = self._position, self._token, self.reads
         if self._within:
             k = -1
-        elif not self.on_course or self._calls[k][0] is not function:
+        elif not self.on_course or self._rows[k][0] is not function:
             k = self._expected_at(function, args, kwargs)
         stage, numbers, dead = self._stage, None, False
         if k >= 0:
-            if self._dying:
-                self._let_go()
-            _, stage, numbers, last_uses, dead, _ = self._calls[k]
+            for number in self._dying:
+                if (old := self._numbered.pop(number, None)) is not None and old.tensor() is not None:
+                    self._let_go(old)
+            _, stage, numbers, last_uses, dead = self._rows[k]
             if stage != self._stage and stage != OUTSIDE:
                 self._stages.enter(stage)
         if reads.pending:
             reads.pending = []
-        careful = self._unusual or not known.ordinary or (kwargs and "out" in kwargs)
-        given: list[Tensor] = []
-        named, foreign = [], False
+        foreign: list[Tensor] = []  # those that the open stage has not made
+        named = []
         for one in args:
             kind = type(one)
             if (
@@ -302,21 +304,17 @@ class LiveForward(EagerFunctionMode):
                 and var.stage == stage != OUTSIDE
                 and not (var.hollow or var.dead)
             ):  # made by the open stage, and not hollow
-                given.append(one)
                 named.append(var)
             elif kind in VALUES:
                 named.append(one)
             else:
-                foreign = True
-                named.append(self._reference(given, stage, one))
-        if kwargs:
-            foreign = True
-            named_kwargs = {n: self._reference(given, stage, one) for n, one in kwargs.items()}
-        else:
-            named_kwargs = kwargs
+                named.append(self._reference(foreign, stage, one))
+        named_kwargs = kwargs and {n: self._reference(foreign, stage, one) for n, one in kwargs.items()}
         written: Sequence[Tensor] = ()
+        careful = not known.ordinary or self._unusual or (kwargs and "out" in kwargs)
         if careful:
-            args, kwargs, *before = self._before(function, known, args, kwargs, given, stage)
+            given = tensors_in(args, kwargs)
+            args, kwargs, before = self._before(function, known, args, kwargs, given, stage)
         grad, saved = is_grad_enabled(), len(self.saved)
         self.seen, self.dead = stage != OUTSIDE, dead
         try:
@@ -327,22 +325,26 @@ class LiveForward(EagerFunctionMode):
         finally:
             self.seen = False
         if careful:
-            result, written = self._after(known, result, given, *before)
+            result, written = self._after(known, result, given, before)
         if (
             type(result) is Tensor
             and TAG not in (attributes := result.__dict__)
-            and not (foreign and is_among(result, given))
+            and not (foreign and is_among(result, foreign))
         ):
             var = attributes[TAG] = Var(token, stage, result)
             self._vars.append(var)
-            made: list[Var | None] = [var]
+            made: Sequence[Var | None] = (var,)
         else:
-            made, new = self._made(tensors_of(result), given, stage)
+            made, new = self._made(tensors_of(result), given if careful else tensors_in(args, kwargs), stage)
+            var = made[0] if made else None
             if not written and not new:
                 return result  # a query, or no work: x.to(x.dtype)
         if not self._within:
             if numbers is not None and len(made) == len(numbers):
-                if made:
+                if len(numbers) == 1 and var is not None and numbers[0] is not None:
+                    self._numbered[numbers[0]] = var
+                    var.stays = var.stays or numbers[0] in self._held
+                elif numbers:
                     self._number(numbers, made)
                 self._position, self._dying = k + 1, last_uses
             else:
@@ -352,16 +354,16 @@ class LiveForward(EagerFunctionMode):
             reads.note()
         if dead:
             self.tape.needs_dead |= bool(written)  # other calls may read what this one changed
-            for var in made:
-                if var is not None:
-                    var.dead, var.stays = True, var.stays or stage == OUTSIDE
+            for one in made:
+                if one is not None:
+                    one.dead, one.stays = True, one.stays or stage == OUTSIDE
             if stage == OUTSIDE:  # no replay makes it
                 return result
         around = None
         if not grad or is_any_autocast_enabled() or self.autocast_before or known.attention:
             around = Around.of(grad, self.autocast_before, known.attention)
         tape = self.outside if stage == OUTSIDE else self.tape
-        tape.calls.append(_tuple(Call, (function, named, named_kwargs, made, around, dead)))
+        tape.calls.append((function, named, named_kwargs, made, around, dead))
         return result
 
     def _before(
@@ -372,10 +374,9 @@ class LiveForward(EagerFunctionMode):
         kwargs: dict[str, Any],
         given: list[Tensor],
         stage: int,
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[int], Sequence[Tensor], bool]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], _Before]:
         """Prepare a call that may change tensors, draw random numbers or get other tensors than the model's own.
-        Returns the arguments to use, the versions of `given`, the tensors that it is known to change, and whether it
-        draws."""
+        Returns the arguments to use, and what `_after` needs."""
         if self.instead or self.brought or self.lender:
             if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
                 self.lender.lend(function.parameters())
@@ -386,19 +387,12 @@ class LiveForward(EagerFunctionMode):
             written = self.reads.before_writing(known, args, kwargs, given, stage)
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set the generators
-            self.tape.calls.append(Call(put, (self._generators, self._generators.copies()), {}, (), None))
-        return args, kwargs, versions, written, draws
+            self.tape.calls.append((put, (self._generators, self._generators.copies()), {}, (), None, False))
+        return args, kwargs, (versions, written, draws)
 
-    def _after(
-        self,
-        known: Known,
-        result: Any,
-        given: list[Tensor],
-        versions: Sequence[int],
-        written: Sequence[Tensor],
-        draws: bool,
-    ) -> tuple[Any, Sequence[Tensor]]:
+    def _after(self, known: Known, result: Any, given: list[Tensor], before: _Before) -> tuple[Any, Sequence[Tensor]]:
         """Return the result of a call that `_before` has prepared, and all tensors that the call has changed."""
+        versions, written, draws = before
         if versions and versions != versions_of(given):
             written = self.reads.note_changed(known, given, versions, written)
         if draws:
@@ -468,8 +462,7 @@ class LiveForward(EagerFunctionMode):
     def _begin_at(self, k: int) -> None:
         """Prepare for call `k` of the course, which may begin another stage."""
         self.inside = True
-        if self._dying:
-            self._let_go()
+        self._let_go_all()
         if (stage := self._calls[k].stage) not in (OUTSIDE, self._stage):
             self._stages.enter(stage)
         self.inside = False
@@ -575,12 +568,11 @@ class LiveForward(EagerFunctionMode):
             found.append(var)
         return found, new
 
-    def _number(self, numbers: tuple[int | None, ...], made: list[Var | None]) -> None:
-        numbered, held = self._numbered, self._held
+    def _number(self, numbers: tuple[int | None, ...], made: Sequence[Var | None]) -> None:
         for number, var in zip(numbers, made, strict=True):
             if number is not None and var is not None:
-                numbered[number] = var
-                if held and number in held:
+                self._numbered[number] = var
+                if number in self._held:
                     var.stays = True
 
     def _tag(self, tensor: torch.Tensor, stage: int) -> Var:
@@ -589,14 +581,16 @@ class LiveForward(EagerFunctionMode):
         self._vars.append(var)
         return var
 
-    def _let_go(self) -> None:
+    def _let_go_all(self) -> None:
         """Hollow the tensors that no later call needs."""
-        numbers, self._dying, numbered = self._dying, (), self._numbered
+        numbers, self._dying = self._dying, ()
         for number in numbers:
-            if (var := numbered.pop(number, None)) is not None and var.tensor() is not None:
-                if self.astray is not None and var in numbered.values():
-                    continue  # it also has the number of another
-                self.hollow(var)
+            if (var := self._numbered.pop(number, None)) is not None and var.tensor() is not None:
+                self._let_go(var)
+
+    def _let_go(self, var: Var) -> None:
+        if self.astray is None or var not in self._numbered.values():  # it may also have the number of another
+            self.hollow(var)
 
     def _unaliased(self, result: Any, given: Sequence[Tensor]) -> Any:
         """Return the original tensor if a call returned the stand-in that it was given for it."""

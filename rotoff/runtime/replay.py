@@ -32,7 +32,7 @@ class ReplayState:
             a GAN thaws its discriminator before the backward of the generator's loss.
     """
 
-    __slots__ = ("_attributes", "_autocast", "_buffers", "_generators", "_modes", "_rng")
+    __slots__ = ("_attributes", "_buffers", "_cached", "_generators", "_modes", "_rng", "autocast")
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ReplayState:
         self._generators = generators
         self._rng = generators.begin()
         self._buffers = [(module, name, _buffer(module, name).clone()) for module, name in buffers]
-        self._autocast = autocast_now(), torch.is_autocast_cache_enabled()
+        self.autocast, self._cached = autocast_now(), torch.is_autocast_cache_enabled()
 
     def mark(self) -> tuple[object, ...]:
         """Return the mark of the generators before the first run."""
@@ -72,7 +72,7 @@ class ReplayState:
             self._generators.put(self._rng)
             # the setter, because a context manager costs as much as all else here
             torch._C._set_grad_enabled(True)
-            with autocast_as(*self._autocast):
+            with autocast_as(self.autocast, self._cached):
                 yield
         finally:
             torch._C._set_grad_enabled(grad_enabled)

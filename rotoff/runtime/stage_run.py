@@ -91,6 +91,14 @@ class StageRun:
         tape: records the calls. requires_grad: of each input tensor. replay: restores random numbers and buffers.
     """
 
+    in_backward = False
+    recipe: Recipe | None = None
+    own: Sequence[bool] = ()
+    _open_hooks: saved_tensors_hooks | None = None
+    _early_stop = 0  # number of saved tensors after which a replay for the stage's own backward may stop
+    _dead = 0  # number of tensors saved by dead calls
+    _as_measured = False  # whether autograd saved the same tensors as when the stage was measured
+
     def __init__(
         self,
         i: int,
@@ -100,11 +108,8 @@ class StageRun:
         replay: ReplayState,
     ) -> None:
         self.i = i
-        self.in_backward = False
-        self.recipe: Recipe | None = None
         self.stored: dict[int, Slot] = {}
         self.kept: dict[int, torch.Tensor] = {}
-        self.own: Sequence[bool] = ()
         self.tape = tape
         self._behaviour = behaviour
         self._requires_grad = requires_grad
@@ -114,10 +119,6 @@ class StageRun:
         self._made: list[tuple[torch.Size, torch.dtype]] = []  # of each output
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
         self.brought: dict[int, PlacedTensor] = {}
-        self._open_hooks: saved_tensors_hooks | None = None
-        self._early_stop = 0  # number of saved tensors after which a replay for the stage's own backward may stop
-        self._dead = 0  # number of tensors saved by dead calls
-        self._as_measured = False  # whether autograd saved the same tensors as when the stage was measured
 
     def saved(self) -> list[weakref.ref[Slot]]:
         """Return the slots that make up ā in addition to the outputs."""
@@ -146,7 +147,7 @@ class StageRun:
         """Begin the first run on the inputs `given`; of these, `staying` are in skip connections kept in place."""
         self.recipe = recipe
         live.reads.places = places = {key_of(t): n for n, t in enumerate(given) if n not in staying}
-        kept_keys = {key_of(given[n]) for n in staying}
+        kept_keys = {key_of(given[n]) for n in staying} if staying else ()
         slots, shapes, resident, brought = self._slots, self._shapes, live.reads.resident, self.brought
         live.saved, live.saved_shapes = slots, shapes
         whole, for_nothing = [View.of(t) for t in given], self._behaviour.for_nothing

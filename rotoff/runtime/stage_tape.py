@@ -76,19 +76,10 @@ class Around(NamedTuple):
         return None if grad and autocast is None and attention is None else cls(grad, autocast, attention)
 
 
-class Call(NamedTuple):
-    """One call of torch.
-
-    outputs: a `Var` for each tensor that it returns. around: its settings; None if a replay has them anyway. dead:
-    whether the course expects nobody to need its results.
-    """
-
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    outputs: Sequence[Var | None]
-    around: Around | None
-    dead: bool = False
+# One call of torch: function, arguments, keyword arguments, a `Var` for each tensor that it returns, its settings (None
+# if a replay has them anyway), and whether the course expects nobody to need its results. A plain tuple, which Python
+# makes and takes apart several times faster than an object.
+Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any], Sequence[Var | None], Around | None, bool]
 
 
 class StageTape:
@@ -100,6 +91,12 @@ class StageTape:
     some call changes in place, and a copy of its content from before.
     """
 
+    running_dead = needs_dead = False
+    lost = ""  # the name of a function that changed, in place, a tensor of which there is no copy to restore
+    brought: Callable[[], dict[int, torch.Tensor]] = dict  # by id of a parameter, its copy on the device
+    _last: list[tuple[Call, list[Var]]] | None = None  # the last result of `_to_make`
+    _counted = 0  # number of calls when it was made
+
     def __init__(self, name: str) -> None:
         self.calls: list[Call] = []
         self.inputs: list[Var] = []
@@ -107,11 +104,6 @@ class StageTape:
         self.constants: dict[int, tuple[torch.Tensor, int, bool | None]] = {}
         self.before: dict[int | Var, tuple[Any, torch.Tensor]] = {}
         self.name = name
-        self.running_dead = self.needs_dead = False
-        self.lost = ""  # the name of a function that changed, in place, a tensor of which there is no copy to restore
-        self.brought: Callable[[], dict[int, torch.Tensor]] = dict  # by id of a parameter, its copy on the device
-        self._last: list[tuple[Call, list[Var]]] | None = None  # the last result of `_to_make`
-        self._counted = 0  # number of calls when it was made
 
     def run(
         self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None, everything: bool = False
@@ -151,11 +143,14 @@ class StageTape:
     ) -> None:
         """Make `calls`; release each tensor after its last use."""
         for call, dying in calls:
-            self.running_dead = call.dead
-            result = _made(call, values, changed)
-            for var, tensor in zip(call.outputs, tensors_of(result), strict=False):
-                if var is not None:
-                    values[var] = tensor
+            self.running_dead = call[5]
+            result, outputs = _made(call, values, changed), call[3]
+            if isinstance(result, torch.Tensor) and len(outputs) == 1 and outputs[0] is not None:
+                values[outputs[0]] = result
+            else:
+                for var, tensor in zip(outputs, tensors_of(result), strict=False):
+                    if var is not None:
+                        values[var] = tensor
             result = tensor = None  # type: ignore[assignment]  # or these names would keep dying tensors alive
             for var in dying:
                 values.pop(var, None)
@@ -190,13 +185,15 @@ class StageTape:
         kept = set(returned)
         found: list[tuple[Call, list[Var]]] = []
         for call in reversed(self.calls):
-            if call.dead and not everything and not self.needs_dead:
+            _, args, kwargs, outputs, _, dead = call
+            if dead and not everything and not self.needs_dead:
                 continue
             dying = []
-            reads = vars_in(call.args)
-            if call.kwargs:
-                reads += vars_in(call.kwargs)
-            for var in (*reads, *call.outputs):
+            reads = vars_in(args)
+            if kwargs:
+                reads += vars_in(kwargs)
+            reads += outputs  # type: ignore[arg-type]
+            for var in reads:
                 if var not in kept and var is not None:
                     kept.add(var)
                     dying.append(var)
@@ -208,23 +205,21 @@ class StageTape:
 
 
 def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]) -> Any:
+    function, args, kwargs, _, around, _ = call
     fixed = VALUES if changed else LEAVES
-    args = [
-        values[a] if type(a) is Var else a if type(a) in fixed else _argument(values, changed, a) for a in call.args
-    ]
-    kwargs = call.kwargs and {
-        k: a if type(a) in fixed else _argument(values, changed, a) for k, a in call.kwargs.items()
-    }
-    if call.around is None:
-        return call.function(*args, **kwargs)
-    grad, autocast, attention = call.around
+    args = [values[a] if type(a) is Var else a if type(a) in fixed else _argument(values, changed, a) for a in args]
+    if kwargs:
+        kwargs = {k: a if type(a) in fixed else _argument(values, changed, a) for k, a in kwargs.items()}
+    if around is None:
+        return function(*args, **kwargs)
+    grad, autocast, attention = around
     with ExitStack() as stack:
         if not grad:
             stack.enter_context(torch.no_grad())
         if attention is not None and attention != _cur_sdpa_kernel_backends():
             stack.enter_context(sdpa_kernel(attention))
         stack.enter_context(autocast_as(autocast or ()))
-        return call.function(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
 def _argument(values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor], leaf: Any) -> Any:
@@ -290,3 +285,14 @@ def tensors_of(result: Any) -> Sequence[torch.Tensor]:
     if type(result) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in result):
         return result
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors in a call's arguments, in order."""
+    found: list[torch.Tensor] = []
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif type(one) not in VALUES:
+            found += tensors_of(one)
+    return found

@@ -240,7 +240,7 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _as_called(call: Call) -> Call:
     """Return `call`, with a custom or scripted Function called as the model's own code calls it."""
-    function: Any = call.function
+    function: Any = call[0]
     of = getattr(function, "__self__", None)
     if isinstance(of, type) and issubclass(of, torch.autograd.Function):
         function = partial(_apply, of)
@@ -248,7 +248,7 @@ def _as_called(call: Call) -> Call:
         function = function.args[0]
     else:
         return call
-    return call._replace(function=function)
+    return function, *call[1:]
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

@@ -144,7 +144,7 @@ class Taping(LiveForward):
     ) -> None:
         """Record that a hook was registered on the graph; `again` registers it on the graph of a replay."""
         named = [self._reference([], FIRST, one) for one in args]
-        self.tape.calls.append(Call(again, named, kwargs, (), None))
+        self.tape.calls.append((again, named, kwargs, (), None, False))
         self.hooks.append((self.tape.calls[-1], handle))
 
     @contextmanager
@@ -154,7 +154,7 @@ class Taping(LiveForward):
 
         def cleared() -> None:
             if threading.get_ident() == thread:
-                self.tape.calls.append(Call(clear, (), {}, (), None))
+                self.tape.calls.append((clear, (), {}, (), None, False))
             clear()
 
         with Patches((torch, "clear_autocast_cache", lambda _: cleared)):
@@ -190,9 +190,10 @@ class Taping(LiveForward):
             self.spans = [span for span in self.spans if span.number < number]
             reference = partial(self._reference, [], FIRST)
             made, _ = self._made(tensors_of(result), given, FIRST)
-            self.tape.calls.append(Call(module, replaced(args, reference), replaced(kwargs, reference), made, None))
+            named = replaced(args, reference), replaced(kwargs, reference)
+            self.tape.calls.append((module, *named, made, None, False))
         if opaque or hidden:
-            self.tape.calls[-1] = self.tape.calls[-1]._replace(function=partial(_once, module, drawn))
+            self.tape.calls[-1] = (partial(_once, module, drawn), *self.tape.calls[-1][1:])
             return result
         found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
         outputs = [var for var in found if var is not None]
@@ -215,7 +216,7 @@ class Taping(LiveForward):
     def settle(self) -> None:
         """End the forward: drop the hooks that it has removed again, and the copies that are not needed."""
         gone = {id(call) for call, handle in self.hooks if handle and handle.id not in (handle.hooks_dict_ref() or ())}
-        self.tape.calls[:] = [c._replace(function=_removed) if id(c) in gone else c for c in self.tape.calls]
+        self.tape.calls[:] = [(_removed, *call[1:]) if id(call) in gone else call for call in self.tape.calls]
         self.reads.let_go()
 
 

@@ -49,6 +49,13 @@ class Held:
         saved: slots of what autograd saved, for ā_i; the graph keeps them alive.
     """
 
+    offloaded: Ticket = None
+    offset = 0  # of the copy in the host slab
+    _sources: Sequence[torch.Tensor] = ()
+    _layout: Sequence[tuple[weakref.ref[Slot], int, View]] = ()  # slot, index of its storage, view
+    _sizes: Sequence[int] = ()
+    _kinds: Sequence[torch.dtype | None] = ()  # of each storage, if the link is typed
+
     def __init__(
         self,
         name: tuple[object, str],
@@ -58,17 +65,11 @@ class Held:
     ) -> None:
         self._name = name
         self.outputs = [Slot(t) for t in outputs]
-        self._own = [slot for slot, mine in zip(self.outputs, own, strict=True) if mine] if own else self.outputs
+        self._own = self.outputs if all(own) else [self.outputs[n] for n, mine in enumerate(own) if mine]
         self.saved = list(saved)
         self.on_device = True
         self.usable = True  # on the device, and no copy to it is running
         self.tickets: list[tuple[Link, Ticket]] = []  # copies that may still run
-        self.offloaded: Ticket = None
-        self.offset = 0  # of the copy in the host slab
-        self._sources: list[torch.Tensor] = []
-        self._layout: list[tuple[weakref.ref[Slot], int, View]] = []  # slot, index of its storage, view
-        self._sizes: list[int] = []
-        self._kinds: list[torch.dtype | None] = []  # of each storage, if the link is typed
 
     @property
     def name(self) -> str:
@@ -141,7 +142,7 @@ class Held:
         """Free the device bytes; copies that still run keep theirs until they end."""
         for slot in self.slots():
             slot.put(None)
-        self._sources = []
+        self._sources = ()
         self.on_device = self.usable = False
 
     def storages(self) -> list[torch.UntypedStorage]:
@@ -171,7 +172,7 @@ class Held:
         while self.tickets:
             link, ticket = self.tickets.pop()
             link.wait(ticket)
-        self._sources = []
+        self._sources = ()
         self.usable = self.on_device
 
     def check_unmodified(self) -> None:

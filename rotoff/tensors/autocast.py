@@ -14,7 +14,8 @@ Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # (type of device, whether
 
 def autocast_now() -> Autocast:
     """Return the present settings."""
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    return ("cpu", enabled("cpu"), dtype("cpu")), ("cuda", enabled("cuda"), dtype("cuda"))
 
 
 def autocast_as(before: Autocast, cached: bool | None = None) -> ExitStack:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +36,9 @@ class EagerMode(TorchDispatchMode):
         return super().__enter__()
 
 
+_NO_KWARGS: dict[str, Any] = {}  # nobody changes it
+
+
 class EagerFunctionMode(TorchFunctionMode):
     """A function mode that ``torch.compile`` does not see: a function compiled within it runs as without it.
 
@@ -42,9 +46,9 @@ class EagerFunctionMode(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # is_compiling() is slower
             return func(*args, **(kwargs or {}))
-        return self.call(func, args, kwargs or {})
+        return self.call(func, args, kwargs or _NO_KWARGS)
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of torch."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,7 +170,7 @@ def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved(monkeypatch
     down = [block.down.weight for block in list(model)[1:5]]
 
     def counted(call: Any, *values: Any) -> Any:
-        n = next((n for n, weight in enumerate(down) if any(a is weight for a in call.args)), None)
+        n = next((n for n, weight in enumerate(down) if any(a is weight for a in call[1])), None)
         if n is not None:
             begun[n] += 1
         result = made(call, *values)
@@ -349,3 +351,40 @@ def test_a_custom_function_that_changes_its_arguments(
         assert same([p.grad for p in model.parameters()], [p.grad for p in plain_model.parameters()])
         assert same(list(model.buffers()), list(plain_model.buffers()))
     assert "another course" not in caplog.text
+
+
+class Adding(nn.Module):
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.calls):
+            x = x.add(1.0)
+        return x
+
+
+def functions_entered(calls: int) -> int:
+    """Return how many of rotoff's own Python functions the forward of a planned step enters."""
+    x = torch.ones(4, requires_grad=True)
+    model = nn.Sequential(nn.Tanh(), Adding(calls), nn.Tanh())
+    wrapped = rotoff.Checkpointable(model, forms=False).measure(x, repeats=1)
+    with_sequence(wrapped, run_twice(len(wrapped.chain)))(x).backward(x)
+    own, count = str(Path(rotoff.__file__).parent), 0
+
+    def entered(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(own)
+
+    sys.setprofile(entered)
+    try:
+        result = wrapped(x)
+    finally:
+        sys.setprofile(None)
+    result.backward(x)
+    return count
+
+
+def test_an_ordinary_call_of_torch_enters_four_functions() -> None:
+    """The mode's method, `call`, `_followed` and the constructor of a `Var`: each more takes a tenth of the time."""
+    assert functions_entered(30) - functions_entered(10) == 4 * 20
