@@ -123,8 +123,9 @@ class MeasuredSizes(Generic[Of]):
             self._alike.append({sizes: measured})
         while len(self._rows) > MEASURED:
             gone = next(iter(self._rows))
-            for rows in (self._rows, *self._alike, self._tensors):
+            for rows in (self._rows, *self._alike):
                 rows.pop(gone, None)
+            self._tensors.pop(gone, None)
         self._alike = [rows for rows in self._alike if rows]
 
     def near(self, wanted: Sizes) -> Near[Of] | None:
@@ -211,7 +212,8 @@ def powers_seen(
     for d in differing:
         counts.setdefault(round(ratios[d], 9), Counter())[tensors[d]] += 1
     most = [max(one.values()) for one in counts.values()]
-    single, squared = [], []
+    single: list[float] = []  # logs of the ratios that bytes may have if nothing is squared
+    squared: list[float] = []  # and if something is
     for powers in product(*(range(1 + SQUARE * n) for n in most)):
         over = any(power > n for power, n in zip(powers, most, strict=True))
         (squared if over else single).append(sum(power * ratio for power, ratio in zip(powers, counts, strict=True)))
@@ -221,8 +223,8 @@ def powers_seen(
     there = (before[0] > 0) & (after[0] > 0)
     found = np.log(after[0][there] / before[0][there])
     whole = (np.abs(np.subtract.outer(found, single)).min(1) <= stray).all()
-    most, least = math.exp(max(single) + stray), math.exp(stray - min(single))
-    slowly = (after[1] <= most * before[1] + SMALL) & (before[1] <= least * after[1] + SMALL)
+    growth, decline = math.exp(max(single) + stray), math.exp(stray - min(single))
+    slowly = (after[1] <= growth * before[1] + SMALL) & (before[1] <= decline * after[1] + SMALL)
     return bool(whole and slowly.all()), differing
 
 
@@ -267,8 +269,8 @@ def covering(
     monomials = np.ones((1, len(points) + 1))
     for kind, counts in degrees.items():
         sizes = (np.array(kind[: len(columns[0])]) + floors[kind]) / (1 + floors[kind])
-        powers = [sizes**n for n in range(1 + degree[kind] * max(counts.values()))]
-        monomials = np.concatenate([monomials * power for power in powers])
+        each = [sizes**n for n in range(1 + degree[kind] * max(counts.values()))]
+        monomials = np.concatenate([monomials * power for power in each])
     known, asked = monomials[:, :-1], monomials[:, -1]
     weights = _least(known, asked, np.array(costs, dtype=float) / max(1.0, *costs))
     weights[weights < EXACT] = 0.0

@@ -93,12 +93,13 @@ def with_times(profile: Profile, timed: Profile) -> Profile:
         )
         for mine, theirs in pairs
     )
-    input_bytes = {"input_bytes": chain.input_bytes, "input_grad_bytes": chain.input_grad_bytes}
     behaviours = zip(profile.behaviours, timed.behaviours, strict=True)
     others = ("no_forms", "compact", "copy_bandwidth", "upkeep_times", "host_bound", "timed")
     return replace(
         profile,
-        chain=replace(timed.chain, stages=stages, **input_bytes),
+        chain=replace(
+            timed.chain, stages=stages, input_bytes=chain.input_bytes, input_grad_bytes=chain.input_grad_bytes
+        ),
         behaviours=tuple(replace(mine, forms=theirs.forms, enough=theirs.enough) for mine, theirs in behaviours),
         **{name: getattr(timed, name) for name in others},
         **{name: _least(getattr(profile, name), getattr(timed, name)) for name in ("skips", "passing", *SPARED)},
