@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ChainError
 from ..profile.between_sizes import NotAlike, Share, between, with_times, without_times
 from ..profile.profile import Profile
 from ..tensors.tree import flatten
@@ -27,6 +28,7 @@ SQUARE = 2  # highest power of a size in the bytes of a tensor
 MONOMIALS = 1000  # most monomials in the polynomial for bytes
 EXACT = 1e-9
 PIVOTS = 200
+SMALL = 1 << 16  # bytes of a peak, of which kernels' fixed workspaces are a part
 STRAY = 0.1  # share of the log of a size's ratio by which that of a tensor's bytes may differ from a whole power
 
 Sizes = tuple[tuple[int, ...], ...]  # the shape of each tensor of the input
@@ -84,7 +86,7 @@ class MeasuredSizes(Generic[Of]):
         self.price = 0.0  # seconds of measuring per element of the largest tensor
         self._rows: dict[Sizes, Of] = {}
         self._alike: list[dict[Sizes, Of]] = []  # groups whose profiles can be interpolated
-        self._tensors: dict[Sizes, Array] = {}
+        self._tensors: dict[Sizes, tuple[Array, Array]] = {}
         self._linear: set[int] = set()  # dimensions, of all tensors in order, in which no tensor was seen to be squared
         self._curved: set[int] = set()  # those in which one may be
 
@@ -105,7 +107,7 @@ class MeasuredSizes(Generic[Of]):
 
     def add(self, sizes: Sizes, measured: Of, tensors: Sequence[int] = ()) -> None:
         """Add a measurement; forget the oldest beyond `MEASURED`. tensors: bytes of each tensor of the step."""
-        own = np.array(tensors, dtype=float)
+        own = np.array(tensors, dtype=float), _peaks(measured.profile)
         for at, others in self._tensors.items():
             linear, told = powers_seen(at, sizes, others, own)
             (self._linear if linear else self._curved).update(told)
@@ -121,8 +123,9 @@ class MeasuredSizes(Generic[Of]):
             self._alike.append({sizes: measured})
         while len(self._rows) > MEASURED:
             gone = next(iter(self._rows))
-            for rows in (self._rows, *self._alike, self._tensors):
+            for rows in (self._rows, *self._alike):
                 rows.pop(gone, None)
+            self._tensors.pop(gone, None)
         self._alike = [rows for rows in self._alike if rows]
 
     def near(self, wanted: Sizes) -> Near[Of] | None:
@@ -143,7 +146,7 @@ class MeasuredSizes(Generic[Of]):
             profile = between([one for _, one, _ in every], [share for *_, share in every])
             if timed and (some := self._weighted(timed, wanted)) is not None:
                 profile = with_times(profile, between([one for _, one, _ in some], [share for *_, share in some]))
-        except NotAlike:
+        except (NotAlike, ChainError):
             return None
         return Near(profile, rows[every[0][0]], loose)
 
@@ -167,6 +170,11 @@ def saved_bytes(profile: Profile) -> int:
     return sum(stage.saved_bytes for stage in profile.chain.stages)
 
 
+def _peaks(profile: Profile) -> Array:
+    """The most bytes that each stage holds in its forward."""
+    return np.array([float(one.saved_bytes + one.forward_transient_bytes) for one in profile.chain.stages])
+
+
 def _alike(one: Profile, other: Profile) -> bool:
     try:
         between([without_times(one), without_times(other)], [Share(0.5, 0.5)] * 2)
@@ -182,35 +190,42 @@ def _alone(sizes: Sizes, wanted: Sizes) -> bool:
     return any(a == 1 != b for one, other in zip(sizes, wanted, strict=True) for a, b in zip(one, other, strict=True))
 
 
-def powers_seen(low: Sizes, high: Sizes, before: Array, after: Array) -> tuple[bool, set[int]]:
-    """Whether the bytes of each tensor follow the sizes of the input, none squared; and in which dimensions the two
-    inputs tell that: those that differ, or none if other powers would give the same bytes.
+def powers_seen(
+    low: Sizes, high: Sizes, before: tuple[Array, Array], after: tuple[Array, Array]
+) -> tuple[bool, set[int]]:
+    """Whether the bytes of a step follow the sizes of the input, none squared; and in which dimensions the two inputs
+    tell that: those that differ, or none if other powers would give the same bytes.
 
-    before, after: bytes of the same tensors of a step with inputs of the sizes `low` and `high`. Those of one tensor
-    are a product, so their ratio is one of powers of the ratios of sizes.
+    before, after: bytes of each tensor, and peaks of each stage's forward, of a step with inputs of the sizes `low` and
+    `high`. The bytes of one tensor are a product, so their ratio is one of powers of the ratios of sizes. A peak is a
+    sum, which must not grow more than any of these.
     """
     pairs = [pair for one, other in zip(low, high, strict=True) for pair in zip(one, other, strict=True)]
     tensors = [n for n, shape in enumerate(low) for _ in shape]
     ratios = [math.log(b / a) if a and b else math.inf for a, b in pairs]
     differing = {d for d, ratio in enumerate(ratios) if ratio}
-    if not len(before) or math.inf in ratios or not differing:
+    if not len(before[0]) or math.inf in ratios or not differing:
         return True, set()
-    if len(before) != len(after):
+    if any(len(one) != len(other) for one, other in zip(before, after, strict=True)):
         return False, differing
     counts: dict[float, Counter[int]] = {}  # of dimensions with the same ratio in one tensor
     for d in differing:
         counts.setdefault(round(ratios[d], 9), Counter())[tensors[d]] += 1
     most = [max(one.values()) for one in counts.values()]
-    single, squared = [], []
+    single: list[float] = []  # logs of the ratios that bytes may have if nothing is squared
+    squared: list[float] = []  # and if something is
     for powers in product(*(range(1 + SQUARE * n) for n in most)):
         over = any(power > n for power, n in zip(powers, most, strict=True))
         (squared if over else single).append(sum(power * ratio for power, ratio in zip(powers, counts, strict=True)))
     stray = STRAY * min(map(abs, counts))
     if np.abs(np.subtract.outer(single, squared)).min() <= 2 * stray:
         return True, set()
-    there = (before > 0) & (after > 0)
-    found = np.log(after[there] / before[there])
-    return bool((np.abs(np.subtract.outer(found, single)).min(1) <= stray).all()), differing
+    there = (before[0] > 0) & (after[0] > 0)
+    found = np.log(after[0][there] / before[0][there])
+    whole = (np.abs(np.subtract.outer(found, single)).min(1) <= stray).all()
+    growth, decline = math.exp(max(single) + stray), math.exp(stray - min(single))
+    slowly = (after[1] <= growth * before[1] + SMALL) & (before[1] <= decline * after[1] + SMALL)
+    return bool(whole and slowly.all()), differing
 
 
 def covering(
@@ -254,8 +269,8 @@ def covering(
     monomials = np.ones((1, len(points) + 1))
     for kind, counts in degrees.items():
         sizes = (np.array(kind[: len(columns[0])]) + floors[kind]) / (1 + floors[kind])
-        powers = [sizes**n for n in range(1 + degree[kind] * max(counts.values()))]
-        monomials = np.concatenate([monomials * power for power in powers])
+        each = [sizes**n for n in range(1 + degree[kind] * max(counts.values()))]
+        monomials = np.concatenate([monomials * power for power in each])
     known, asked = monomials[:, :-1], monomials[:, -1]
     weights = _least(known, asked, np.array(costs, dtype=float) / max(1.0, *costs))
     weights[weights < EXACT] = 0.0

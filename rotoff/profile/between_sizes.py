@@ -35,12 +35,9 @@ ROUNDING = 64  # bytes added for each stage, since whole numbers of bytes may be
 OF_FIRST = ("meta", *LinkRates._fields, "copy_bandwidth", "overhead_times", "host_bound")
 # whole numbers that are not bytes
 PLACES = ("first", "last", "until", "early_stop", "outputs", "saved", "kept", "copied")
-TIMES = ("forward_time", "backward_time", "tail_time", "forms")  # of a stage with times
-SPARED = (
-    "freed_before_backward",
-    "spare_bytes",
-    "twice_bytes",
-)  # are subtracted, so too much would be charged too little
+TIMES = ("forward_time", "backward_time", "tail_time")  # of a stage
+# fields that are subtracted from others: where they are too high, too little is charged
+SPARED = ("freed_before_backward", "spare_bytes", "twice_bytes", "returned")
 
 _REDONE = attrgetter("stop", "functions", "single", "whole")  # the fields of a recipe that say what its redo runs
 
@@ -87,18 +84,37 @@ def without_times(profile: Profile) -> Profile:
 def with_times(profile: Profile, timed: Profile) -> Profile:
     """The bytes of `profile`, and of `timed` the times and the smaller forms, all for the same size."""
     chain, pairs = profile.chain, zip(profile.chain.stages, timed.chain.stages, strict=True)
-    stages = tuple(replace(mine, **{name: getattr(theirs, name) for name in TIMES}) for mine, theirs in pairs)
-    input_bytes = {"input_bytes": chain.input_bytes, "input_grad_bytes": chain.input_grad_bytes}
+    stages = tuple(
+        replace(
+            mine,
+            **{name: getattr(theirs, name) for name in TIMES},
+            forms=tuple(replace(one, saved_bytes=max(one.saved_bytes, mine.output_bytes)) for one in theirs.forms),
+        )
+        for mine, theirs in pairs
+    )
     behaviours = zip(profile.behaviours, timed.behaviours, strict=True)
     others = ("no_forms", "compact", "copy_bandwidth", "overhead_times", "host_bound", "timed")
     return replace(
         profile,
-        chain=replace(timed.chain, stages=stages, **input_bytes),
+        chain=replace(
+            timed.chain, stages=stages, input_bytes=chain.input_bytes, input_grad_bytes=chain.input_grad_bytes
+        ),
         behaviours=tuple(
             replace(mine, forms=theirs.forms, early_stop=theirs.early_stop) for mine, theirs in behaviours
         ),
         **{name: getattr(timed, name) for name in others},
+        **{name: _least(getattr(profile, name), getattr(timed, name)) for name in ("skips", "freed_early", *SPARED)},
     )
+
+
+def _least(one: Any, other: Any) -> Any:
+    """The smaller of each number: what is taken off fields of both profiles must not exceed what it is in either."""
+    if isinstance(one, int):
+        return min(one, other)
+    if is_dataclass(one) and not isinstance(one, type):
+        return replace(one, **{f.name: _least(getattr(one, f.name), getattr(other, f.name)) for f in fields(one)})
+    least = [_least(a, b) for a, b in zip(one, other, strict=True)]
+    return type(one)(*least) if hasattr(one, "_fields") else tuple(least)
 
 
 def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[float], int] = math.ceil) -> Any:

@@ -12,15 +12,18 @@ from dataclasses import fields
 from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from allocated import peak_bytes
 from models import Attention, Residual
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rotoff
-from rotoff.planning.sizes import MeasuredSizes, Sizes, covering, covers, rounded, split
+from rotoff.planning import planner
+from rotoff.planning.sizes import MeasuredSizes, Sizes, covering, covers, powers_seen, rounded, split
 from rotoff.planning.specialization import Specializations
 from rotoff.profile.between_sizes import NotAlike, Share, between
 from rotoff.runtime.execution_plan import compile_sequence
@@ -246,13 +249,53 @@ def test_it_can_be_switched_off(measurings: list[int]) -> None:
 
 
 def test_a_larger_size_that_may_not_fit_is_measured(measurings: list[int]) -> None:
-    wrapped, _ = planned("recorded", 0.05, 192)
-    for size in (160, 80):
-        step(wrapped, rows(size))
-    measurings.clear()
-    step(wrapped, rows(192))  # what its bytes are at most is more than the limit
+    with sdpa_kernel(SDPBackend.MATH):
+        wrapped, _ = planned("attention", 0.05, 192)
+        for size in (160, 80):
+            step(wrapped, words(size))
+        measurings.clear()
+        step(wrapped, words(192))  # some bytes grow as the square, and if all did, they would exceed the limit
     assert measurings == [1]
     assert wrapped.chain.meta["times"] == "interpolated between those measured at other sizes"
+
+
+@pytest.mark.parametrize(("kind", "share"), [("recorded", 0.05), ("convolutions", 0.2)])
+def test_a_larger_size_is_not_measured_if_each_tensors_bytes_follow_it(
+    kind: str, share: float, measurings: list[int]
+) -> None:
+    wrapped, plain = planned(kind, share, 192)
+    limit = wrapped._courses.request.mem_limit
+    measurings.clear()
+    for size in (80, 176, 192, 184):
+        batch = KINDS[kind][1](size)
+        assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
+        assert peak_bytes(lambda batch=batch: train(wrapped, batch)) <= wrapped.get_expected_memory() <= limit
+        step(plain, batch)  # so that running statistics stay alike
+    assert len(measurings) == 2
+
+
+def test_a_plan_of_another_size_serves_until_steps_have_lost_what_a_search_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrapped, plain = planned("recorded", 0.2, 192, mode="remat", refine=0.1)
+    for size in (192, 96):
+        step(wrapped, rows(size))
+    searches: list[int] = []
+    search = planner._best_within
+    monkeypatch.setattr(planner, "_best_within", lambda *args: searches.append(1) or search(*args))
+    sizes = wrapped._courses._sizes
+    sizes._searching = math.inf
+    for _ in range(4):
+        batch = rows(176)
+        assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
+    course = wrapped._courses.latest
+    assert course is not None and course.borrowed and not searches
+    slow = course.plan.trace.makespan
+    sizes._searching = course.lost / 8
+    step(wrapped, rows(176))
+    assert searches and not course.borrowed
+    assert course.plan.trace.makespan <= slow
+    assert sizes._searching > 0
 
 
 def test_what_was_measured_serves_no_larger_size_that_rounds_to_the_same() -> None:
@@ -358,6 +401,32 @@ def test_between_four_corners_a_product_of_sizes_is_charged_as_it_is() -> None:
     weights = covering(corners, pixels, ((4, 3, 96, 64),))
     assert sum(w * n for w, n in zip(weights, pixels, strict=True)) == pytest.approx(96 * 64, rel=1e-6)
     assert covering(corners, pixels, ((8, 3, 96, 64),)) is None  # nothing was seen of other batches
+
+
+def test_that_no_tensor_is_squared_is_seen_where_nothing_else_explains_the_bytes() -> None:
+    def crop(height: int, width: int, *more: float) -> tuple[Sizes, tuple[Any, Any]]:
+        tensors = [4.0 * height * width, height * width / 4, 64.0, *more]
+        return ((4, 3, height, width),), (np.array(tensors), np.array([40.0 * height * width + 1e6]))
+
+    def seen(one: Any, other: Any) -> tuple[bool, set[int]]:
+        return powers_seen(one[0], other[0], one[1], other[1])
+
+    assert seen(crop(56, 104), crop(96, 48)) == (True, {2, 3})
+    assert seen(crop(56, 104), crop(96, 104)) == (True, {2})
+    squared = [crop(h, w, float(h * h * w * w)) for h, w in ((56, 104), (96, 48))]  # attention between pixels
+    assert seen(*squared) == (False, {2, 3})
+    assert seen(crop(64, 128), crop(128, 64)) == (True, set())  # squares of the area would be equal, too
+    sizes, (tensors, peaks) = crop(112, 128)
+    assert seen(crop(56, 104), (sizes, (tensors, 3 * peaks))) == (False, {2, 3})
+    assert seen(crop(56, 104), crop(112, 128, 4.0)) == (False, {2, 3})  # other tensors
+
+
+def test_the_degree_that_is_known_makes_the_bound_beyond_all_sizes_closer() -> None:
+    points, costs, wanted = [((4, 96),)], [1.0], ((4, 192),)
+    assert covering(points, costs, wanted) is None
+    assert covering(points, costs, wanted, {1: 2}) == pytest.approx([(192 - 48) ** 2 / (96 - 48) ** 2])
+    (linear,) = covering(points, costs, wanted, {1: 1})
+    assert 2 <= linear <= 2.2
 
 
 def test_other_kinds_of_input_are_other_families() -> None:
