@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+logger = logging.getLogger("rotoff")
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose users know that their caches are off
 
 
 def caches(model: nn.Module) -> list[dict[str, Any]]:
@@ -31,3 +36,15 @@ def switched_off(held: Sequence[dict[str, Any]]) -> Iterator[None]:
     finally:
         for attributes in held:
             attributes["use_cache"] = True
+
+
+def tell(model: nn.Module) -> None:
+    """Warn, once for each model, that its caches are off."""
+    if model not in _told:
+        _told.add(model)
+        logger.warning(
+            "rotoff: training steps of %s run with use_cache=False, since no training step reads cached keys and"
+            " values; steps of plain PyTorch that keep them may round otherwise. Pass use_cache=True to keep them, or"
+            " set it to False in the model's configuration",
+            type(model).__name__,
+        )

@@ -26,7 +26,7 @@ from ..tensors.stage import StageModule
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten, look_into, refuse_packed
 from .backward_roots import BackwardStarts
-from .caches import caches, switched_off
+from .caches import caches, switched_off, tell
 from .partition import cuts
 from .recorder import UnrecordableError, one_call
 from .recording import Call, InStep, record
@@ -252,6 +252,8 @@ def capture(
         names, how = modules(model), "the modules of an nn.Sequential"
     args, kwargs = value
     cached = () if kwargs.get("use_cache") else tuple(caches(model))
+    if cached:
+        tell(model)
     try:
         with switched_off(cached):
             call = Call(model, forward or model, args, kwargs, device, known, like, in_step)

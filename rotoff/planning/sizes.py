@@ -259,7 +259,7 @@ def covering(
             return None
         kind = tuple(round((size - least) / (most - least), 9) for size in column)
         if len(points) == 1:
-            kind += (round(most / least, 9),)  # two points always lie alike
+            kind += (round(most / max(1, least), 9),)  # two points always lie alike
         degrees.setdefault(kind, Counter())[tensor] += 1
         shrinks = STRAY if powers.get(d) == 1 else 0.5
         floors[kind] = min(floors.get(kind, math.inf), (1 - shrinks) * least / (most - least))

@@ -624,7 +624,7 @@ def test_view_of_parameter_never_crosses_a_cut() -> None:
     assert len(wrapped.chain) >= 4
 
 
-def test_use_cache_in_configuration_is_off_while_recording() -> None:
+def test_use_cache_in_configuration_is_off_in_training_steps(caplog: pytest.LogCaptureFixture) -> None:
     class Kept:
         pass
 
@@ -638,8 +638,14 @@ def test_use_cache_in_configuration_is_off_while_recording() -> None:
 
     model = Remembers()
     wrapped = rotoff.Checkpointable(model).measure(torch.ones(2, 3)).compute_sequence("1 MiB")
+    wrapped.measure(torch.ones(4, 3))
     assert len(wrapped.chain) > 0
     assert model.config.use_cache is True
+    assert [record.message for record in caplog.records if "use_cache" in record.message] == [
+        "rotoff: training steps of Remembers run with use_cache=False, since no training step reads cached keys and"
+        " values; steps of plain PyTorch that keep them may round otherwise. Pass use_cache=True to keep them, or set"
+        " it to False in the model's configuration"
+    ]
     assert torch.equal(wrapped(torch.ones(2, 3))[0], model(torch.ones(2, 3))[0])
     wrapped.close()
 

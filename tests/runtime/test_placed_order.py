@@ -15,8 +15,8 @@ from recording_link import RecordingLink
 from torch import nn
 
 import rotoff
-from rotoff import checkpointable
 from rotoff.planning import placed as planning
+from rotoff.planning import step_runner
 from rotoff.runtime.placed import placement as placement_of
 from rotoff.runtime.placed import updates as updates_of
 from rotoff.runtime.placed.placement import PlacedPlan, Placement
@@ -61,7 +61,7 @@ def trained(
             yield found
 
     with (
-        mock.patch.object(checkpointable, "new_link", return_value=link),
+        mock.patch.object(step_runner, "new_link", return_value=link),
         mock.patch.object(planning, "_placed", lambda *args: apart(made(*args))),
         mock.patch.object(placement_of, "HostLane", return_value=updates_of.HostLane(False)),  # one lane in the record
         mock.patch.object(updates_of, "own_step", recorded_step),

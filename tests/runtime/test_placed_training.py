@@ -618,8 +618,8 @@ REFUSED = {
     "policy": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, policy="vdnn"), "policy"),
     "updates": (lambda m, o: m.compute_sequence(device_limit=10**6, optimizer=o, updates="before"), "'before'"),
     "LBFGS": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=torch.optim.LBFGS(m.parameters())), "LBFGS"),
-    "total": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Total(m.parameters(), lr=1)), "all parameters together"),
-    "counting": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Counting(m.parameters(), lr=1)), "all parameters together"),
+    "total": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Total(m.parameters(), lr=1)), "does not update each parameter by itself"),
+    "counting": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Counting(m.parameters(), lr=1)), "does not update each parameter by itself"),
 }  # fmt: skip
 
 

@@ -579,7 +579,7 @@ class Thread(Trunk):
         return torch.sin(x) * box[0] * 0.4
 
 
-@row("a thread that runs a part of the forward", may_refuse="thread|cannot see|made by something", room=0.6)
+@row("a thread that runs a part of the forward", may_refuse="thread|cannot see|outside of torch", room=0.6)
 class Thread2(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         box = []
