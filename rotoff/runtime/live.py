@@ -76,6 +76,8 @@ class LiveForward(EagerFunctionMode):
         fills: whether such tensors are filled again; False if the stages' modules are run one by one.
     """
 
+    timed = False  # whether `_run` makes every call, since a subclass times them there
+
     def __init__(
         self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]
     ) -> None:
@@ -318,7 +320,7 @@ class LiveForward(EagerFunctionMode):
         grad, saved = is_grad_enabled(), len(self.saved)
         self.seen, self.dead = stage != OUTSIDE, dead
         try:
-            result = self._run(function, args, kwargs) if careful else function(*args, **kwargs)
+            result = self._run(function, args, kwargs) if careful or self.timed else function(*args, **kwargs)
         except BaseException:
             del self.saved[saved:], self.saved_shapes[saved:]  # the model may catch the error and go on
             raise

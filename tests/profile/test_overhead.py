@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotoff
 from rotoff.core.sequence import FORWARDS
@@ -74,6 +76,26 @@ def test_overhead_is_timed_on_stages_of_the_model(monkeypatch: pytest.MonkeyPatc
     (spans,) = meter._spans
     assert [len(found) for found in (spans.forward, spans.backward)] == [RUNS - 1] * 2
     assert [len(found) for found in (spans.pack, spans.unpack)] == [4 * (RUNS - 1)] * 2
+
+
+class Kernels(TorchDispatchMode):
+    """A clock that only kernels of tanh move on, by a second each."""
+
+    now = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.now += func is torch.ops.aten.tanh.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_overhead_leaves_out_the_calls_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = OverheadMeter()
+    with Kernels() as clock:
+        monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+        sampled(meter)
+    assert clock.now == 4 * RUNS
+    (spans,) = meter._spans
+    assert spans.forward == [0.0] * (RUNS - 1)
 
 
 def test_overhead_ignores_inputs_without_gradients() -> None:

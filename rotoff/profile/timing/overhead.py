@@ -103,6 +103,7 @@ class _TimedForward(LiveForward):
     """Adds the time that following calls takes, without the calls themselves, to `spans`."""
 
     spans: _Spans
+    timed = True
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         start = time.perf_counter()
