@@ -7,8 +7,10 @@ import copy
 import functools
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -423,7 +425,9 @@ def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
 
 
 @pytest.mark.parametrize("workload", ["7b", "vit-g", "qwen3-8b"])
-def test_rows_of_the_benchmark_beside_peers(workload: str) -> None:
+def test_rows_of_the_benchmark_beside_peers(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # last, so that rotoff itself is not taken from the source tree
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     from benchmarks.placed_peers import run_row
 
     cell = {"workload": workload, "device": "cuda", "steps": 1, "tiny": True, "limit": None}

@@ -38,9 +38,7 @@ class MeanSquare(nn.Module):
 
 def test_the_docs_say_so() -> None:
     text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text(encoding="utf-8")
-    said = (
-        f"by up to {SHARES[False]:.0%} of the limit and {MORE // MIB} MiB, and with `expandable_segments:True` by up to"
-    )
+    said = f"by up to {SHARES[False]:.0%} of the limit and {MORE // MIB} MiB; with `expandable_segments:True`, by up to"
     said += f" {SHARES[True]:.0%} of it and {MORE // MIB} MiB"
     assert said.replace("%", " %") in " ".join(text.split())
 
