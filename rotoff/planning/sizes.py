@@ -193,8 +193,8 @@ def _alone(sizes: Sizes, wanted: Sizes) -> bool:
 def powers_seen(
     low: Sizes, high: Sizes, before: tuple[Array, Array], after: tuple[Array, Array]
 ) -> tuple[bool, set[int]]:
-    """Whether the bytes of a step follow the sizes of the input, none squared; and in which dimensions the two inputs
-    tell that: those that differ, or none if other powers would give the same bytes.
+    """Return whether bytes grow at most linearly with each size of the input, and the dimensions for which the two
+    inputs show it: those that differ, or none if squares could give the same bytes.
 
     before, after: bytes of each tensor, and peaks of each stage's forward, of a step with inputs of the sizes `low` and
     `high`. The bytes of one tensor are a product, so their ratio is one of powers of the ratios of sizes. A peak is a

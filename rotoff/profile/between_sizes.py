@@ -82,7 +82,7 @@ def without_times(profile: Profile) -> Profile:
 
 
 def with_times(profile: Profile, timed: Profile) -> Profile:
-    """The bytes of `profile`, and of `timed` the times and the smaller forms, all for the same size."""
+    """Return `profile` with the times and the smaller forms of `timed`; both are for the same size."""
     chain, pairs = profile.chain, zip(profile.chain.stages, timed.chain.stages, strict=True)
     stages = tuple(
         replace(

@@ -148,6 +148,7 @@ class Behaviour:
 
 
 def shared_parameters(stages: Iterable[StageModule]) -> set[nn.Parameter]:
-    """Those that several stages use: autograd holds such a gradient from its first part to its last."""
+    """Return the parameters that several stages use. Autograd holds the gradient of each from its first part to its
+    last."""
     users = Counter(parameter for stage in stages for parameter in stage.parameters())
     return {parameter for parameter, count in users.items() if count > 1}
