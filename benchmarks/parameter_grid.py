@@ -71,10 +71,10 @@ def cell(chain: Chain, share: float, updates: str, effort: float | bool) -> dict
     """One chain at one limit."""
     peak, least = simulate(chain, keep_all(chain, updates)).peak_bytes, min_mem_limit(chain, "joint", updates)
     limit, unit = int(least + share * max(0, peak - least)), chain.compute_time
-    start = time.perf_counter()
+    start = time.process_time()
     plan = solve(chain, limit, updates=updates, refine=effort)
     row: dict[str, Any] = {"chain": chain.name, "stages": len(chain), "updates": updates, "share": share}
-    row |= {"limit": limit, "seconds": time.perf_counter() - start, "step": plan.meta["makespan"] / unit}
+    row |= {"limit": limit, "seconds": time.process_time() - start, "step": plan.meta["makespan"] / unit}
     row["forty"] = forty(chain, plan) / unit
     row["bound"] = lower_bound(chain, limit, updates=updates) / unit
     row["endless"] = lower_bound(chain, limit, updates=updates, steps=math.inf) / unit
