@@ -284,11 +284,9 @@ def todo(options: argparse.Namespace, rows: dict[str, Any]) -> Iterator[tuple[st
 
 def row_of(cell: dict[str, Any], allowed: float, environment: dict[str, str]) -> dict[str, Any] | None:
     """Run a row in a process of its own; None where it took longer than the seconds `allowed`."""
-    command = [sys.executable, "-m", "benchmarks.placed_peers", "--cell", json.dumps(cell)]
+    command = [sys.executable, __file__, "--cell", json.dumps(cell)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=allowed, env=environment, cwd=Path(__file__).parents[1]
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=allowed, env=environment)
         return dict(json.loads(done.stdout.strip().splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return None

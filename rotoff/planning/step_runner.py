@@ -93,14 +93,15 @@ class StepRunner:
                 "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
             )
         placement = self._placed(plan)
+        take = partial(self._links.take, profile.device, plan.host_bytes) if plan.host and placement is None else None
+        link = None if take is None else take()
         if placement is not None:
-            link: Link | None = placement.link
-        else:
-            link = self._links.take(profile.device, plan.host_bytes) if plan.host else None
+            link = placement.link
         checker = self._checker(specialization, plan) if self._check else None
         times: StepTimes | None = None if recording is None else recording.begin(plan.trace, profile.device, link)
         done = self._links.give_back if placement is None else _keep
-        step = Step(plan, profile.stages, profile.behaviours, profile.device, link, done, checker, times, placement)
+        stages, behaviours = profile.stages, profile.behaviours
+        step = Step(plan, stages, behaviours, profile.device, link, done, checker, times, placement, take)
         if placement is not None:
             placement.takes(step)
         self._warn_in_flight(step)

@@ -49,8 +49,8 @@ from .step_times import StepTimes
 from .values import Held, HeldValues, Slot, compact
 
 AGAIN = (
-    "this step's backward has run already and released its saved tensors, which a second one (retain_graph=True, or two"
-    " losses of one forward) would need; add the losses up, or run the forward again"
+    "this step's backward has run already and released its saved tensors; a second one needs retain_graph=True in the"
+    " first, and a plan that does not move parameters"
 )
 GIVEN_UP = "this step was aborted after an error and its saved tensors were released; run the forward again"
 SUPERSEDED = (
@@ -68,9 +68,10 @@ class Step:
 
     Args:
         plan: the operations to run. stages, behaviours: one for each stage of the chain.
-        link: to the host; None if the plan moves nothing. done: called once with the link when the step ends.
+        link: to the host; None if the plan moves nothing. done: called with the link when a backward has ended.
         checker, times: check and time every operation, unless they are None.
         placement: of the parameters, if the plan moves them.
+        take: returns a link for another backward through the same graph; None if the plan moves nothing.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Step:
         checker: MemoryChecker | None = None,
         times: StepTimes | None = None,
         placement: Placement | None = None,
+        take: Callable[[], Link] | None = None,
     ) -> None:
         self._plan = plan
         self._placement = placement
@@ -92,6 +94,7 @@ class Step:
         self._behaviours = behaviours
         self._link = link
         self._done = done
+        self._take = take
         self._checker = checker
         self._times = times
         self._generators = Generators(device)
@@ -114,6 +117,8 @@ class Step:
         self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
         self._backward = 0  # stage whose B autograd is running
+        self._again = False  # whether this backward leaves a graph that another one may use
+        self._rests = False  # whether a backward has ended and left such a graph
         self._closed = False
         self._failed = False
         self._span: record_function | None = None  # of the running operation, if a profiler is active
@@ -380,13 +385,13 @@ class Step:
         """Run all operations before ``B i``, which autograd then runs."""
         if self._backward == i and not self._closed:
             return
-        if self._closed:
+        if self._closed or i > self._last:
             raise ExecutionError(self._why if self._failed else AGAIN)
         if torch.is_grad_enabled():
             raise ExecutionError(TWICE)
         try:
             if not self._backward:
-                Variable._execution_engine.queue_callback(self.close)
+                self._begin_pass()
             while True:
                 self._end_backward()
                 while (op := self._plan.sequence.ops[self._next]).kind is not OpKind.B or op.stage > self._last:
@@ -394,6 +399,8 @@ class Step:
                 self._begin_backward(op)
                 if op.stage <= i:
                     break
+                if self._placement is None and self._runs[op.stage].has_graph():  # another backward may come for it
+                    self._again = True
             if op.stage != i:
                 raise ExecutionError(f"a gradient reached stage {i} after the backward of stage {op.stage} had begun")
             if self._runs[i].recipe is not None:
@@ -406,11 +413,31 @@ class Step:
             self._give_up()
             raise
 
+    def _begin_pass(self) -> None:
+        """Autograd has begun a backward. If an earlier one has used the graph, all values are made again."""
+        Variable._execution_engine.queue_callback(self._end_pass)
+        self._again = self._placement is None and torch._C._autograd._get_current_graph_task_keep_graph()
+        if self._rests:
+            self._rests = False
+            self._link = None if self._take is None else self._take()
+            self._held = HeldValues(self._link)
+            self._held[a(0)] = Held((a(0), "input"), [])
+
+    def _end_pass(self) -> None:
+        """Autograd has ended a backward. Where another one may follow, only the values are released."""
+        if self._placement is not None or not (self._again or any(run.has_graph() for run in self._runs.values())):
+            self.close()
+        elif not self._closed:
+            self._release(complete=self._backward == 1)
+            for run in self._runs.values():
+                run.pause()
+            self._rests, self._next, self._backward, self._last = True, 0, 0, max(self._runs)
+
     def _begin_backward(self, op: Op) -> None:
         i, index = op.stage, self._next
         self._next += 1
         self._backward = i
-        self._runs[i].in_backward = True
+        self._runs[i].in_backward, self._runs[i].frees = True, self._again
         self._held.touch(op, [abar(i), self._held.input_of(i)], [])
         if i < self._last:
             self._held.consume(abar(i))
@@ -434,12 +461,15 @@ class Step:
             if v in self._held and v != a(0):
                 self._held.release(self._held.pop(v))
         self._held.consumed(i)
-        self._runs.pop(i).end()
+        if self._again:
+            self._runs[i].pause()
+        else:
+            self._runs.pop(i).end()
 
     @property
     def closed(self) -> bool:
         """Whether the backward has run or the step was aborted."""
-        return self._closed
+        return self._closed or self._rests
 
     def abandon(self) -> None:
         """Abort this step, because another step or an update of the parameters begins."""
@@ -459,12 +489,6 @@ class Step:
         if self._closed:
             return
         self._closed = True
-        if self._span is not None:
-            self._span.__exit__(None, None, None)
-            self._span = None
-        self._algorithms.end_backward()
-        if self._times is not None:
-            self._times.close(complete=self._backward == 1 and not self._failed)
         self._crossing.clear()
         for run in self._runs.values():
             run.end()
@@ -472,15 +496,29 @@ class Step:
         if self._lender is not None:
             self._lender.close()
             self._lender = None
+        complete = self._backward == 1 and not self._failed
+        try:
+            self._release(complete)
+        finally:
+            if self._placement is not None and complete:
+                self._placement.backward_done(self._plan.sequence.ops[self._next :])
+            self._placement = None
+
+    def _release(self, complete: bool) -> None:
+        """Release all values and the link. complete: whether the backward ran to its end."""
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
+        self._algorithms.end_backward()
+        if self._times is not None:
+            self._times.close(complete)
+        self._times = self._checker = None
         try:
             self._held.give_back()
         finally:
             if self._link is not None:
                 self._done(self._link)
                 self._link = None
-            if self._placement is not None and self._backward == 1 and not self._failed:
-                self._placement.backward_done(self._plan.sequence.ops[self._next :])
-            self._placement = None
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

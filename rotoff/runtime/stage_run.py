@@ -82,7 +82,8 @@ class Backward(Protocol):
 class StageRun:
     """State of stage i in a step, from its first forward to its backward.
 
-    in_backward: whether its ``B`` runs, so that its saved tensors may be read. brought: by storage, the parameters that
+    in_backward: whether its ``B`` runs, so that its saved tensors may be read. frees: whether a slot is emptied when it
+    has been read, because autograd keeps the graph. brought: by storage, the parameters that
     the plan moved to the device for its first run. recipe: of the smaller form in which ā exists, if any. stored: by
     number, the slots that this form stores, held here in case the graph releases them. kept: by number, outputs in skip
     connections that are kept in place. own: for each output, whether the stage made its bytes.
@@ -91,10 +92,11 @@ class StageRun:
         tape: records the calls. requires_grad: of each input tensor. replay: restores random numbers and buffers.
     """
 
-    in_backward = False
+    in_backward = frees = False
     recipe: Recipe | None = None
     own: Sequence[bool] = ()
     _open_hooks: saved_tensors_hooks | None = None
+    _graph: Callable[[], object] = staticmethod(lambda: None)  # alive as long as autograd has a saved tensor
     _early_stop = 0  # number of saved tensors after which a replay for the stage's own backward may stop
     _dead = 0  # number of tensors saved by dead calls
     _as_measured = False  # whether autograd saved the same tensors as when the stage was measured
@@ -126,10 +128,21 @@ class StageRun:
             return [weakref.ref(slot) for slot in self.stored.values()]
         return [ref for ref in self._slots if ref is not None]
 
-    def end(self) -> None:
-        """Release all tensors; the graph may hold this object for longer."""
+    def has_graph(self) -> bool:
+        """Whether autograd still has tensors that it saved in the first run, which a backward may read."""
+        return self._graph() is not None
+
+    def pause(self) -> None:
+        """End a backward; another one through the same graph may follow."""
         self.in_backward = False
         self.stored.clear()
+        for ref in self._slots:
+            if ref is not None and (slot := ref()) is not None:
+                slot.tensor = None
+
+    def end(self) -> None:
+        """Release all tensors; the graph may hold this object for longer."""
+        self.pause()
         self.kept.clear()
         self._kept_saved.clear()
 
@@ -147,10 +160,9 @@ class StageRun:
         """Begin the first run on the inputs `given`; of these, `staying` are in skip connections kept in place."""
         self.recipe = recipe
         live.reads.places = places = {key_of(t): n for n, t in enumerate(given) if n not in staying}
-        kept_keys = {key_of(given[n]) for n in staying} if staying else ()
-        slots, shapes, resident, brought = self._slots, self._shapes, live.reads.resident, self.brought
-        live.saved, live.saved_shapes = slots, shapes
-        whole, for_nothing = [View.of(t) for t in given], self._behaviour.for_nothing
+        kept_keys, whole = {key_of(given[n]) for n in staying}, [View.of(t) for t in given]
+        live.saved, live.saved_shapes = slots, shapes = self._slots, self._shapes
+        resident, brought, for_nothing = live.reads.resident, self.brought, self._behaviour.for_nothing
         kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None
 
         def pack(tensor: torch.Tensor) -> Packed:
@@ -187,12 +199,13 @@ class StageRun:
             return InputRef(place, None if view == whole[place] else view)
 
         def unpack(packed: Packed) -> torch.Tensor:
-            if self.in_backward and type(packed) is Slot:
+            if self.in_backward and type(packed) is Slot and not self.frees:
                 tensor = packed.tensor
                 if tensor is not None and tensor._version == packed.version:
                     return tensor
             return self._read(packed, step)
 
+        self._graph = weakref.ref(unpack)
         self._open_hooks = step.hooks(pack, unpack)
         self._open_hooks.__enter__()
 
@@ -241,8 +254,10 @@ class StageRun:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
                 f" tensor that stage {self.tape.name!r} saved; clone it before changing it"
             )
-        if isinstance(packed, InputRef) and packed.view is not None:
-            return packed.view.into(tensor)
+        if isinstance(packed, InputRef):
+            return tensor if packed.view is None else packed.view.into(tensor)
+        if self.frees and type(packed) is Slot:
+            packed.tensor = None
         return tensor
 
     def _made_for_nothing(self, packed: Dead, step: Backward) -> torch.Tensor:

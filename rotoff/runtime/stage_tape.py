@@ -172,8 +172,8 @@ class StageTape:
                 what = f"{type(tensor).__name__.lower()} of shape {tuple(tensor.shape)}"
                 raise ExecutionError(
                     f"a {what} was changed in place between the forward and the backward, and stage {self.name!r}"
-                    " recomputes from it; change it after the backward, or plan with mode='offload', which recomputes"
-                    " nothing"
+                    " recomputes from it; change it after the last backward, or, if there is only one, plan with"
+                    " mode='offload', which then recomputes nothing"
                 )
         return switched
 

@@ -430,10 +430,12 @@ def test_rows_of_the_benchmark_beside_peers(workload: str, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     from benchmarks.placed_peers import run_row
 
+    gc.collect()
+    others = torch.cuda.memory_allocated()  # of earlier tests
     cell = {"workload": workload, "device": "cuda", "steps": 1, "tiny": True, "limit": None}
     rows = {method: run_row({**cell, "method": method}) for method in ("plain", "checkpoint", "save_on_cpu")}
     assert all(row["status"] == "ok" for row in rows.values()), rows
-    limit = (rows["plain"]["peak"] + 2 * torch.cuda.memory_allocated()) // 3
+    limit = (rows["plain"]["peak"] - others) // 3
     for updates in ("rotoff", "rotoff-during"):
         row = rows[updates] = run_row({**cell, "method": f"{updates}@third", "limit": limit})
         assert row["status"] == "ok", row

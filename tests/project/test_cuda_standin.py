@@ -90,12 +90,13 @@ def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: 
 
 def test_the_benchmark_beside_peers_goes_on_where_its_time_was_up(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import standin\n")  # for the processes of the rows, too
-    out, command = tmp_path / "placed.json", [sys.executable, "-m", "benchmarks.placed_peers", "--tiny", "--steps", "1"]
+    benchmark = TESTS.parent / "benchmarks" / "placed_peers.py"
+    out, command = tmp_path / "placed.json", [sys.executable, str(benchmark), "--tiny", "--steps", "1"]
     told = environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
 
     def run(*more: str) -> tuple[int, str, dict[str, Any]]:
         asked = [*command, "--out", str(out), "--workloads", "7b", *more]
-        done = subprocess.run(asked, env=told, capture_output=True, text=True, timeout=600, cwd=TESTS.parent)
+        done = subprocess.run(asked, env=told, capture_output=True, text=True, timeout=600, cwd=tmp_path)
         return done.returncode, done.stdout, json.loads(out.read_text())["rows"] if out.exists() else {}
 
     code, text, rows = run("--minutes", "0.001")

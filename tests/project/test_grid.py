@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -93,9 +93,19 @@ def test_what_is_expected_of_compiled_stages_is_over_the_plain_models_time(monke
     finally:
         sys.path.remove(str(ROOT))
 
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
     def slowed(model: Any) -> None:
         for block in methods.blocks(model):
-            block.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+            block.register_forward_pre_hook(lambda _, given: Slow.apply(*given))
 
     monkeypatch.setattr(methods, "_compile_blocks", slowed)
     result = cell.measure(cell.Cell("tiny", "gpt", "joint-compiled", 1 << 40, seconds=0.1))

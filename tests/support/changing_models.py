@@ -1680,11 +1680,64 @@ row("a double backward", step=twice, refused=r"differentiate twice|create_graph"
 def again_backward(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     loss = error_of(run(*call[0]))
     loss.backward(retain_graph=True)
-    loss.backward()
+    loss.sin().backward(retain_graph=n > 2)
+    if n > 2:
+        loss.cos().backward()
     return loss
 
 
-row("a second backward through the same graph", step=again_backward, refused="retain_graph")(Trunk)
+row("a second and a third backward through the same graph", step=again_backward)(Trunk)
+row("a second backward through batch norm and dropout", step=again_backward, call=large)(Dropout)
+
+
+def gradient_of_each(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    """The gradients of two losses, which the caller weights; that of the head alone is asked for first."""
+    result = run(*call[0])
+    losses = error_of(result), result.abs().mean()
+    heads = [torch.autograd.grad(loss, net.head.weight, retain_graph=True)[0].norm() for loss in losses]
+    parameters = list(net.parameters())
+    both = [torch.autograd.grad(loss, parameters, retain_graph=loss is losses[0]) for loss in losses]
+    for parameter, one, other in zip(parameters, *both, strict=True):
+        parameter.grad = one + other * heads[0] / heads[1]
+    return losses[0] + losses[1]
+
+
+row("a backward for each of two losses", step=gradient_of_each)(Trunk)
+
+
+def apart(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    one, other = (result.square().mean() for result in run(*call[0]))
+    (one if n % 2 else other).backward()
+    (other if n % 2 else one).backward()
+    return one + other
+
+
+@row("a backward for each of two towers", step=apart)
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([Trunk(3), Trunk(3)])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+def updated_between(first: int) -> Any:
+    def step(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+        losses = [result.square().mean() for result in run(*call[0])]
+        losses[first].backward()
+        with torch.no_grad():
+            net.towers[first].head.weight.mul_(0.9)
+        losses[1 - first].backward()
+        return losses[0] + losses[1]
+
+    return step
+
+
+row("the last tower updated before the backward of the first", step=updated_between(1))(Towers)
+row("the first tower updated before the backward of the last", step=updated_between(0), refused="changed in place")(
+    Towers
+)
 
 
 def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
