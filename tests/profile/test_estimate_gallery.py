@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 import torchvision_operators
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -30,13 +30,12 @@ def test_estimated_bytes_equal_measured(library: str, name: str, how: str) -> No
     torchvision_operators.declare()
     for needed in ("torchvision", library):
         pytest.importorskip(needed)
-    with warnings.catch_warnings():
+    # the scratch memory of oneDNN's kernels for bfloat16, which the processor decides, is not estimated
+    onednn = torch.backends.mkldnn.flags(enabled=how == "float32")
+    with warnings.catch_warnings(), onednn:
         warnings.simplefilter("ignore")
         result = estimate_bytes.compare(*estimate_bytes.chains(LIBRARIES[library][name], how))
     assert result["stages"] >= 10
     assert result["values"][0] == 0.0, result["values"][1]
     assert abs(result["keep_all"]) <= 0.02
-    if how == "float32":
-        assert abs(result["min_remat"]) <= 0.02
-    else:  # what the CPU's kernels for bfloat16 take while they run is not estimated (docs/profiles.md)
-        assert -0.05 <= result["min_remat"] <= 0.02
+    assert abs(result["min_remat"]) <= 0.02
