@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+import torch
 import torchvision_operators
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
