@@ -59,6 +59,7 @@ class Course:
         modules: those of the model.
         nbytes: of each tensor.
         random: whether a forward makes some of the calls at random.
+        picks: as of `Tape`.
         held: tensors that stay whatever is dropped (`Tape.held`), so that dropping them frees nothing.
         cast_bytes: for each stage, of autocast's casts within the model that autograd saves.
         storages: of parameters that steps have met, for `runtime.reads`.
@@ -73,6 +74,7 @@ class Course:
     nbytes: tuple[int, ...] = ()
     modules: frozenset[nn.Module] = frozenset()
     random: bool = False
+    picks: bool = False
     held: frozenset[int] = frozenset()
     cast_bytes: tuple[int, ...] = ()
     storages: dict[int, Any] = field(default_factory=dict, compare=False)
@@ -163,6 +165,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         modules=tape.modules,
         nbytes=tuple(variable.nbytes for variable in tape.variables),
         random=tape.random,
+        picks=tape.picks or bool(tape.varying),
         cast_bytes=tuple(_saved_cast_bytes(tape, stage_of, len(stages))),
     )
 

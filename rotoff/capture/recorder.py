@@ -27,7 +27,7 @@ from .graph_attributes import GraphAttributes
 from .interception import without_interception
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
-from .partition.data_sizes import PACK_INSIDE, DataSizes
+from .partition.data_sizes import DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places, alone
 from .sharding import gathers
@@ -200,8 +200,6 @@ class Recorder(TorchFunctionMode):
         received = function.written(args, kwargs) if isinstance(function, Collective) else ()
         versions = versions_of(given) if made is None else made.versions
         references = substitute((args, kwargs), self._reference)
-        if self._sizes.packs(name, references):
-            self._varies(f"packs sequences by lengths that are in a tensor ({name})", cure=PACK_INSIDE)
         grad, autocast = torch.is_grad_enabled(), autocast_now()
         if made is None:
             self._saves.clear()
@@ -245,7 +243,9 @@ class Recorder(TorchFunctionMode):
             casts=tuple(casts),
             saves=tuple(self._saves),
         )
-        self._append(one, pinned(one, given, returned) if self._sizes.picks(name, references, given) else None)
+        picks = self._sizes.picks(name, references, given)
+        self.tape.picks |= picks
+        self._append(one, pinned(one, given, returned) if picks else None)
         return result
 
     def _hooked(self, handle: Any) -> Any:
@@ -425,7 +425,6 @@ class Recorder(TorchFunctionMode):
         what: str = "",
         around: Sequence[ModuleCall] | None = None,
         kind: type[MeasureError] = UnrepeatableError,
-        cure: str = "",
     ) -> None:
         """Note that the work of the innermost of the modules `around` (of all, by default) depends on data; refuse
         `what` if it is the model itself."""
@@ -436,7 +435,7 @@ class Recorder(TorchFunctionMode):
         if inner is not None:
             self._varying.add(inner.module)
         elif what:
-            self._refuse(what, cure, kind)
+            self._refuse(what, kind=kind)
 
     def _hide_transformed(self, name: str, *made: Any) -> None:
         """Stop recording in the innermost module around that is not itself transformed."""

@@ -153,6 +153,7 @@ class Tape:
             that make or change tensors.
         modules: those of the model.
         random: whether a forward makes some of the operations at random.
+        picks: whether the sizes of some tensors depend on data, such as the rows that a mask selects.
         held: storages that stay when all saved and returned tensors are freed, because an attribute of ``ctx``, a
             hook's closure, a module's attribute or a global holds them.
         changed: those of `tables` that an operation changes, by id.
@@ -175,6 +176,7 @@ class Tape:
     opaque: set[nn.Module] = field(default_factory=set)
     entries: dict[tuple[nn.Module | None, int], int] = field(default_factory=dict)
     random: bool = False
+    picks: bool = False
     modules: frozenset[nn.Module] = frozenset()
     held: frozenset[int] = frozenset()
     changed: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -115,7 +115,7 @@ class Specializations:
         self._sizes = KnownSizes(options.interpolate and group is None)
         self._known: OrderedDict[Any, deque[Specialization]] = OrderedDict()
         self._sample: Sample | None = None  # of the latest course, while that has no times
-        self._warned = self._told_sizes = False
+        self._warned = self._warned_of_sizes = self._told_sizes = False
         self._ceiling: tuple[Any, Sizes] | None = None  # family and sizes of ``up_to``
 
     def __iter__(self) -> Iterator[Specialization]:
@@ -437,21 +437,30 @@ class Specializations:
         return found
 
     def followed(self, course: Specialization, step: Step) -> None:
-        """Record whether `step`, which has run its forward, took `course`, and warn once if it took another."""
+        """Record whether `step`, which has run its forward, took `course`. Warn once if it took another, and once if
+        its data made tensors larger than the limit allows."""
+        assert self.request is not None
+        assert course.plan is not None
+        limit = self.request.mem_limit
+        nbytes = min(course.plan.trace.peak_bytes, limit) + step.more_bytes
+        told = f"it takes about {format_bytes(nbytes)}, and the limit is {format_bytes(limit)}"
+        if nbytes > limit and step.astray is None and not self._warned_of_sizes:
+            self._warned_of_sizes = True
+            logger.warning(
+                "rotoff: the data of a step (masks, lengths, routing) made tensors larger than in the batch that was"
+                " measured: %s; measure with a batch that needs the most, or plan with a lower limit",
+                told,
+            )
         if step.astray is None or (course.captured.tape.random and not step.unknown):
             return  # a random forward that only left out calls has kept the plan
         course.miss(step.astray)
         if not step.unknown or self._warned:
             return
         self._warned = True
-        assert self.request is not None
-        told, limit = "", self.request.mem_limit
-        if step.unknown_bytes > limit:
-            told = f" (its activations took {format_bytes(step.unknown_bytes)}, and the limit is {format_bytes(limit)})"
         logger.warning(
             "rotoff: the model's forward took another course than the planned one. Its result is that of the plain"
             " model; its bytes may exceed the limit%s until that course is planned, which happens when it recurs",
-            told,
+            f" ({told})" if nbytes > limit else "",
         )
 
     def _made_one(self, value: Any, known: deque[Specialization], taped: TapedForward | None) -> Specialization:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..core.chain import Chain
-from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
-from ..core.simulator import Trace, early_stops, simulate
+from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value
+from ..core.simulator import Machine, Trace, early_stops, simulate
 from ..solver.in_flight import resting_bytes, turn
 from .placed.placement import PlacedPlan
 
@@ -55,6 +55,15 @@ class ExecutionPlan:
     in_flight: int = 1
     resting_bytes: int = 0
     placed: PlacedPlan | None = None
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes of the activations on the device after the forward phase, as the machine charges them."""
+        machine = Machine(replace(self.chain, parameters=()))
+        for op in self.sequence.ops[: self.forward_end]:
+            if not op.of and op.kind not in UPDATES:
+                machine.step(op)
+        return sum(machine.device.values()) - self.chain.input_bytes
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:

@@ -112,7 +112,7 @@ class Step:
         self._too_large: set[Value] = set()
         self.astray: int | None = None  # as of `LiveForward`, or `HELD`
         self.unknown = False  # whether it made calls that were not expected, or held more tensors
-        self.unknown_bytes = 0  # then: bytes that all values hold on the device after the forward phase
+        self.more_bytes = 0  # that all values hold on the device after the forward phase, beyond the machine's
         self._outputs: list[tuple[Var, int]] = []  # the outputs of the stage that has just ended
         self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
@@ -138,7 +138,7 @@ class Step:
                 self._outputs = live.handed(flatten(value)[0])
             return value
 
-        return self._through(self._live_forward(None, flatten(value)[0]), run)
+        return self._through(self._live_forward(None, flatten(value)[0]), run, picks=False)
 
     def follow(self, course: Course, given: list[torch.Tensor], forward: Callable[[], Any]) -> Any:
         """Run the forward phase; `forward` calls the model's own code on the tensors `given`. Returns its result."""
@@ -157,7 +157,7 @@ class Step:
                 self._outputs = live.results(result, self._open.stage)
             return result
 
-        return self._through(self._live_forward(course, given), run)
+        return self._through(self._live_forward(course, given), run, course.picks)
 
     def _live_forward(self, course: Course | None, given: list[torch.Tensor]) -> LiveForward:
         """Return the mode that records the forward's calls."""
@@ -166,7 +166,7 @@ class Step:
             live.lender = self._lender = self._placement.lender()
         return live
 
-    def _through(self, live: LiveForward, run: Callable[[LiveForward], Any]) -> Any:
+    def _through(self, live: LiveForward, run: Callable[[LiveForward], Any], picks: bool) -> Any:
         self._live = live
         self._held[a(0)] = Held((a(0), "input"), [])
         try:
@@ -182,8 +182,9 @@ class Step:
                 self._copies.clear()
             while self._next < self._plan.forward_end:
                 self._execute_or_skip()
-            if self.unknown:
-                self.unknown_bytes = self._held.device_bytes()
+            if self.unknown or picks:
+                staying = [tensor for run in self._runs.values() for tensor in run.kept.values()]
+                self.more_bytes = self._held.device_bytes(staying) - self._plan.held_bytes
             return result
         except BaseException:
             self._give_up()

@@ -67,7 +67,12 @@ class _WholeTape(StageTape):
             own = [(call, [var for var in dying if var not in held]) for call, dying in calls[begin:end]]
             super(_WholeTape, self)._make(own, values, changed)
 
-        self._call(self.spans, 0, len(calls), (), run, values)
+        passed: set[Var] = set()  # tensors that modules called as a whole return as they were given
+        for span in self.spans:
+            if span.module in self.whole:
+                made = {var for call, _ in calls[span.begin : span.end] for var in call[3]}
+                passed.update(var for var in span.outputs if var not in made)
+        self._call(self.spans, 0, len(calls), passed, run, values)
 
     def _call(
         self,

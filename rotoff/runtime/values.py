@@ -7,7 +7,7 @@ decides when.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -237,9 +237,11 @@ class HeldValues(dict[Value, Held]):
             storages = [[s for v in values for s in self[v].storages()] for values in (reads, writes)]
             self._recorder.access(str(op), *storages)
 
-    def device_bytes(self) -> int:
-        """Return the bytes that the values take on the device."""
+    def device_bytes(self, others: Iterable[torch.Tensor]) -> int:
+        """Return the bytes that the values take on the device, without those of `others`."""
         storages = {s._cdata: s.nbytes() for held in self.values() if held.on_device for s in held.storages()}
+        for tensor in others:
+            storages.pop(storage_key(tensor), None)
         return sum(storages.values())
 
     def consume(self, v: Value) -> None:

@@ -148,22 +148,25 @@ class Packs(nn.Module):
 
 
 class Reads(nn.Module):
-    """Packs in a submodule, as the refusal of `Packs` says."""
+    """Packs in a submodule, or in its own forward."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, inside: bool = True) -> None:
         super().__init__()
+        self.inside = inside
         piece = nn.Sequential(nn.Linear(width, 16 * width), nn.GELU(), nn.Linear(16 * width, width))
         self.before = nn.Sequential(*(copy.deepcopy(piece) for _ in range(3)))
         self.packs, self.after = Packs(width), copy.deepcopy(self.before)
 
     def forward(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-        return self.after(self.packs(self.before(x), lengths))
+        x = self.before(x)
+        return self.after(self.packs(x, lengths) if self.inside else Packs.forward(self.packs, x, lengths))
 
 
+@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("kind", [torch.tensor, list])
-def test_packed_sequences_may_vary_in_length(kind: Callable[[list[int]], Any]) -> None:
+def test_packed_sequences_may_vary_in_length(kind: Callable[[list[int]], Any], inside: bool) -> None:
     torch.manual_seed(0)
-    model, x = Reads(), torch.randn(6, 7, 8)
+    model, x = Reads(inside=inside), torch.randn(6, 7, 8)
     twin = copy.deepcopy(model)
     run = rotoff.Checkpointable(model, cache_directory=None).measure(x, kind([7] * 6), repeats=1)
     run.compute_sequence(int(0.9 * run.keep_all_memory), mode="remat", refine=False)
@@ -180,9 +183,35 @@ def test_packed_sequences_may_vary_in_length(kind: Callable[[list[int]], Any]) -
     run.close()
 
 
-def test_packing_in_model_forward_is_refused_with_working_cure() -> None:
-    with pytest.raises(rotoff.MeasureError, match=r"packs sequences .*in a submodule.*or give the lengths as a list"):
-        rotoff.Checkpointable(Packs(), cache_directory=None).measure(torch.randn(6, 7, 8), torch.tensor([7] * 6))
+class Picks(nn.Module):
+    """Puts the rows above a threshold through a wide layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pieces = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4)]
+        self.before, self.after = nn.Sequential(*pieces[:2]), nn.Sequential(*pieces[2:])
+        self.wide = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor, least: float) -> torch.Tensor:
+        h = self.before(x)
+        picked = x[:, 0] > least
+        return self.after(h.masked_scatter(picked[:, None], self.wide(h[picked])))
+
+
+def test_data_that_needs_more_than_the_limit_is_told_with_the_figure(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = Picks(), torch.randn(64, 8)
+    twin = copy.deepcopy(model)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, 1.0, repeats=1)
+    limit = (run.min_mem_limit("joint") + run.keep_all_memory) // 2
+    run.compute_sequence(limit)
+    for least, told in ((1.0, 0), (2.0, 0), (-9.0, 1), (-9.0, 1)):
+        for one in (twin, run):
+            one(x, least).square().sum().backward()
+        assert sum("the data of a step" in line for line in caplog.messages) == told
+    assert f"the limit is {rotoff.format_bytes(limit)}" in caplog.text
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    run.close()
 
 
 class Around(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..tape import Owned, Ref, leaves
+from ..tape import Owned, leaves
 
 _PICK = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_return_output", "nms"])
 _INDEXED = frozenset(["__setitem__", "index_put", "index_put_", "masked_scatter", "masked_scatter_"])
@@ -19,11 +19,6 @@ _TELL = frozenset(["size", "numel", "nelement", "__len__"])
 _COUNT = frozenset(["unbind", "split", "chunk", "tensor_split"])
 _MASKS = (torch.bool, torch.uint8)
 _COUNTS_VALUES = frozenset(["where", "one_hot", "bincount"])  # if a tensor is their only argument
-PACK_INSIDE = (
-    ", so sizes differ in each batch; do everything from pack_padded_sequence to pad_packed_sequence(...,"
-    " total_length=...) in a submodule, which is then called as a whole, or give the lengths as a list of numbers,"
-    " and each list is measured by itself"
-)
 
 
 class DataSizes:
@@ -36,7 +31,6 @@ class DataSizes:
     def __init__(self) -> None:
         self.computed: set[int] = set()
         self._varying: set[int] = set()  # variables whose size may depend on data
-        self._constant: set[int] = set()  # variables that depend on Python's numbers and buffers alone
 
     def note(
         self,
@@ -55,10 +49,6 @@ class DataSizes:
             self.computed |= made
             if name == "__setitem__" or name.endswith("_"):
                 self.computed.update(list(reads)[:1])
-        if not (learnt or random or isinstance(function, torch.nn.Module)) and self._constant.issuperset(reads):
-            self._constant |= made
-        elif name == "__setitem__" or name.endswith("_"):
-            self._constant.difference_update(list(reads)[:1])
         if _picks(name, references, tensors) or not self._varying.isdisjoint(reads):
             self._varying |= made
 
@@ -67,7 +57,6 @@ class DataSizes:
         are."""
         made = {n for n in outputs if n is not None}
         self.computed |= made
-        self._constant -= made
         if self._varying.isdisjoint(given):
             self._varying -= made
 
@@ -83,12 +72,6 @@ class DataSizes:
         """Whether this call reads a size that depends on data."""
         tells = name in _TELL or (name == "__get__" and getattr(function.__self__, "__name__", "") == "shape")
         return tells and not self._varying.isdisjoint(reads)
-
-    def packs(self, name: str, references: Any) -> bool:
-        """Whether a call with the arguments `references` packs sequences by lengths that depend on data."""
-        args, kwargs = references
-        lengths = kwargs.get("lengths", args[1] if len(args) > 1 else None)
-        return name == "_pack_padded_sequence" and isinstance(lengths, Ref) and lengths.variable not in self._constant
 
     def counted(self, name: str, reads: Collection[int]) -> bool:
         """Whether the number of results of this call depends on data."""
