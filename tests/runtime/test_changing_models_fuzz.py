@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from changing_models import WIDTH, Block, Experts, drawn
+from changing_models import WIDTH, Block, Experts, again_backward, drawn
 from hypothesis import Phase, assume, given, note, settings
 from hypothesis import strategies as st
-from step_by_step import MODES, PATCH, Call, Row, verdict
+from step_by_step import MODES, PATCH, Call, Row, one_step, verdict
 from torch import nn
 from torch.nn import functional as F
 
@@ -226,8 +226,9 @@ def rows(draw: st.DrawFn) -> Row:
         for one in changes:
             one(net, n)
 
-    name = f"{[kind.__name__ for kind in kinds]}, {[one.__name__ for one in changes]}"
-    return Row(name, partial(Program, kinds), call, change, room=draw(st.sampled_from((0.2, 0.4, 0.6))), steps=STEPS)
+    step, room = draw(st.sampled_from((one_step, again_backward))), draw(st.sampled_from((0.2, 0.4, 0.6)))
+    name = f"{[kind.__name__ for kind in kinds]}, {[one.__name__ for one in changes]}, {step.__name__}"
+    return Row(name, partial(Program, kinds), call, change, step=step, room=room, steps=STEPS)
 
 
 # Nothing is shrunk: what is drawn is small, and each attempt takes a measurement.
