@@ -31,6 +31,7 @@ from .module_proxy import ModuleProxy
 from .planning.course import Specialization
 from .planning.course_meter import device_of
 from .planning.distributed import agree_on_limit, agree_on_sample
+from .planning.link_share import with_host_share
 from .planning.memory_account import expected_bytes, expected_levels, reported_bytes
 from .planning.options import Options, read_device
 from .planning.placed import PlacedPlanner
@@ -256,6 +257,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         plain, lets_go = not self._check, self._courses.lets_go
+        options = with_host_share(options)
         request = Request(limit, mode, mem_slots, options, policy, plain, lets_go, True, in_flight, cache=self._cache)
         if up_to is not None:
             named = up_to if isinstance(up_to, dict) else {}
@@ -514,6 +516,10 @@ class Checkpointable(RotorNames, ModuleProxy):
             yield recording
         finally:
             self._steps.recording = None
+
+    def _use_links_of(self, other: Checkpointable) -> None:
+        """Take links to the host from those of `other`, with the same options."""
+        self._links = self._courses.meter.links = self._steps.links = other._links
 
     def close(self) -> None:
         """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are."""

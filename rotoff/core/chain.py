@@ -32,6 +32,14 @@ class LinkRates(NamedTuple):
     d2h_bidirectional_bandwidth: float | None = None
     h2d_bidirectional_bandwidth: float | None = None
 
+    def divided(self, many: float) -> LinkRates:
+        """An equal share for each of `many` that copy at once."""
+        return LinkRates(*(rate if isinstance(rate, bool) else rate and rate / many for rate in self))
+
+    def at_most(self, other: LinkRates) -> LinkRates:
+        """The smaller of each rate."""
+        return LinkRates(*(rate and most and min(rate, most) for rate, most in zip(self, other, strict=True)))
+
 
 BIDIRECTIONAL = LinkRates._fields[3:]
 

@@ -45,11 +45,12 @@ class StepRunner:
     Attributes:
         recording: records the times of the next step, if given.
         placement: of the parameters, under a `device_limit`.
+        links: where steps take their links.
     """
 
     def __init__(self, specializations: Specializations, links: LinkPool, options: Options, check: bool) -> None:
         self._specializations = specializations
-        self._links = links
+        self.links = links
         self._options = options
         self._check = check
         self._in_flight: weakref.WeakSet[Step] = weakref.WeakSet()
@@ -96,10 +97,10 @@ class StepRunner:
         if placement is not None:
             link: Link | None = placement.link
         else:
-            link = self._links.take(profile.device, plan.host_bytes) if plan.host else None
+            link = self.links.take(profile.device, plan.host_bytes) if plan.host else None
         checker = self._checker(specialization, plan) if self._check else None
         times: StepTimes | None = None if recording is None else recording.begin(plan.trace, profile.device, link)
-        done = self._links.give_back if placement is None else _keep
+        done = self.links.give_back if placement is None else _keep
         step = Step(plan, profile.stages, profile.behaviours, profile.device, link, done, checker, times, placement)
         if placement is not None:
             placement.takes(step)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..core.chain import BIDIRECTIONAL, Chain
+from ..core.chain import Chain
 from ..core.pipeline import Order, PipelineTrace, StagePlan, most_in_flight, simulate_pipeline, stage_plan
 from ..core.sequence import B as backward
 from ..core.sequence import F_all as forward
@@ -111,8 +111,7 @@ class Pipeline:
 
     def shared(self, piece: Chain) -> Chain:
         """The piece to plan with: the rank's share of the link's bandwidth, and no names."""
-        link = {name: getattr(piece, name) for name in ("d2h_bandwidth", "h2d_bandwidth", *BIDIRECTIONAL)}
-        slower = {name: rate and rate / self.ranks_per_link for name, rate in link.items()}
+        slower = piece.link.divided(self.ranks_per_link)._asdict()
         return replace(piece, **slower, stages=tuple(replace(stage, name="") for stage in piece.stages))
 
 

@@ -196,6 +196,7 @@ def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPa
 
 LINE = re.compile(r"(\w+) (\d): equal=(\w+) (\d+) of (\d+) \((\d+)\), (\d+) in flight")
 REFUSED = "2 pipeline_steps refused"
+LINKS = "2 pipeline_links together", "2 pipeline_links late"
 IN_FLIGHT = {
     "2 pipeline_steps gpipe": [8, 8],
     "2 pipeline_steps interleaved": [5, 3],
@@ -214,7 +215,7 @@ FURTHER = {
 @pytest.mark.parametrize("cases", [IN_FLIGHT, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=["few", "further"])
 def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list[int]]) -> None:
     """Bit for bit those of the same schedule without rotoff; each process holds no more than its own limit."""
-    found = printed(*cases, *([REFUSED] if cases is IN_FLIGHT else []))
+    found = printed(*cases, *([REFUSED, *LINKS] if cases is IN_FLIGHT else []))
     for case, in_flight in cases.items():
         said = LINE.findall("\n".join(found[case]))
         assert len(said) == len(in_flight) * (3 if case.endswith("gpipe") else 1)
@@ -228,7 +229,7 @@ def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list
 def test_what_does_not_work_is_refused() -> None:
     """Schedules that split the backward, in a sentence that names those which do not, also where a bare
     `Checkpointable` meets one; tensor parallel modules without a group."""
-    said = printed(*IN_FLIGHT, REFUSED)[REFUSED]
+    said = printed(*IN_FLIGHT, REFUSED, *LINKS)[REFUSED]
     for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         found = [line for line in said if line.startswith(f"OptionError: {name} splits the backward (")]
         assert len(found) == 2
@@ -236,6 +237,19 @@ def test_what_does_not_work_is_refused() -> None:
     assert sum(line.startswith("bare: ExecutionError") for line in said) == 2, said
     sentence = "tensor parallel: parameters of the model are DTensors, and processes with plans of their own would wait"
     assert sum(line.startswith(sentence) for line in said) == 2, said
+
+
+@needs_processes
+def test_ranks_of_a_host_share_its_link_and_memory() -> None:
+    """The link is measured while all of them copy, and once; a rank that is missing or late keeps nobody waiting."""
+    found = printed(*IN_FLIGHT, REFUSED, *LINKS)
+    said = found[LINKS[0]]
+    for rank in (0, 1):
+        assert f"at once {rank}: [True]" in said
+        assert f"link {rank}: 3e+09 2e+09" in said  # the slower of at once and alone, in each direction
+        assert f"host {rank}: 500000000" in said
+    assert "again 1: 2 measured" in said
+    assert sorted(found[LINKS[1]]) == [f"late {rank}: (1500000000.0, 2000000000.0)" for rank in (0, 1)]
 
 
 @needs_processes
