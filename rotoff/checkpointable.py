@@ -225,7 +225,8 @@ class Checkpointable(RotorNames, ModuleProxy):
                 there before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the
                 device has free now, less a margin.
             mode: "joint", "remat" (recompute only) or "offload" (move only).
-            mem_slots, options: as for `rotoff.solve`.
+            mem_slots, options: as for `rotoff.solve`; a `host_limit` is for all processes of this host
+                (``LOCAL_WORLD_SIZE``), which have equal parts of it.
             policy: instead of a mode, a system of the papers, such as "vdnn"; it runs even if everything fits.
             up_to: the largest input of the training, as the tuple of the model's arguments or the dict of its named
                 ones. It is measured now, with inputs of half its batch and of half its length. If this returns, every

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -53,11 +54,13 @@ def attach_schedule(
         mem_limit, mode, options: as for `rotoff.attach`.
 
     Raises:
-        OptionError: for a schedule that splits the backward (zero bubble), and for anything that is no schedule.
+        OptionError: for a schedule that splits the backward (zero bubble), for anything that is no schedule, and for a
+            process_group that has ranks of other stages.
     """
     stages, order = _read(schedule)
     if "in_flight" in options:
         raise OptionError(f"in_flight is {options['in_flight']!r}; the schedule determines it, so leave it out")
+    _check_group(options.get("process_group"), stages[0].group)
     many = most_in_flight(order)
     modules = [_module(stage) for stage in stages]
     planned: list[Checkpointable] = []
@@ -102,6 +105,18 @@ def _module(stage: Any) -> nn.Module:
     """The stage's model without a DistributedDataParallel wrapper."""
     module: nn.Module = stage.submod
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+
+def _check_group(process_group: Any, pipeline: Any) -> None:
+    """Raise OptionError if processes of several stages would have one plan: they would wait for each other."""
+    if process_group in (None, False):
+        return
+    one_plan = dist.get_process_group_ranks(None if process_group is True else process_group)
+    if shared := sorted({*one_plan}.intersection(dist.get_process_group_ranks(pipeline)) - {dist.get_rank()}):
+        raise OptionError(
+            f"process_group has the ranks {shared} of other stages; give the group of the processes that run the same"
+            ' stage together, such as mesh["tp"].get_group()'
+        )
 
 
 class _Sharing:

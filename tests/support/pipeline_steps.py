@@ -144,6 +144,10 @@ def refused() -> None:
             rotoff.attach_schedule(pipeline(Line(False), kind, 2, True)[0], "1 GiB")
         except rotoff.OptionError as error:
             say(f"OptionError: {error}")
+    try:
+        rotoff.attach_schedule(pipeline(Line(False), *CASES["1f1b"])[0], "1 GiB", process_group=True)
+    except rotoff.OptionError as error:
+        say(f"all ranks: {error}")
     wrapped = rotoff.Checkpointable(module(1, Line(False)), check=True).compute_sequence("1 GiB")
     x = torch.zeros(ROWS, WIDTH, requires_grad=True)
     output = wrapped(x)

@@ -234,6 +234,11 @@ def test_what_does_not_work_is_refused() -> None:
         found = [line for line in said if line.startswith(f"OptionError: {name} splits the backward (")]
         assert len(found) == 2
         assert all(line.endswith("ScheduleInterleaved1F1B and ScheduleLoopedBFS") for line in found)
+    assert {line for line in said if line.startswith("all ranks: ")} == {
+        f"all ranks: process_group has the ranks [{rank}] of other stages; give the group of the processes that run the"
+        ' same stage together, such as mesh["tp"].get_group()'
+        for rank in (0, 1)
+    }
     assert sum(line.startswith("bare: ExecutionError") for line in said) == 2, said
     sentence = "tensor parallel: parameters of the model are DTensors, and processes with plans of their own would wait"
     assert sum(line.startswith(sentence) for line in said) == 2, said
