@@ -53,7 +53,9 @@ def link_share(device: torch.device, directory: str | os.PathLike[str] | None = 
 
 def _met(many: int) -> bool:
     """Wait for the other processes of this host; whether all `many` have come in time."""
-    store = dist.group.WORLD.get_group_store()
+    everyone = dist.group.WORLD
+    assert everyone is not None  # a pipeline has a group
+    store = everyone.get_group_store()
     key = f"rotoff/{socket.gethostname()}"
     if store.add(key, 1) == 1:
         store.set(f"{key}/first", repr(time.monotonic()))

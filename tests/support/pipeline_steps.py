@@ -165,10 +165,30 @@ def refused() -> None:
         say(f"tensor parallel: {error}")
 
 
+def attached_and_not() -> None:
+    """What a call that raises leaves behind, what the stages of a process share, and what detaching them leaves."""
+    schedule, modules = pipeline(Line(False), *CASES["interleaved"])
+    rotoff.attach(modules[1], "1 GiB")
+    try:
+        rotoff.attach_schedule(schedule, "1 GiB")
+    except rotoff.OptionError as error:
+        say(f"raised: {error}")
+    rotoff.detach(modules[1])
+    planned = rotoff.attach_schedule(schedule, "1 GiB")  # the first stage is not attached any more
+    link = planned[0]._steps.links.take(torch.device("cpu"), 4096)
+    planned[0]._steps.links.give_back(link)
+    say(f"one link: {planned[1]._steps.links.take(torch.device('cpu'), 4096) is link}")
+    for one in modules:
+        rotoff.detach(one)
+        one(torch.zeros(ROWS, WIDTH))
+    say(f"hooks left: {[len(one._forward_pre_hooks) for one in modules]}")
+
+
 def main(name: str) -> None:
     """name: one of CASES, or "refused"."""
     if name == "refused":
-        return refused()
+        refused()
+        return attached_and_not()
     line = Line(name.startswith("split"))
     if line.split is not None:
         wait_for_gloo()

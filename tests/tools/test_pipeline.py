@@ -245,6 +245,14 @@ def test_what_does_not_work_is_refused() -> None:
 
 
 @needs_processes
+def test_stages_of_a_process_are_attached_together_or_not_at_all() -> None:
+    """They share host memory, and after `rotoff.detach` nothing is left."""
+    said = printed(*IN_FLIGHT, REFUSED, *LINKS)[REFUSED]
+    assert sum(line.startswith("raised: the model is attached already") for line in said) == 2
+    assert said.count("one link: True") == said.count("hooks left: [0, 0]") == 2
+
+
+@needs_processes
 def test_ranks_of_a_host_share_its_link_and_memory() -> None:
     """The link is measured while all of them copy, and once; a rank that is missing or late keeps nobody waiting."""
     found = printed(*IN_FLIGHT, REFUSED, *LINKS)
