@@ -23,6 +23,7 @@ from .in_flight import least_in_flight, solve_in_flight, turn
 from .plan_codes import keep_all
 
 REFINE = 0.2  # effort of each stage's search
+WORTH = 1.005  # step time / step time of keeping everything up to which no other plan of a shared link is tried
 _TRIES = 6
 
 
@@ -132,14 +133,20 @@ def plan_pipeline(pipeline: Pipeline, limits: Sequence[int], refine: bool | floa
         InfeasibleError: if a rank has no plan; names the rank.
     """
     known: dict[tuple[Chain, int, int], tuple[Op, ...]] = {}
-    plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)
-    for rank, limit in enumerate(limits):
-        plans = _planned_rank(pipeline, plans, rank, limit, refine, known)
-    found = [("rotoff", tuple(plans), pipeline.run(plans))]
+    found = []
+    # An equal part of a shared link may be too little to count on, since its ranks do not always copy at once.
+    for among in dict.fromkeys((pipeline.ranks_per_link, 1)):
+        plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)
+        for rank, limit in enumerate(limits):
+            plans = _planned_rank(replace(pipeline, ranks_per_link=among), plans, rank, limit, refine, known)
+        found.append(("rotoff", tuple(plans), pipeline.run(plans)))
+        if found[-1][2].makespan <= WORTH * pipeline.keep_everything().makespan:
+            break
     for rule in RULES:
         by_hand = _by_rule(pipeline, rule, limits)
         found += [(rule.name, by_hand, pipeline.run(by_hand))] if by_hand else []
-    rules = {rule.name: math.inf for rule in RULES} | {name: trace.makespan for name, _, trace in found[1:]}
+    rules = dict.fromkeys((rule.name for rule in RULES), math.inf)
+    rules |= {name: trace.makespan for name, _, trace in found if name in rules}
     return PlannedRanks(*min(found, key=lambda one: one[2].makespan), tuple(rules.items()))
 
 

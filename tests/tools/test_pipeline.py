@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -159,6 +160,15 @@ def test_no_rule_of_thumb_is_faster_and_every_rank_keeps_its_limit(schedule: str
     assert fitted >= 4  # the rules did compete
     with pytest.raises(rotoff.InfeasibleError, match="rank 0"):
         plan_pipeline(pipeline, [pipeline.least(0) - 1] * 4, refine=False)
+
+
+def test_an_equal_part_of_a_shared_link_is_not_all_that_plans_count_on() -> None:
+    pipeline = Pipeline(cut(transformer(8), 2), orders("1F1B", 2, 4), ranks_per_link=2)
+    limits = [int(0.4 * max(rank.peak_bytes for rank in pipeline.keep_everything().ranks))] * 2
+    whole = plan_pipeline(replace(pipeline, ranks_per_link=1), limits, refine=0.02)
+    found = plan_pipeline(pipeline, limits, refine=0.02)
+    assert found.trace.makespan <= pipeline.run(whole.plans).makespan
+    assert found.trace.makespan < min(seconds for _, seconds in found.rules)
 
 
 torch = pytest.importorskip("torch")
