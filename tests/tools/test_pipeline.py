@@ -3,6 +3,7 @@ and steps of ``torch.distributed.pipelining`` in processes on the CPU."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -16,7 +17,8 @@ from rotoff.core.pipeline import StagePlan, Task, most_in_flight, orders, simula
 from rotoff.solver.in_flight import least_in_flight, needed_bytes, resting_bytes, solve_in_flight, turn
 from rotoff.solver.pipeline import Pipeline, cut, plan_pipeline
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "pipeline.py"
 
 
 def stage(forward: float = 1.0, backward: float = 2.0, saved: int = 10) -> StagePlan:
@@ -169,6 +171,22 @@ def test_an_equal_part_of_a_shared_link_is_not_all_that_plans_count_on() -> None
     found = plan_pipeline(pipeline, limits, refine=0.02)
     assert found.trace.makespan <= pipeline.run(whole.plans).makespan
     assert found.trace.makespan < min(seconds for _, seconds in found.rules)
+
+
+def test_the_page_shows_the_measured_grid_and_all_cells_meet_the_aim() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "pipeline_grid.json").read_text(encoding="utf-8"))["rows"]
+    lines: dict[str, str] = {}
+    for row in rows:
+        by_hand = min(time for time in row["rules"].values() if time is not None)
+        assert row["over_bound"] <= by_hand
+        assert row["share"] < 0.5 or row["over_bound"] <= 1.05
+        link = row["link"] + (", two share" if row["ranks_per_link"] == 2 else "")
+        cell = f"| {row['model']}, {row['ranks']} x {row['micro_batches']} | {link} |"
+        over = f" {100 * (row['over_bound'] - 1):.1f} | {100 * (by_hand - 1):.1f} |"
+        lines[cell] = lines.get(cell, cell) + over
+    page = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    assert len(lines) == 18
+    assert "|---|---|---|---|---|---|---|---|\n" + "\n".join(lines.values()) + "\n\n" in page
 
 
 torch = pytest.importorskip("torch")
